@@ -44,7 +44,7 @@ setup(
     # With this line an editable install is an entry in a .pth file. Without it, it is an import
     # hook, which fails if the working directory holds a folder called vit_jax, e.g. the clone.
     package_dir={"": "."},
-    package_data={"vit_jax.insight": ["page/*", "reference_curves/*.json"]},
+    package_data={"vit_jax.diagnosis": ["reference_curves/*.json"], "vit_jax.insight": ["page/*"]},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["vit_jax = vit_jax.main:execute_and_exit"]},
     python_requires=">=3.11",

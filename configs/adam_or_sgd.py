@@ -4,12 +4,13 @@ python -m vit_jax.main study --config=configs/adam_or_sgd.py --workdir=$W --conf
 A minute, on handwritten digits: --config=configs/adam_or_sgd.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. Two BiT ResNets pretrain on five classes with each
-optimizer. For each, the learning rate is chosen on held-out pictures; the chosen model is
-fine-tuned with SGD on 250 pictures of the other five classes, as the paper's table 7 does on other
+optimizer. For each, the learning rate is chosen on held-out images; the chosen model is
+fine-tuned with SGD on 250 images of the other five classes, as the paper's table 7 does on other
 data sets.
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import classification
+from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of a tiny model, one seed"}
 
@@ -29,30 +30,21 @@ FINETUNE = (
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
-    c.global_batch_size, c.duration, c.schedule.warmup = 50, "400 steps", "40 steps"
+    c, chosen = begin(arg, WORDS, __file__)
+    set_length(c, 50, "400 steps", "40 steps", save="400 steps", log="50 steps")
     c.model.name, c.model.stem_width, c.model.stages = "BiT-R50x1", 32, (1,)
-    c.data.name, c.data.image_size, c.data.classes = "cifar10", 32, (0, 1, 2, 3, 4)
-    c.data.split, c.data.ops = "train[:90%]", "decode|pad_crop(2)|flip"
+    use_cifar10(c, classes=(0, 1, 2, 3, 4), split="train[:90%]")
     c.evals.dev = classification(split="train[90%:]", every="400 steps", ops="decode")
     c.evals.test = classification(split="test", every="400 steps", ops="decode")
-    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = 0.001, 1.0  # the study replaces the rate
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "400 steps", "50 steps"
+    use_adamw(c, weight_decay=0.0)  # the study replaces both, and the optimizer
 
-    c.study.name, c.study.metric, c.study.choose_by = "tuned_grid", "dev/top1", "dev/top1"
+    c.study.name, c.study.metric, c.study.choose_by = "grid", "dev/top1", "dev/top1"
     c.study.finetune, c.study.finetune_metric = FINETUNE, "test/top1"
     rates, models = PEAK_LRS, MODELS
     if "debug" in chosen:
         rates, models = PEAK_LRS[1:3], {"one stage": "(1,)"}
-        c.data.name, c.data.image_size, c.data.split, c.data.ops = "digits", 8, "train", ""
-        c.evals.dev = classification(split="test", every="20 steps")
-        c.evals.test = classification(split="test", every="20 steps")
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-        c.checkpoint.every, c.log.every, c.study.seeds = "20 steps", "10 steps", 1
-        c.study.finetune = "data.classes=5,6,7,8,9; duration=10 steps"
+        debug_on_digits(c, model=None)
+        c.study.seeds, c.study.finetune = 1, "data.classes=5,6,7,8,9; duration=10 steps"
     c.study.candidates = tuple(f"lr_{lr}: optimizer.peak_lr={lr}" for lr in rates)
     c.study.cells = tuple(
         f"BiT, {size} | {optimizer}: model.stages={stages}; {fields}"

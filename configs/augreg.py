@@ -20,9 +20,15 @@ CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagene
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.models import find_family
-from vit_jax.models.vit import ViT
-from vit_jax.recipes import SPLITS, find_augreg, make_tiny
+from vit_jax.models import fields_of, find_family
+from vit_jax.recipes import (
+    EVAL_OPS,
+    SPLITS,
+    augreg_ops,
+    debug_on_synthetic,
+    set_length,
+    use_adamw,
+)
 
 WORDS = {
     "debug": "20 steps of a tiny model",
@@ -40,9 +46,8 @@ def get_config(arg=""):
             f"medium1; optional words: {', '.join(WORDS)}"
         )
     model, data, augmentation = words
-    family = find_family(model)
-    family.parse(model)
-    if not issubclass(family.module, ViT):
+    find_family(model).parse(model)
+    if "num_heads" not in fields_of(model):
         raise InputError(
             f"model {model!r}: AugReg's recipes need a ViT or a hybrid, such as ViT-B/16"
         )
@@ -50,37 +55,21 @@ def get_config(arg=""):
         raise InputError(f"data {data!r}: needs imagenet2012 or imagenet21k")
     if "30ep" in chosen and data != "imagenet21k":
         raise InputError(f"30ep: the paper trains on {data} for 300 epochs; leave it out")
-    recipe = find_augreg(augmentation)
 
     c = base_config()
-    c.global_batch_size, c.duration = 4096, "30 epochs" if "30ep" in chosen else "300 epochs"
+    duration = "30 epochs" if "30ep" in chosen else "300 epochs"
+    set_length(c, 4096, duration, "10000 steps", save="1000 steps", log="50 steps")
     c.model.name, c.model.dtype = model, "bfloat16"
     if "reg" in chosen:
         c.model.dropout = c.model.stochastic_depth = 0.1
-
-    train_split, val_split = SPLITS[data]
     c.data.name, c.data.image_size = data, 224
-    c.data.split = train_split
-    c.data.ops = recipe.ops("inception_crop")
-    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
-    c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
-
-    if data == "imagenet2012":
-        c.loss.name = "softmax"
-    else:
+    c.data.split, val_split = SPLITS[data]
+    c.data.ops = augreg_ops(augmentation, "inception_crop")
+    c.evals.val = classification(split=val_split, every="1 epochs", ops=EVAL_OPS)
+    if data == "imagenet21k":
         c.loss.name, c.model.head_bias = "sigmoid", -10.0
-
-    c.optimizer.peak_lr = 1e-3
-    c.optimizer.weight_decay = 0.03 if "wd0.03" in chosen else 0.1
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
+    use_adamw(c, 1e-3, 0.03 if "wd0.03" in chosen else 0.1)
 
     if "debug" in chosen:
-        c.data.name, c.data.split, c.data.ops = "synthetic", "train", recipe.ops("")
-        c.data.image_size = make_tiny(c.model, model)
-        c.data.num_classes, c.data.num_examples = 10, 256
-        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+        debug_on_synthetic(c, augreg_ops(augmentation, ""))
     return c

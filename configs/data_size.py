@@ -7,13 +7,13 @@ python -m vit_jax.main study --config=configs/data_size.py:fixed --workdir=$W/fi
 A minute, on handwritten digits: --config=configs/data_size.py:tuned,debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. Models pretrain on class-balanced parts of the
-pictures of airplane, automobile, bird, cat and deer, each part within the next larger one. They are
-judged on the other five classes: by least squares on the frozen features of ten pictures of each
-class, and after fine-tuning on 250 pictures. A small version of section 4.3 of arXiv:2010.11929:
+images of airplane, automobile, bird, cat and deer, each part within the next larger one. They are
+judged on the other five classes: by least squares on the frozen features of ten images of each
+class, and after fine-tuning on 250 images. A small version of section 4.3 of arXiv:2010.11929:
 
-tuned: the regularisation is chosen for each model and size on 2,500 held-out pictures, then each
+tuned: the regularisation is chosen for each model and size on 2,500 held-out images, then each
   model is fine-tuned (figure 3)
-fixed: one setting for all models and sizes, judged where the accuracy on the held-out pictures is
+fixed: one setting for all models and sizes, judged where the accuracy on the held-out images is
   best (figure 4)
 
 How it works: docs/explanation/data_size.md.
@@ -21,6 +21,7 @@ How it works: docs/explanation/data_size.md.
 
 from vit_jax.config import base_config, classification, fewshot, split_words
 from vit_jax.errors import InputError
+from vit_jax.recipes import debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {
     "tuned": "regularisation chosen for each size, then fine-tuning",
@@ -41,11 +42,12 @@ CANDIDATES = (
     "strong: optimizer.weight_decay=0.3; loss.label_smoothing=0.1; "
     "data.ops=decode|pad_crop(4)|flip",
 )
-DECAYS = (("weak", 0.03), ("strong", 0.3))  # of the debug form
+TINY_CANDIDATES = ("weak: optimizer.weight_decay=0.03", "strong: optimizer.weight_decay=0.3")
 FINETUNE = (
     "data.classes=5,6,7,8,9; data.split=train[2500:2961]; duration=100 steps; "
     "optimizer.peak_lr=0.001; schedule.warmup=10 steps; optimizer.weight_decay=0.0"
 )
+TINY_FINETUNE = "data.classes=5,6,7,8,9; data.subset=50; duration=10 steps"
 
 
 def get_config(arg=""):
@@ -53,17 +55,12 @@ def get_config(arg=""):
     modes = chosen & {"tuned", "fixed"}
     if words or len(modes) != 1:
         raise InputError(f"got {arg!r}, needs tuned or fixed; optional word: debug")
-    tuned = modes == {"tuned"}
+    tuned, debug = modes == {"tuned"}, "debug" in chosen
     c = base_config()
-    c.global_batch_size, c.duration, c.schedule.warmup = 50, "400 steps", "40 steps"
+    set_length(c, 50, "400 steps", "40 steps", save="400 steps", log="50 steps")
     c.model.name = "ViT-Ti/8"  # the study replaces it and sets its sizes
-    c.data.name, c.data.image_size, c.data.classes = "cifar10", 32, (0, 1, 2, 3, 4)
-    c.data.split, c.data.subset_balanced = "train[:90%]", True
-    c.data.ops = "decode|pad_crop(2)|flip"
-    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "400 steps", "50 steps"
+    use_cifar10(c, classes=(0, 1, 2, 3, 4), split="train[:90%]", subset_balanced=True)
+    use_adamw(c)
 
     every = "400 steps" if tuned else "100 steps"
     held_out = {"every": every, "ops": "decode", "batch_size": 500}
@@ -74,36 +71,21 @@ def get_config(arg=""):
         train_split="train[:2000]", test_split="test[:4000]", shots=(10,), classes=(5, 6, 7, 8, 9),
         **held_out,
     )  # fmt: skip
+    if debug:
+        every = "20 steps" if tuned else "10 steps"
+        debug_on_digits(c, eval_every=every, eval_batch_size=120)
 
-    c.study.name, c.study.seeds = "tuned_grid", 1
+    c.study.name, c.study.seeds = "grid", 1
     c.study.metric = "fewshot/10shot_top1"
-    models, sizes = MODELS, (250, 1_000, 4_000, 20_000)
     if tuned:
-        c.study.candidates, c.study.choose_by = CANDIDATES, "dev/top1"
-        c.study.finetune, c.study.finetune_metric = FINETUNE, "test/top1"
+        c.study.candidates, c.study.choose_by = TINY_CANDIDATES if debug else CANDIDATES, "dev/top1"
+        c.study.finetune = TINY_FINETUNE if debug else FINETUNE
+        c.study.finetune_metric = "test/top1"
     else:
         c.checkpoint.keep_best, c.study.point = "dev/top1", "best"
-    if "debug" in chosen:
-        models, sizes = TINY, (50, 200)
-        make_debug(c, tuned)
     c.study.cells = tuple(
         f"{model} | {size} pretraining pictures: data.subset={size}; {fields}"
-        for model, fields in models.items()
-        for size in sizes
+        for model, fields in (TINY if debug else MODELS).items()
+        for size in ((50, 200) if debug else (250, 1_000, 4_000, 20_000))
     )
     return c
-
-
-def make_debug(c, tuned):
-    """A few steps on the digits."""
-    c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
-    c.data.split, c.data.ops = "train", ""
-    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-    c.checkpoint.every, c.log.every = "20 steps", "10 steps"
-    for entry in c.evals.values():
-        entry.every, entry.ops, entry.batch_size = ("20 steps" if tuned else "10 steps"), "", 120
-    c.evals.dev.split = c.evals.test.split = "test"
-    c.evals.fewshot.train_split, c.evals.fewshot.test_split = "train", "test"
-    if tuned:
-        c.study.candidates = tuple(f"{n}: optimizer.weight_decay={wd}" for n, wd in DECAYS)
-        c.study.finetune = "data.classes=5,6,7,8,9; data.subset=50; duration=10 steps"

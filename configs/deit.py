@@ -25,7 +25,7 @@ CPU, under a minute, a tiny untrained teacher: --config=configs/deit.py:DeiT-S/1
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.recipes import DEIT, make_tiny
+from vit_jax.recipes import EVAL_OPS, debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {
     "384": "fine-tuning at 384 px",
@@ -33,6 +33,7 @@ WORDS = {
     "debug": "20 steps of a tiny model, with a tiny untrained teacher",
 }
 MODELS = tuple(f"{family}-{size}/16" for family in ("DeiT", "ViT") for size in ("Ti", "S", "B"))
+DEVICE_OPS = "flip|erase(0.25, area_max=0.333)|mixup_or_cutmix(0.8, 1.0)"
 
 
 def get_config(arg=""):
@@ -44,40 +45,34 @@ def get_config(arg=""):
             f"got {arg!r}, needs one of {', '.join(MODELS)}; optional words: {', '.join(WORDS)}, "
             "soft with a DeiT only"
         )
-    recipe = DEIT["384" if "384" in chosen else "224"]
     c = base_config()
-    c.global_batch_size, c.duration = recipe.batch_size, f"{recipe.epochs} epochs"
+    if "384" in chosen:
+        c.init_from, c.init_head = "", "kept"  # init_from is required
+        image_size, batch_size, epochs, lr_at_512 = 384, 480, 30, 5e-6
+        c.optimizer.weight_decay, c.schedule.name = 1e-8, "constant"
+    else:
+        image_size, batch_size, epochs, lr_at_512 = 224, 960, 300, 5e-4
+        c.optimizer.weight_decay, c.schedule.name = 0.05, "cosine"
+    set_length(c, batch_size, f"{epochs} epochs", "5 epochs", save="1000 steps", log="50 steps")
+    c.optimizer.peak_lr = lr_at_512 * batch_size / 512
     c.model.name, c.model.dtype = model, "bfloat16"
     c.model.gelu, c.model.stochastic_depth = "exact", 0.1
 
-    c.data.name, c.data.image_size, c.data.repeats = "imagenet2012", recipe.image_size, 3
-    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    c.data.ops = f"inception_crop(area_min=0.08)|{recipe.ops}"
-    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
-    c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
-
+    use_imagenet(c, image_size)
+    c.data.repeats = 3
+    c.data.ops = f"inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|{DEVICE_OPS}"
+    c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
     c.loss.label_smoothing = 0.1
-    c.optimizer.peak_lr = recipe.lr_at_512 * recipe.batch_size / 512
-    c.optimizer.weight_decay = recipe.weight_decay
-    c.schedule.name, c.schedule.warmup = recipe.schedule, "5 epochs"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
 
     if has_teacher:
         c.objective.name, c.objective.teacher = "distillation", ""  # required
         c.objective.mode, c.objective.weight = "hard", 0.5
     if "soft" in chosen:
         c.objective.mode, c.objective.weight, c.objective.temperature = "soft", 0.1, 3.0
-    if "384" in chosen:
-        c.init_from, c.init_head = "", "kept"  # init_from is required
 
     if "debug" in chosen:
         c.init_from, c.init_head = "scratch", "new"
         c.objective.teacher = "untrained:ViT-mu/16" if has_teacher else None
-        c.data.name, c.data.split, c.data.ops = "synthetic", "train", recipe.ops_on_device
-        c.data.image_size = make_tiny(c.model, model)
-        c.data.num_classes, c.data.num_examples = 10, 256
-        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
-        c.evals.val.batch_size = 32
-        c.global_batch_size, c.duration, c.schedule.warmup = 24, "20 steps", "5 steps"
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+        debug_on_synthetic(c, DEVICE_OPS)
+        c.global_batch_size, c.evals.val.batch_size = 24, 32
     return c

@@ -17,8 +17,17 @@ Published, ImageNet-1k top-1 with frozen features: 74.5 % by 20 nearest neighbou
 linear classifier.
 """
 
-from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
-from vit_jax.recipes import view_ops
+from vit_jax.config import knn, patch_features, rank
+from vit_jax.recipes import (
+    EVAL_OPS,
+    begin,
+    debug_on_digits,
+    set_length,
+    use_cifar10,
+    use_imagenet,
+    use_vit,
+    view_ops,
+)
 
 WORDS = {
     "cifar10": "a small ViT on CIFAR-10",
@@ -27,9 +36,7 @@ WORDS = {
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
+    c, chosen = begin(arg, WORDS, __file__)
     c.objective.name = "self_distillation"
     c.objective.first_temperature, c.objective.teacher_temperature = 0.04, 0.07
     c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.996, 1.0
@@ -37,48 +44,42 @@ def get_config(arg=""):
     c.optimizer.weight_decay_on = ".*/kernel|class_token|pos_embedding"
     c.schedule.name = "cosine"
     if "cifar10" in chosen:
-        use_cifar10(c)
-    else:
-        use_imagenet(c)
-    if "debug" in chosen:
         make_small(c)
+    else:
+        follow_paper(c)
+    if "debug" in chosen:
+        make_tiny(c)
     return c
 
 
-def use_imagenet(c):
-    c.global_batch_size, c.duration, c.schedule.warmup = 1024, "800 epochs", "10 epochs"
+def follow_paper(c):
+    set_length(c, 1024, "800 epochs", "10 epochs", save="5 epochs", log="100 steps")
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "30 epochs", "1 epochs"
     c.optimizer.peak_lr = 5e-4 * 1024 / 256
     c.model.name, c.model.gelu, c.model.stochastic_depth = "ViT-S/16", "exact", 0.1
     c.model.dtype = "bfloat16"
-    c.data.name, c.data.image_size = "imagenet2012", 224
-    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    use_imagenet(c)
     c.data.num_global, c.data.num_local, c.data.local_size = 2, 10, 96
     c.data.global_ops, c.data.local_ops = view_ops(smallest=0.25, middle=0.25)
-    c.checkpoint.every, c.log.every = "5 epochs", "100 steps"
-    ops = "decode|resize_small(crop=0.875)|central_crop"
     splits = {"train_split": "train", "test_split": "validation"}
-    c.evals.near = knn(**splits, every="100 epochs", ops=ops, num_neighbours=(20,))
-    c.evals.rank = rank(split="train", every="10 epochs", ops=ops)
-    c.evals.pictures = patch_features(split="validation", every="10 epochs", ops=ops)
+    c.evals.near = knn(**splits, every="100 epochs", ops=EVAL_OPS, num_neighbours=(20,))
+    c.evals.rank = rank(split="train", every="10 epochs", ops=EVAL_OPS)
+    c.evals.pictures = patch_features(split="validation", every="10 epochs", ops=EVAL_OPS)
 
 
-def use_cifar10(c):
-    """A ViT of 0.5 million parameters and 1,024 prototypes; 0.9 CPU seconds a step."""
-    c.global_batch_size, c.duration, c.schedule.warmup = 128, "600 steps", "60 steps"
+def make_small(c):
+    """A ViT of 0.5 million parameters and 1,024 prototypes on CIFAR-10; 0.9 CPU seconds a step."""
+    set_length(c, 128, "600 steps", "60 steps", save="300 steps", log="10 steps")
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 1024, 256, 64
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "200 steps", "35 steps"
-    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = 1e-3, 3.0
-    c.optimizer.ema_decay = 0.99
-    c.model.name, c.model.pos_embed = "ViT-Ti/8", "sincos_2d"
-    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
-    c.data.name, c.data.image_size = "cifar10", 32
+    c.optimizer.peak_lr, c.optimizer.grad_clip_norm, c.optimizer.ema_decay = 1e-3, 3.0, 0.99
+    use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3, pos_embed="sincos_2d")
+    use_cifar10(c, "")
     colours = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
     c.data.num_global, c.data.num_local, c.data.local_size = 2, 4, 16
     crop = f"inception_crop(area_min=0.3)|{colours}"
     c.data.global_ops = f"{crop}; {crop}|solarize(0.2)"
     c.data.local_ops = f"inception_crop(area_min=0.1, area_max=0.3)|{colours}"
-    c.checkpoint.every, c.log.every = "300 steps", "10 steps"
     splits = {"train_split": "train[:10%]", "test_split": "test[:20%]"}
     how = {"every": "300 steps", "ops": "decode", "batch_size": 500}
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
@@ -86,20 +87,13 @@ def use_cifar10(c):
     c.evals.pictures = patch_features(split="test", **how)
 
 
-def make_small(c):
+def make_tiny(c):
     """20 steps of a tiny model on handwritten digits."""
-    c.model.name, c.model.dtype = "ViT-mu/4", "float32"
-    c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-    c.model.stochastic_depth = None
+    debug_on_digits(c, eval_every="10 steps", eval_batch_size=256)
+    set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
+    c.model.dtype, c.model.stochastic_depth = "float32", None
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 32, 16, 8
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "10 steps", "5 steps"
-    c.data.name, c.data.image_size, c.data.local_size = "digits", 8, 4
-    c.data.num_local = 2
+    c.data.num_local, c.data.local_size = 2, 4
     c.data.global_ops = "pad_crop(2); pad_crop(2)|greyscale(0.2)|solarize(0.2)"
     c.data.local_ops = "random_crop|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)"
-    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
-    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
-    c.evals.near.train_split, c.evals.near.test_split = "train", "test"
-    c.evals.pictures.split = "test"
-    for entry in c.evals.values():
-        entry.every, entry.ops, entry.batch_size = "10 steps", "", 256

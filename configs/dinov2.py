@@ -22,8 +22,8 @@ Published, ImageNet-1k top-1 with frozen features: 81.6 % by nearest neighbours,
 classifier.
 """
 
-from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
-from vit_jax.recipes import view_ops
+from vit_jax.config import knn, patch_features, rank
+from vit_jax.recipes import EVAL_OPS, begin, debug_on_digits, set_length, use_imagenet, view_ops
 
 WORDS = {
     "own_head": "a second head for the patches",
@@ -33,14 +33,11 @@ WORDS = {
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
-    c.global_batch_size, c.duration = 2048, "125000 steps"
+    c, chosen = begin(arg, WORDS, __file__)
+    set_length(c, 2048, "125000 steps", "12500 steps", save="1250 steps", log="50 steps")
     c.model.name, c.model.gelu, c.model.layer_scale = "ViT-L/16", "exact", 1e-5
     c.model.stochastic_depth, c.model.dtype = 0.3, "bfloat16"
-    c.data.name, c.data.image_size = "imagenet2012", 224
-    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    use_imagenet(c)
     c.data.num_global, c.data.num_local, c.data.local_size = 2, 8, 96
     c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
 
@@ -53,37 +50,29 @@ def get_config(arg=""):
     if "sinkhorn" in chosen:
         o.centring = "sinkhorn"
 
-    c.optimizer.peak_lr = 0.004 * (2048 / 1024) ** 0.5
+    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = 0.004 * (2048 / 1024) ** 0.5, 3.0
     c.optimizer.layer_decay, c.optimizer.embedding_rate = 0.9, 0.2
     c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.4
     c.optimizer.weight_decay_on = ".*/kernel|class_token|pos_embedding|objective/mask_token"
-    c.optimizer.grad_clip_norm = 3.0
     c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.992, 1.0
-    c.schedule.name, c.schedule.warmup = "cosine", "12500 steps"
-    c.checkpoint.every, c.log.every = "1250 steps", "50 steps"
-    ops = "decode|resize_small(crop=0.875)|central_crop"
-    splits = {"train_split": "train", "test_split": "validation"}
-    c.evals.near = knn(**splits, every="12500 steps", ops=ops, num_neighbours=(20,))
-    c.evals.rank = rank(split="train", every="12500 steps", ops=ops)
-    c.evals.pictures = patch_features(split="validation", every="12500 steps", ops=ops)
+    c.schedule.name = "cosine"
+    how = {"every": "12500 steps", "ops": EVAL_OPS}
+    c.evals.near = knn(train_split="train", test_split="validation", **how, num_neighbours=(20,))
+    c.evals.rank = rank(split="train", **how)
+    c.evals.pictures = patch_features(split="validation", **how)
     if "debug" in chosen:
-        make_small(c)
+        make_tiny(c)
     return c
 
 
-def make_small(c):
+def make_tiny(c):
     """20 steps of a tiny model on handwritten digits."""
-    c.model.name, c.model.dtype, c.model.layer_scale = "ViT-mu/2", "float32", 0.1
-    c.model.stochastic_depth = None
+    debug_on_digits(c, "ViT-mu/2", eval_every="10 steps", eval_batch_size=256)
+    set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
+    c.model.dtype, c.model.layer_scale, c.model.stochastic_depth = "float32", 0.1, None
     o = c.objective
     o.num_prototypes, o.head_width, o.bottleneck, o.koleo_group = 32, 16, 8, 8
     o.temperature_warmup, o.freeze_prototypes = "10 steps", "5 steps"
-    c.data.name, c.data.image_size, c.data.local_size, c.data.num_local = "digits", 8, 4, 2
+    c.data.num_local, c.data.local_size = 2, 4
     c.data.global_ops = "pad_crop(2); pad_crop(2)|greyscale(0.2)|solarize(0.2)"
     c.data.local_ops = "random_crop|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)"
-    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
-    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
-    c.evals.near.train_split, c.evals.near.test_split = "train", "test"
-    c.evals.pictures.split = "test"
-    for entry in c.evals.values():
-        entry.every, entry.ops, entry.batch_size = "10 steps", "", 256

@@ -8,14 +8,15 @@ python -m vit_jax.main study --config=configs/distillation.py:bit=$W/bit,large=$
 A minute, on handwritten digits, untrained teachers: --config=configs/distillation.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. The students, ViTs of 469,000 parameters, train with
-three seeds on the same pictures for the same steps: on labels only; as a DeiT, half on the hard
+three seeds on the same images for the same steps: on labels only; as a DeiT, half on the hard
 labels of a BiT (arXiv:2012.12877); and half on the pooled features of a ViT of 1.8 million
 parameters. Without bit=... or large=... the study leaves out what it needs. The teachers train on
-the same 50,000 pictures.
+the same 50,000 images.
 """
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
+from vit_jax.recipes import debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
 
 WORDS = {
     "bit": "train the ResNet; bit=WORKDIR: it is a teacher of the study",
@@ -33,38 +34,27 @@ def get_config(arg=""):
             f"got {arg!r}, needs bit or large, or for the study bit=WORKDIR or large=WORKDIR or "
             "both; optional word: debug"
         )
+    is_bit, is_study = "bit" in chosen, not chosen & {"bit", "large"}
     c = base_config()
-    c.model.name = "ViT-Ti/8"
-    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
-    c.data.name, c.data.image_size = "cifar10", 32
-    c.data.ops = "decode|pad_crop(2)|flip"
-    c.global_batch_size, c.duration, c.schedule.warmup = 64, "1200 steps", "120 steps"
-    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "1000 steps", "100 steps"
+    use_cifar10(c)
+    use_adamw(c)
+    length = ("1200 steps", "120 steps") if is_study else ("2500 steps", "300 steps")
+    set_length(c, 64, *length, save="1000 steps", log="100 steps")
     c.evals.test = classification(split="test", every="3000 steps", ops="decode", batch_size=500)
-    if "bit" in chosen:
+    if is_bit:
         c.model.name, c.model.stages, c.model.stem_width = "BiT-R50x1", (1, 1, 1), 32
-        c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-    elif "large" in chosen:
-        c.model.width, c.model.mlp_dim, c.model.num_heads = 192, 768, 6
+    elif is_study:
+        use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3)
     else:
-        c.study.name, c.study.metric = "grid", "test/top1"
-    if chosen & {"bit", "large"}:
-        c.duration, c.schedule.warmup = "2500 steps", "300 steps"
+        use_vit(c.model, "ViT-Ti/8", 192, 4, 768, 6)
 
     if "debug" in chosen:
         teachers = UNTRAINED
-        c.data.name, c.data.image_size, c.data.ops = "digits", 8, "flip"
-        c.model.name = "ViT-mu/4" if "bit" not in chosen else c.model.name
-        c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-        c.model.stages = (1,) if "bit" in chosen else None
-        c.evals.test = classification(split="test", every="20 steps", batch_size=360)
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-        c.checkpoint.every, c.log.every = "20 steps", "10 steps"
-        c.study.seeds = 1
-    c.study.cells = tuple(cells(c.model.name, teachers)) if c.study.name else ()
+        debug_on_digits(c, None if is_bit else "ViT-mu/4", "flip", eval_batch_size=360)
+        c.model.stages, c.study.seeds = (1,) if is_bit else None, 1
+    if is_study:
+        c.study.name, c.study.metric = "grid", "test/top1"
+        c.study.cells = tuple(cells(c.model.name, teachers))
     return c
 
 

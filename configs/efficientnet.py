@@ -23,7 +23,7 @@ CPU, two minutes, synthetic data: --config=configs/efficientnet.py:EfficientNet-
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
 from vit_jax.models.efficientnet import find_variant
-from vit_jax.recipes import make_tiny
+from vit_jax.recipes import debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {"debug": "20 steps of a tiny model"}
 
@@ -39,33 +39,25 @@ def get_config(arg=""):
     variant = find_variant(model)
 
     c = base_config()
-    c.global_batch_size, c.duration = 4096, "350 epochs"
+    set_length(c, 4096, "350 epochs", "5 epochs", save="1000 steps", log="50 steps")
     c.model.name, c.model.dtype = model, "bfloat16"
     c.model.dropout, c.model.stochastic_depth = variant.dropout, 0.2
 
     size = variant.image_size
-    c.data.name, c.data.image_size = "imagenet2012", size
-    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    use_imagenet(c, size)
     c.data.ops = "inception_crop(area_min=0.08)|autoaugment|flip"
     resize = f"torchvision_resize(filter='bicubic', cover=True, crop={size / (size + 32):.4f})"
     eval_ops = f"decode|{resize}|torchvision_crop"
     c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
 
-    c.loss.name, c.loss.label_smoothing = "softmax", 0.1
+    c.loss.label_smoothing = 0.1
     c.optimizer.name, c.optimizer.peak_lr = "rmsprop", 0.256
     c.optimizer.b2, c.optimizer.momentum, c.optimizer.eps = 0.9, 0.9, 1e-3
     c.optimizer.l2, c.optimizer.weight_decay_on = 1e-5, "(?!.*/norm_).*"
     c.optimizer.ema_decay = 0.9999
     c.schedule.name, c.schedule.timescale = "exponential", "2.4 epochs"
-    c.schedule.warmup = "5 epochs"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
 
     if "debug" in chosen:
-        c.data.name, c.data.split, c.data.ops = "synthetic", "train", "flip"
-        c.data.image_size = make_tiny(c.model, model)
-        c.data.num_classes, c.data.num_examples = 10, 256
-        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
+        debug_on_synthetic(c)
         c.optimizer.peak_lr = 0.01
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
     return c

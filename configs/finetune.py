@@ -1,16 +1,16 @@
-"""Fine-tuning on own pictures, and as in the paper's table 4: --config=finetune:MODEL,DATA
+"""Fine-tuning on own images, and as in the paper's table 4: --config=finetune:MODEL,DATA
 
 DATA is folder, or one of the table's data sets: imagenet2012, cifar10, cifar100, oxford_iiit_pet or
 oxford_flowers102. --config.init_from is required; the whole head is replaced by a new one. One of
 the words head_only, lastN (last4: the last 4 layers and the head) and lora (lora16: of rank 16;
 without a number 8) trains a part of the model; with lora by AdamW at a learning rate of 0.003.
 
-folder: own pictures, PICTURES/CLASS/*.jpg. Everything that the source knows is taken from it: pool,
+folder: own images, IMAGES/CLASS/*.jpg. Everything that the source knows is taken from it: pool,
 positions, value range, image size. Steps, warm-up and learning rate follow from the number of
-pictures (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the paper.
+images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the paper.
 
 python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,folder --workdir=$W \\
-  --config.data.data_dir=PICTURES --config.init_from=hf:google/vit-base-patch16-224
+  --config.data.data_dir=IMAGES --config.init_from=hf:google/vit-base-patch16-224
 
 A row of table 4 (arXiv:2010.11929). Further word: headline.
 
@@ -38,14 +38,14 @@ import re
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.errors import InputError, nearest
+from vit_jax.experiment.finetune_length import BIT_LR
 from vit_jax.models import find_family
 from vit_jax.recipes import (
     FINE_TUNING,
-    HYPER_RULE_LR,
-    find_fine_tuning,
     fine_tuning_size,
     hyper_rule,
     make_tiny,
+    set_length,
 )
 
 WORDS = {
@@ -81,73 +81,48 @@ def get_config(arg=""):
 
     c = base_config()
     c.init_from = ""  # required
-    c.model.name, c.model.dtype = model, "bfloat16"
-    c.data.name, c.data.ops = data, "inception_crop|flip"
-    c.optimizer.name, c.optimizer.grad_clip_norm = "sgd", 1.0
-    c.schedule.name = "cosine"
+    c.model.name, c.model.dtype, c.data.name = model, "bfloat16", data
+    c.optimizer.name, c.optimizer.grad_clip_norm, c.schedule.name = "sgd", 1.0, "cosine"
     c.checkpoint.every, c.log.every = "500 steps", "50 steps"
     if data == "folder":
-        use_own_pictures(c)
+        use_own_images(c)
     else:
-        follow_table(c, find_fine_tuning(data), headline)
-    train_part(c, parts)
-
-    if "debug" in chosen:
-        c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
-        c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003
-        c.model.dtype = "float32"
-        c.data.name, c.data.image_size = "digits", make_tiny(c.model, model)
-        c.data.ops = "inception_crop(area_min=0.5)|flip"
-        if data == "folder":
-            del c.evals.val
-        c.evals.test = classification(split="test", every="10 steps", ops="resize")
-        if c.optimizer.last_layers is not None:
-            c.optimizer.last_layers = 1
-        c.global_batch_size, c.duration = 32, "20 steps"
-        c.schedule.name, c.schedule.warmup, c.schedule.milestones = "cosine", "0 steps", None
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
-    return c
-
-
-def use_own_pictures(c):
-    """Set what depends neither on the source nor on the number of pictures."""
-    find_family(c.model.name)
-    c.init_fields, c.schedule.rule = "source", "bit"
-    c.data.ops = "scaled_inception_crop|flip"
-    c.global_batch_size = 64
-    c.evals.val = classification(
-        split="val", every="250 steps", ops="scaled_decode|resize(antialias=True)"
-    )
-    c.evals.test = classification(  # if it is there
-        split="test?", every="250 steps", ops="scaled_decode|resize(antialias=True)"
-    )
-
-
-def follow_table(c, row, headline):
-    """Set the row of table 4, or BiT's HyperRule for its data set."""
-    model = c.model.name
-    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
-    c.data.image_size = fine_tuning_size(model, headline=headline)
-    c.evals.test = classification(split=row.test_split, every="500 steps", ops="decode|resize")
-    c.optimizer.peak_lr = row.peak_lrs[2]
-    if headline:
-        c.optimizer.ema_decay = 0.9999
-    if model.startswith("BiT-"):
-        follow_hyper_rule(c, row)
-
-
-def train_part(c, parts):
-    """Train only the part of the model that the word in `parts`, if any, names."""
-    for word in parts:
-        number = re.sub(r"\D", "", word)
-        if word == "head_only":
+        follow_table(c, FINE_TUNING[data], headline)
+        if is_bit:
+            follow_hyper_rule(c, FINE_TUNING[data])
+    for part in parts:  # at most one
+        number = re.sub(r"\D", "", part)
+        if part == "head_only":
             c.optimizer.freeze = f"(?!{_HEAD}).*"
-        elif word.startswith("last"):
+        elif part.startswith("last"):
             c.optimizer.last_layers = int(number)
         else:
             c.model.lora_rank = int(number or _LORA_RANK)
             c.optimizer.freeze = f"(?!{_HEAD}|.*/lora_[ab]$).*"
             c.optimizer.name, c.optimizer.peak_lr = "adamw", _LORA_LR
+    if "debug" in chosen:
+        make_small(c)
+    return c
+
+
+def use_own_images(c):
+    """Set what depends neither on the source nor on the number of images."""
+    find_family(c.model.name)
+    c.init_fields, c.schedule.rule = "source", "bit"
+    c.data.ops, c.global_batch_size = "scaled_inception_crop|flip", 64
+    how = {"every": "250 steps", "ops": "scaled_decode|resize(antialias=True)"}
+    c.evals.val = classification(split="val", **how)
+    c.evals.test = classification(split="test?", **how)  # if it is there
+
+
+def follow_table(c, row, headline):
+    """Set the row of table 4."""
+    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
+    c.data.image_size = fine_tuning_size(c.model.name, headline=headline)
+    c.data.ops, c.optimizer.peak_lr = "inception_crop|flip", row.peak_lrs[2]
+    c.evals.test = classification(split=row.test_split, every="500 steps", ops="decode|resize")
+    if headline:
+        c.optimizer.ema_decay = 0.9999
 
 
 def follow_hyper_rule(c, row):
@@ -158,6 +133,19 @@ def follow_hyper_rule(c, row):
     c.data.ops = f"decode|resize(crop={rule.crop / rule.resize})|random_crop|flip"
     if rule.mixup:
         c.data.ops += f"|mixup({rule.mixup})"
-    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = HYPER_RULE_LR, None
+    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = BIT_LR, None
     c.schedule.name, c.schedule.warmup = "multistep", f"{rule.warmup} steps"
     c.schedule.milestones = ", ".join(f"{step} steps" for step in rule.milestones)
+
+
+def make_small(c):
+    """20 steps of a tiny model on handwritten digits, from scratch."""
+    c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
+    c.data.name, c.data.image_size = "digits", make_tiny(c.model, c.model.name)
+    c.data.ops, c.model.dtype = "inception_crop(area_min=0.5)|flip", "float32"
+    c.evals = {"test": classification(split="test", every="10 steps", ops="resize")}
+    c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003
+    if c.optimizer.last_layers is not None:
+        c.optimizer.last_layers = 1
+    c.schedule.name, c.schedule.milestones = "cosine", None
+    set_length(c, 32, "20 steps", "0 steps", save="10 steps", log="5 steps")

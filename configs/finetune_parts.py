@@ -9,15 +9,16 @@ python -m vit_jax.main study --config=configs/finetune_parts.py --config.data.da
 A minute, on handwritten digits: --config=configs/finetune_parts.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. The source was trained on the first five classes of
-CIFAR-10; the study fine-tunes it on 250 pictures of the last five (48 to 51 each), three seeds.
-The word choose compares learning rates on other training pictures.
+CIFAR-10; the study fine-tunes it on 250 images of the last five (48 to 51 each), three seeds.
+The word choose compares learning rates on other training images.
 Results: docs/explanation/results.md.
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import classification
+from vit_jax.recipes import begin, debug_on_digits, set_length, use_cifar10
 
 WORDS = {
-    "choose": "compare learning rates on pictures that are not in the test split, one seed",
+    "choose": "compare learning rates on images that are not in the test split, one seed",
     "debug": "a few steps of a tiny model, one seed",
 }
 
@@ -33,24 +34,19 @@ PEAK_LRS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
+    c, chosen = begin(arg, WORDS, __file__)
     c.init_from, c.init_fields = "", "source"  # init_from is required
     c.model.name = "ViT-Ti/8"  # with the sizes of the source
-    c.data.name, c.data.classes = "cifar10", (5, 6, 7, 8, 9)
-    c.data.split = "train[2500:2961]"  # 250 of these classes
-    c.data.ops = "decode|pad_crop(2)|flip"
-    c.global_batch_size, c.duration, c.schedule.warmup = 50, "60 epochs", "6 epochs"
+    # 250 images of these classes, at the size of the source.
+    use_cifar10(c, image_size=None, classes=(5, 6, 7, 8, 9), split="train[2500:2961]")
+    set_length(c, 50, "60 epochs", "6 epochs", save="300 steps", log="50 steps")
     c.evals.test = classification(split="test", every="60 epochs", ops="decode", batch_size=500)
-    c.optimizer.grad_clip_norm = 1.0
+    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = 0.001, 1.0  # the cells replace the rate
     c.schedule.name = "cosine"
-    c.log.every, c.checkpoint.every = "50 steps", "300 steps"
     c.study.name, c.study.metric = "grid", "test/top1"
     c.study.cells = tuple(
         f"{part} | top-1: optimizer.peak_lr={lr}{others}" for part, (lr, others) in PARTS.items()
     )
-    c.optimizer.peak_lr = 0.001  # the cells replace it
 
     if "choose" in chosen:
         c.evals.test.split, c.study.seeds = "train[10000:20000]", 1
@@ -62,11 +58,6 @@ def get_config(arg=""):
 
     if "debug" in chosen:
         c.init_from, c.init_fields = "scratch", "config"
-        c.model.name, c.data.image_size = "ViT-mu/8", 16
-        c.data.name, c.data.classes, c.data.split = "digits", None, "train"
-        c.data.ops = "resize|flip"
-        c.evals.test = classification(split="test", every="20 steps", ops="resize")
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-        c.log.every, c.checkpoint.every = "10 steps", "20 steps"
-        c.study.seeds = 1
+        debug_on_digits(c, "ViT-mu/8", "resize|flip", eval_ops="resize")
+        c.data.image_size, c.data.classes, c.study.seeds = 16, None, 1
     return c

@@ -17,7 +17,8 @@ import pathlib
 
 from vit_jax.config.text import import_config
 from vit_jax.errors import InputError
-from vit_jax.recipes import FINE_TUNING, HYPER_RULE_LR, find_fine_tuning
+from vit_jax.experiment.finetune_length import BIT_LR
+from vit_jax.recipes import FINE_TUNING
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
 WORDS = FINETUNE.WORDS
@@ -27,20 +28,19 @@ def get_config(arg=""):
     c = FINETUNE.get_config(arg)
     if c.data.name == "folder":
         raise InputError(
-            f"got {arg!r}, DATA needs to be one of {', '.join(FINE_TUNING)}; for own pictures set "
+            f"got {arg!r}, DATA needs to be one of {', '.join(FINE_TUNING)}; for own images set "
             "the rate by --config=finetune:MODEL,folder --config.optimizer.peak_lr=..."
         )
-    debug = c.data.name == "digits"
     # While the study chooses, this is the development split; the test split is not used then.
     c.evals.held_out = c.evals.test
     del c.evals.test
     c.study.name = "finetune_sweep"
-    if debug:
+    if c.data.name == "digits":
         c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 4, 64
         c.study.peak_lrs, c.study.seeds = (0.003, 0.03), 2
         c.study.train_split, c.study.dev_split = "dev_train", "dev"
     else:
-        row = find_fine_tuning(c.data.name)
-        c.study.peak_lrs = (HYPER_RULE_LR,) if c.model.name.startswith("BiT-") else row.peak_lrs
+        row = FINE_TUNING[c.data.name]
+        c.study.peak_lrs = (BIT_LR,) if c.model.name.startswith("BiT-") else row.peak_lrs
         c.study.train_split, c.study.dev_split = row.dev_splits
     return c

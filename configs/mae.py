@@ -28,9 +28,15 @@ CIFAR-10, minutes on a CPU: --config=configs/mae.py:cifar10 --config.data.data_d
 A minute on a CPU, on handwritten digits: --config=configs/mae.py:debug
 """
 
-from vit_jax.config import base_config, classification, knn, reconstruction, split_words
+from vit_jax.config import base_config, classification, reconstruction, split_words
 from vit_jax.errors import InputError
-from vit_jax.recipes import MAE, make_small_on_cifar10
+from vit_jax.recipes import (
+    EVAL_OPS,
+    debug_on_digits,
+    make_small_on_cifar10,
+    set_length,
+    use_imagenet,
+)
 
 WORDS = {
     "1600ep": "1600 epochs of pretraining instead of 800",
@@ -39,43 +45,46 @@ WORDS = {
     "cifar10": "pretraining of a small model on CIFAR-10",
     "debug": "20 steps of a tiny model on handwritten digits",
 }
-EVAL_OPS = "decode|resize_small(crop=0.875)|central_crop"
+# Of the fine-tuning: epochs, learning rate for a batch of 256, layer decay and stochastic depth;
+# epochs of the linear classifier.
+MODELS = {
+    "ViT-B/16": (100, 5e-4, 0.65, 0.1, 90),
+    "ViT-L/16": (50, 1e-3, 0.75, 0.2, 50),
+    "ViT-H/14": (50, 1e-3, 0.75, 0.3, 50),
+}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     if {"cifar10", "debug"} & chosen and not words:
         words = ["ViT-B/16"]
-    if len(words) != 1 or words[0] not in MAE or len({"finetune", "linear"} & chosen) == 2:
+    if len(words) != 1 or words[0] not in MODELS or len({"finetune", "linear"} & chosen) == 2:
         raise InputError(
-            f"got {arg!r}, needs one of {', '.join(MAE)}, or cifar10 or debug; optional words: "
+            f"got {arg!r}, needs one of {', '.join(MODELS)}, or cifar10 or debug; optional words: "
             f"{', '.join(WORDS)}, but not both finetune and linear"
         )
     c = base_config()
     c.model.name, c.model.dtype = words[0], "bfloat16"
-    c.model.gelu, c.model.pos_embed = "exact", "sincos_2d"
-    c.data.name, c.data.image_size = "imagenet2012", 224
-    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    use_imagenet(c)
     c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
     if "finetune" in chosen:
-        finetune(c, MAE[words[0]])
+        finetune(c, *MODELS[words[0]][:4])
     elif "linear" in chosen:
-        linear(c, MAE[words[0]])
+        classify_linearly(c, MODELS[words[0]][4])
     else:
-        pretrain(c, "1600" if "1600ep" in chosen else "800")
+        pretrain(c, "1600 epochs" if "1600ep" in chosen else "800 epochs")
     if "cifar10" in chosen:
-        cifar10(c)
+        make_small(c)
     if "debug" in chosen:
-        debug(c)
+        make_tiny(c)
     if "linear" in chosen:
         c.optimizer.peak_lr = 0.1 * c.global_batch_size / 256
     return c
 
 
-def pretrain(c, epochs):
-    c.objective.name = "mae"
-    c.global_batch_size, c.duration, c.schedule.warmup = 4096, f"{epochs} epochs", "40 epochs"
+def pretrain(c, duration):
+    set_length(c, 4096, duration, "40 epochs", save="1000 steps", log="50 steps")
+    c.objective.name, c.model.gelu, c.model.pos_embed = "mae", "exact", "sincos_2d"
     c.data.ops = "inception_crop(area_min=0.2)|flip"
     c.optimizer.peak_lr, c.optimizer.b2 = 1.5e-4 * 4096 / 256, 0.95
     c.optimizer.weight_decay = 0.05
@@ -83,63 +92,46 @@ def pretrain(c, epochs):
     c.evals.pictures = reconstruction(split="validation", every="20 epochs", ops=EVAL_OPS)
 
 
-def finetune(c, recipe):
+def finetune(c, epochs, lr_at_256, layer_decay, stochastic_depth):
+    set_length(c, 1024, f"{epochs} epochs", "5 epochs", save="1000 steps", log="50 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
-    c.model.pos_embed = c.model.gelu = None  # those of the source
-    c.global_batch_size, c.duration = 1024, f"{recipe.epochs} epochs"
-    c.schedule.warmup = "5 epochs"
     c.data.ops = (
         "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.333)|"
         "mixup_or_cutmix(0.8, 1.0)"
     )
-    c.loss.label_smoothing = 0.1
-    c.model.stochastic_depth = recipe.stochastic_depth
-    c.optimizer.peak_lr, c.optimizer.weight_decay = recipe.lr_at_256 * 1024 / 256, 0.05
-    c.optimizer.layer_decay = recipe.layer_decay
+    c.loss.label_smoothing, c.model.stochastic_depth = 0.1, stochastic_depth
+    c.optimizer.peak_lr, c.optimizer.weight_decay = lr_at_256 * 1024 / 256, 0.05
+    c.optimizer.layer_decay = layer_decay
     c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
 
 
-def linear(c, recipe):
+def classify_linearly(c, epochs):
+    set_length(c, 16384, f"{epochs} epochs", "10 epochs", save="1000 steps", log="50 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
-    c.model.pos_embed = c.model.gelu = None  # those of the source
-    c.global_batch_size, c.duration = 16384, f"{recipe.linear_epochs} epochs"
-    c.schedule.warmup = "10 epochs"
     c.data.ops = "inception_crop(area_min=0.08)|flip"
     c.model.head_batch_norm = True
-    c.optimizer.name = "lars"
-    c.optimizer.freeze = "(?!head/).*"
+    c.optimizer.name, c.optimizer.freeze = "lars", "(?!head/).*"
     c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
 
 
-def cifar10(c):
-    """A run of a few CPU minutes; finetune and linear take its workdir."""
-    make_small_on_cifar10(c)
-    splits = {"train_split": "train[:20%]", "test_split": "test"}
-    c.evals.near = knn(
-        **splits, every="600 steps", ops="decode", batch_size=500, num_neighbours=(20,)
-    )
+def make_small(c):
+    """A run of a few CPU minutes on CIFAR-10; finetune and linear take its workdir."""
+    make_small_on_cifar10(c, near_every="600 steps")
     if c.objective.name == "mae":
         c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "300 steps"
-        c.objective.decoder_width, c.objective.decoder_depth = 64, 1
-        c.objective.decoder_heads = 4
+        c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
         c.duration, c.schedule.warmup = "600 steps", "60 steps"
         c.optimizer.peak_lr = 2e-3
 
 
-def debug(c):
-    c.model.name, c.model.dtype = "ViT-mu/2", "float32"
-    c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-    c.data.name, c.data.split, c.data.image_size = "digits", "train", 8
-    c.data.ops = "flip|mixup_or_cutmix(0.8, 1.0)" if c.loss.label_smoothing else "flip"
-    c.init_from = None if c.init_from is None else "scratch"
-    c.init_fields = "config"
-    c.model.gelu, c.model.pos_embed = "exact", "sincos_2d"  # so that a run of mae:debug fits too
-    if c.objective.name == "mae":
-        c.objective.decoder_width, c.objective.decoder_depth = 16, 1
-        c.objective.decoder_heads = 2
-    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-    c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+def make_tiny(c):
     if "near" in c.evals:
         del c.evals["near"]
-    for entry in c.evals.values():
-        entry.split, entry.every, entry.ops, entry.batch_size = "test", "10 steps", "", 128
+    ops = "flip|mixup_or_cutmix(0.8, 1.0)" if c.loss.label_smoothing else "flip"
+    debug_on_digits(c, "ViT-mu/2", ops, eval_every="10 steps", eval_batch_size=128)
+    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
+    c.init_from, c.init_fields = None if c.init_from is None else "scratch", "config"
+    # The same for every word, so that a run of mae:debug fits as the source.
+    c.model.gelu, c.model.pos_embed, c.model.dtype = "exact", "sincos_2d", "float32"
+    if c.objective.name == "mae":
+        c.objective.update(decoder_width=16, decoder_depth=1, decoder_heads=2)

@@ -20,9 +20,17 @@ CIFAR-10, minutes on a CPU: --config=configs/masked_patches.py:cifar10 --config.
 A minute on a CPU, on handwritten digits: --config=configs/masked_patches.py:debug
 """
 
-from vit_jax.config import base_config, classification, knn, reconstruction, split_words
+from vit_jax.config import base_config, classification, reconstruction, split_words
 from vit_jax.errors import InputError
-from vit_jax.recipes import SPLITS, find_fine_tuning, fine_tuning_size, make_small_on_cifar10
+from vit_jax.recipes import (
+    EVAL_OPS,
+    FINE_TUNING,
+    SPLITS,
+    debug_on_digits,
+    fine_tuning_size,
+    make_small_on_cifar10,
+    set_length,
+)
 
 TARGETS = ("mean_colour", "small_patch", "pixels")
 WORDS = {
@@ -49,66 +57,48 @@ def get_config(arg=""):
     c.model.name, c.model.dtype = words[0], "bfloat16"
     c.data.name = words[1].partition("=")[2] or words[1]
     c.data.split, val = SPLITS[data]
+    c.data.ops, c.schedule.name = "inception_crop|flip", "cosine"
     if "finetune" in chosen:
-        finetune(c, val)
+        finetune(c, val, FINE_TUNING["imagenet2012"])
     else:
         pretrain(c, val, *targets)
     if "cifar10" in chosen:
-        cifar10(c)
+        make_small(c)
     if "debug" in chosen:
-        debug(c)
+        make_tiny(c)
     return c
 
 
 def pretrain(c, val, target="mean_colour"):
+    set_length(c, 4096, "1000000 steps", "10000 steps", save="1000 steps", log="50 steps")
     c.objective.name, c.objective.target = "masked_patches", target
-    c.global_batch_size, c.duration = 4096, "1000000 steps"
-    c.data.image_size = 224
-    c.data.ops = "inception_crop|flip"
-    c.optimizer.peak_lr = 2e-4
-    c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
-    ops = "decode|resize_small(crop=0.875)|central_crop"
-    c.evals.pictures = reconstruction(split=val, every="10000 steps", ops=ops)
+    c.data.image_size, c.optimizer.peak_lr = 224, 2e-4
+    c.evals.pictures = reconstruction(split=val, every="10000 steps", ops=EVAL_OPS)
 
 
-def finetune(c, val):
-    row = find_fine_tuning("imagenet2012")
+def finetune(c, val, row):
+    set_length(c, 512, f"{row.steps} steps", "0 steps", save="1000 steps", log="50 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
-    c.model.pos_embed = c.model.gelu = None  # those of the source
-    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
     c.data.image_size = fine_tuning_size(c.model.name)
-    c.data.ops = "inception_crop|flip"
     c.optimizer.name, c.optimizer.peak_lr = "sgd", row.peak_lrs[2]
     c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
     c.evals.val = classification(split=val, every="2000 steps", ops="decode|resize")
 
 
-def cifar10(c):
-    """A run of a few CPU minutes; finetune takes its workdir."""
-    make_small_on_cifar10(c)
-    splits = {"train_split": "train[:20%]", "test_split": "test"}
-    c.evals.near = knn(
-        **splits, every="400 steps", ops="decode", batch_size=500, num_neighbours=(20,)
-    )
+def make_small(c):
+    """A run of a few CPU minutes on CIFAR-10; finetune takes its workdir."""
+    make_small_on_cifar10(c, near_every="400 steps")
     if c.objective.name == "masked_patches":
         c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "200 steps"
         c.global_batch_size, c.duration, c.schedule.warmup = 64, "400 steps", "40 steps"
         c.optimizer.peak_lr = 1e-3
 
 
-def debug(c):
-    c.model.name, c.model.dtype = "ViT-mu/2", "float32"
-    c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-    c.data.name, c.data.split, c.data.image_size, c.data.ops = "digits", "train", 8, "flip"
-    c.init_from = None if c.init_from is None else "scratch"
-    c.init_fields = "config"
-    c.objective.target = None if c.objective.target == "small_patch" else c.objective.target
-    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-    c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+def make_tiny(c):
     if "near" in c.evals:
         del c.evals["near"]
-    for entry in c.evals.values():
-        entry.split, entry.every, entry.ops, entry.batch_size = "test", "10 steps", "", 128
+    debug_on_digits(c, "ViT-mu/2", "flip", eval_every="10 steps", eval_batch_size=128)
+    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
+    c.init_from, c.init_fields = None if c.init_from is None else "scratch", "config"
+    c.model.dtype = "float32"
+    c.objective.target = None if c.objective.target == "small_patch" else c.objective.target

@@ -12,8 +12,8 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 
 from vit_jax.config import base_config, classification, fewshot, split_words
 from vit_jax.errors import InputError
-from vit_jax.models import fields_of
-from vit_jax.recipes import SPLITS, find_pretraining, make_tiny
+from vit_jax.models import fields_of, find_family
+from vit_jax.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 
 WORDS = {
     "debug": "20 steps of a tiny model",
@@ -23,6 +23,32 @@ WORDS = {
     "90ep": "90 epochs",
     "fewshot": "5-shot ImageNet during training, as in the paper's figures",
 }
+
+# Table 3. The paper's choices of epochs, the usual one first; learning rate, decay, weight decay
+# (decoupled, multiplied by the current learning rate), dropout.
+JFT = {
+    "ViT-B/16": ((7,), 8e-4, "linear", 0.1, 0.0),
+    "ViT-B/32": ((7,), 8e-4, "linear", 0.1, 0.0),
+    "ViT-L/32": ((7,), 6e-4, "linear", 0.1, 0.0),
+    "ViT-L/16": ((7, 14), 4e-4, "linear", 0.1, 0.0),
+    "ViT-H/14": ((14,), 3e-4, "linear", 0.1, 0.0),
+    "BiT-R50x1": ((7,), 1e-3, "linear", 0.1, 0.0),
+    "BiT-R101x1": ((7,), 8e-4, "linear", 0.1, 0.0),
+    "BiT-R152x1": ((7,), 6e-4, "linear", 0.1, 0.0),
+    "BiT-R50x2": ((7,), 1e-3, "linear", 0.1, 0.0),
+    "BiT-R152x2": ((7,), 6e-4, "linear", 0.1, 0.0),
+    "R50+ViT-B/32": ((7,), 8e-4, "linear", 0.1, 0.0),
+    "R50+ViT-B/16": ((7,), 8e-4, "linear", 0.1, 0.0),
+    "R50+ViT-L/32": ((7,), 2e-4, "linear", 0.1, 0.0),
+    "R50+ViT-L/16": ((7, 14), 4e-4, "linear", 0.1, 0.0),
+}
+IMAGENET21K = {
+    "ViT-B/16": ((90,), 1e-3, "linear", 0.03, 0.1),
+    "ViT-B/32": ((90,), 1e-3, "linear", 0.03, 0.1),
+    "ViT-L/16": ((90, 30), 1e-3, "linear", 0.03, 0.1),
+    "ViT-L/32": ((90, 30), 1e-3, "linear", 0.03, 0.1),
+}
+ANY_VIT_ON_IMAGENET = ((300,), 3e-3, "cosine", 0.3, 0.1)  # and clipping at norm 1
 
 
 def get_config(arg=""):
@@ -34,57 +60,58 @@ def get_config(arg=""):
         )
     model, data = words
     data, _, tfds_name = data.partition("=")
-    if (data == "jft") != bool(tfds_name):
+    if (data == "jft") != bool(tfds_name) or data not in SPLITS:
         raise InputError(f"data {words[1]!r}: needs imagenet2012, imagenet21k or jft=<TFDS name>")
-    row = find_pretraining(model, data)
+    epochs, peak_lr, decay, weight_decay, dropout = find_row(model, data)
 
     c = base_config()
-    c.global_batch_size, c.duration = 4096, f"{choose_epochs(row, chosen)} epochs"
+    duration = f"{choose_epochs(epochs, chosen)} epochs"
+    set_length(c, 4096, duration, "10000 steps", save="1000 steps", log="50 steps")
     c.model.name, c.model.dtype = model, "bfloat16"
     if "hidden_head" in fields_of(model):
-        c.model.hidden_head, c.model.dropout = True, row.dropout
-
-    train_split, val_split = SPLITS[data]
-    c.data.name, c.data.image_size = tfds_name or data, 224
-    c.data.split = train_split
-    c.data.ops = "inception_crop|flip"
-    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
-    c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
-
+        c.model.hidden_head, c.model.dropout = True, dropout
+    c.data.name, c.data.image_size, c.data.ops = tfds_name or data, 224, "inception_crop|flip"
+    c.data.split, val_split = SPLITS[data]
+    c.evals.val = classification(split=val_split, every="1 epochs", ops=EVAL_OPS)
     if "fewshot" in chosen:
         c.evals.fewshot = fewshot(
             data_name=None if data == "imagenet2012" else "imagenet2012",
             train_split="train", test_split="validation", every="5000 steps",
-            ops=eval_ops, shots=(5,),
+            ops=EVAL_OPS, shots=(5,),
         )  # fmt: skip
-
     if data == "imagenet2012":
-        c.loss.name = "softmax"
+        c.optimizer.grad_clip_norm = 1.0
     else:
         c.loss.name, c.model.head_bias = "sigmoid", -10.0
-
-    c.optimizer.peak_lr, c.optimizer.weight_decay = row.peak_lr, row.weight_decay
-    c.optimizer.grad_clip_norm = row.grad_clip_norm
-    c.schedule.name, c.schedule.warmup = row.decay, "10000 steps"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
+    c.optimizer.peak_lr, c.optimizer.weight_decay, c.schedule.name = peak_lr, weight_decay, decay
 
     if "debug" in chosen:
-        c.data.name, c.data.split, c.data.ops = "synthetic", "train", "flip"
-        c.data.image_size = make_tiny(c.model, model)
-        c.data.num_classes, c.data.num_examples = 10, 256
-        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
+        debug_on_synthetic(c)
         if "fewshot" in chosen:
             c.evals.fewshot.data_name, c.evals.fewshot.test_split = None, "val"
             c.evals.fewshot.ops, c.evals.fewshot.every = "", "10 steps"
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
     return c
 
 
-def choose_epochs(row, chosen):
+def find_row(model, data):
+    """The row of table 3; raises InputError, with the rows that there are, if there is none."""
+    find_family(model).parse(model)
+    if data == "imagenet2012" and model.startswith("ViT-"):
+        return ANY_VIT_ON_IMAGENET
+    rows = {"imagenet21k": IMAGENET21K, "jft": JFT}
+    if model not in rows.get(data, {}):
+        have = "; ".join(f"{name}: {', '.join(models)}" for name, models in rows.items())
+        raise InputError(
+            f"table 3 of the paper has no row for {model} on {data}; it has {have}; "
+            "imagenet2012: any ViT"
+        )
+    return rows[data][model]
+
+
+def choose_epochs(epochs, chosen):
     """The number of epochs that a word sets, else the row's default."""
-    wanted = [int(word.removesuffix("ep")) for word in chosen if word.endswith("ep")]
-    if len(wanted) > 1 or (wanted and wanted[0] not in row.epochs):
-        has = " or ".join(map(str, row.epochs))
+    wanted = sorted(int(word.removesuffix("ep")) for word in chosen if word.endswith("ep"))
+    if len(wanted) > 1 or (wanted and wanted[0] not in epochs):
+        has = " or ".join(map(str, epochs))
         raise InputError(f"{' and '.join(map(str, wanted))} epochs: the paper's row has {has}")
-    return wanted[0] if wanted else row.epochs[0]
+    return wanted[0] if wanted else epochs[0]

@@ -13,44 +13,31 @@ JFT-300M, by the accuracy after fine-tuning.
 What it costs on other chips: add --plan=v5e:2x2. How it works: docs/explanation/scaling.md.
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import classification
+from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of tiny models"}
 
-SIZES = {
-    "ViT": ("width 24", "width 48", "width 96"),
-    "BiT": ("1 stage", "2 stages", "3 stages"),
-    "Hybrid": ("width 24", "width 48", "width 96"),
-}
-DURATIONS = ("60 steps", "125 steps", "250 steps", "500 steps")
+WIDTHS = ("width 24", "width 48", "width 96")
+SIZES = {"ViT": WIDTHS, "BiT": ("1 stage", "2 stages", "3 stages"), "Hybrid": WIDTHS}
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
-    c.global_batch_size, c.duration, c.schedule.warmup = 50, "500 steps", "20 steps"
+    c, chosen = begin(arg, WORDS, __file__)
+    set_length(c, 50, "500 steps", "20 steps", save="500 steps", log="50 steps")
     c.model.name = "ViT-Ti/8"  # the study replaces it and sets its sizes
-    c.data.name, c.data.image_size = "cifar10", 32
-    c.data.ops = "decode|pad_crop(2)|flip"
+    use_cifar10(c)
     c.evals.test = classification(split="test", every="500 steps", ops="decode", batch_size=500)
+    use_adamw(c)
 
-    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "500 steps", "50 steps"
-
-    c.study.name, c.study.metric = "scaling", "test/top1"
-    c.study.seeds, c.study.durations, c.study.topology = 1, DURATIONS, "v5e:1x1"
-    sizes = SIZES
+    c.study.name, c.study.metric, c.study.seeds = "scaling", "test/top1", 1
+    c.study.durations = ("60 steps", "125 steps", "250 steps", "500 steps")
+    c.study.topology = "v5e:1x1"
+    sizes, patch = SIZES, 8
     if "debug" in chosen:
-        sizes = {"ViT": ("width 16", "width 32"), "BiT": ("1 stage",)}
-        c.data.name, c.data.image_size, c.data.ops = "digits", 8, ""
-        c.evals.test = classification(split="test", every="20 steps")
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-        c.model.name, c.checkpoint.every, c.log.every = "ViT-mu/4", "20 steps", "10 steps"
+        sizes, patch = {"ViT": ("width 16", "width 32"), "BiT": ("1 stage",)}, 4
+        debug_on_digits(c)
         c.study.durations = ("10 steps", "20 steps")
-    patch = 4 if "debug" in chosen else 8
     c.study.cells = tuple(
         f"{family} | {size}: {cell(family, size, patch)}"
         for family, of_family in sizes.items()

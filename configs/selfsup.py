@@ -1,13 +1,13 @@
-"""Go on with self-supervised training on your own pictures, without classes: --config=selfsup:MODEL
+"""Go on with self-supervised training on your own images, without classes: --config=selfsup:MODEL
 
 python -m vit_jax.main --config=configs/selfsup.py:ViT-S/16 --config.init_from=SOURCE \\
-  --config.data.data_dir=PICTURES --workdir=$W
+  --config.data.data_dir=IMAGES --workdir=$W
 
-PICTURES holds pictures at any depth. With the word folder they lie in a folder for each class, as
+IMAGES holds images at any depth. With the word folder they lie in a folder for each class, as
 for configs/folder.py, and a tenth is held out; the classes are used only to measure, by 20 nearest
 neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
 scratch, with --config.init_fields=config, starts from random weights.
-A minute, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
+A minute, with your images: --config=configs/selfsup.py:ViT-S/16,debug
 
 The objective is DINOv2, made smaller for one device: batches of 64 (up to 256 with more memory;
 then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
@@ -21,10 +21,10 @@ import difflib
 from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, token_stride
-from vit_jax.recipes import make_tiny, view_ops
+from vit_jax.recipes import make_tiny, set_length, view_ops
 
 WORDS = {
-    "folder": "pictures in a folder for each class",
+    "folder": "images in a folder for each class",
     "debug": "20 steps of a tiny model",
 }
 
@@ -40,13 +40,12 @@ def get_config(arg=""):
     size = 224 if 224 % patch == 0 else 14 * patch
     create_model(words[0], image_size=size)
     c = base_config()
+    set_length(c, 64, "2000 steps", "200 steps", save="500 steps", log="10 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
-    c.global_batch_size, c.duration = 64, "2000 steps"
     c.model.name, c.model.dtype = words[0], "bfloat16"
     c.data.name = "folder" if "folder" in chosen else "unlabelled"
-    c.data.image_size = size
+    c.data.image_size, c.data.local_size = size, max(1, round(96 / patch)) * patch
     c.data.num_global, c.data.num_local = 2, 6
-    c.data.local_size = max(1, round(96 / patch)) * patch
     c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
 
     o = c.objective
@@ -60,20 +59,19 @@ def get_config(arg=""):
     c.optimizer.embedding_rate, c.optimizer.grad_clip_norm = 0.2, 3.0
     c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.2
     c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.994, 1.0
-    c.schedule.name, c.schedule.warmup = "cosine", "200 steps"
-    c.checkpoint.every, c.log.every = "500 steps", "10 steps"
+    c.schedule.name = "cosine"
     ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
-    c.evals.rank = rank(split="train", every="500 steps", ops=ops, num_images=2000)
-    c.evals.pictures = patch_features(split="train", every="500 steps", ops=ops)
+    how = {"every": "500 steps", "ops": ops}
+    c.evals.rank = rank(split="train", **how, num_images=2000)
+    c.evals.pictures = patch_features(split="train", **how)
     if "folder" in chosen:
-        splits = {"train_split": "train", "test_split": "val"}
-        c.evals.near = knn(**splits, every="500 steps", ops=ops, num_neighbours=(20,))
+        c.evals.near = knn(train_split="train", test_split="val", **how, num_neighbours=(20,))
     if "debug" in chosen:
-        make_small(c)
+        debug(c)
     return c
 
 
-def make_small(c):
+def debug(c):
     """20 steps of a tiny model."""
     c.init_from, c.init_fields = "scratch", "config"
     c.data.image_size = 2 * make_tiny(c.model, c.model.name)
@@ -81,12 +79,10 @@ def make_small(c):
     o = c.objective
     o.num_prototypes, o.head_width, o.bottleneck = 32, 16, 8
     o.temperature_warmup, o.freeze_prototypes = "10 steps", "5 steps"
-    c.data.num_local, c.global_batch_size = 2, 16
-    c.duration, c.schedule.warmup = "20 steps", "5 steps"
-    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
+    c.data.num_local = 2
+    set_length(c, 16, "20 steps", "5 steps", save="10 steps", log="5 steps")
     for entry in c.evals.values():
         entry.every = "10 steps"
-        if entry.type == "rank":
-            entry.num_images = 100
-        elif entry.type == "knn":
-            entry.num_neighbours = (2,)
+    c.evals.rank.num_images = 100
+    if "near" in c.evals:
+        c.evals.near.num_neighbours = (2,)

@@ -15,38 +15,22 @@ python -m vit_jax.main --config=configs/vit_s16_in1k.py --workdir=$W
 A few seconds, synthetic data: --config=configs/vit_s16_in1k.py:debug
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
-from vit_jax.recipes import BETTER_PLAIN
+from vit_jax.config import classification
+from vit_jax.recipes import EVAL_OPS, augreg_ops, begin, debug_on_synthetic, set_length, use_adamw
 
 WORDS = {"debug": "20 steps of a tiny model"}
+AUGMENTATION = "light2"  # AugReg's name of RandAugment (2, 10) and MixUp 0.2
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
-    c.global_batch_size, c.duration = 1024, "90 epochs"
-
+    c, chosen = begin(arg, WORDS, __file__)
+    set_length(c, 1024, "90 epochs", "10000 steps", save="1000 steps", log="50 steps")
     c.model.name, c.model.pool, c.model.pos_embed = "ViT-S/16", "gap", "sincos_2d"
     c.model.hidden_head, c.model.dtype = True, "bfloat16"
-
-    c.data.name, c.data.image_size = "imagenet2012", 224
-    c.data.split = "train[:99%]"
-    c.data.ops = BETTER_PLAIN.ops("inception_crop")
-    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
-    c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
-
-    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.1
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
-    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
-
+    c.data.name, c.data.image_size, c.data.split = "imagenet2012", 224, "train[:99%]"
+    c.data.ops = augreg_ops(AUGMENTATION, "inception_crop")
+    c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
+    use_adamw(c, 1e-3, 0.1)
     if "debug" in chosen:
-        c.model.name = "ViT-mu/16"
-        c.data.name, c.data.split, c.data.image_size = "synthetic", "train", 32
-        c.data.ops = BETTER_PLAIN.ops("")
-        c.data.num_classes, c.data.num_examples = 10, 256
-        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
-        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+        debug_on_synthetic(c, augreg_ops(AUGMENTATION, ""))
     return c

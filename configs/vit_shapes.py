@@ -9,7 +9,8 @@ exaFLOPs of training. The paper finds that depth helps most, up to 64 layers, th
 helps without further parameters, and that width alone helps least.
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import classification
+from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of tiny models"}
 
@@ -28,28 +29,20 @@ SHAPES = {
 
 
 def get_config(arg=""):
-    words, chosen = split_words(arg, WORDS)
-    refuse_words(words, WORDS, __file__)
-    c = base_config()
-    c.global_batch_size, c.duration, c.schedule.warmup = 50, "400 steps", "40 steps"
+    c, chosen = begin(arg, WORDS, __file__)
+    set_length(c, 50, "400 steps", "40 steps", save="400 steps", log="50 steps")
     c.model.name, c.model.num_heads = "ViT-Ti/8", 4
-    c.data.name, c.data.image_size = "cifar10", 32
-    c.data.ops = "decode|pad_crop(2)|flip"
+    use_cifar10(c)
     c.evals.test = classification(split="test", every="400 steps", ops="decode", batch_size=500)
-    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
-    c.optimizer.grad_clip_norm = 1.0
-    c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "400 steps", "50 steps"
+    use_adamw(c)
 
     c.study.name, c.study.metric, c.study.seeds = "scaling", "test/top1", 1
     shapes, base = SHAPES, BASE
     if "debug" in chosen:
         base = {"patch_size": 4, "width": 16, "depth": 1, "mlp_dim": 32}
         shapes = {"depth": ({"depth": 2},), "all": ({},)}
-        c.data.name, c.data.image_size, c.data.ops = "digits", 8, ""
-        c.evals.test = classification(split="test", every="20 steps")
-        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
-        c.model.name, c.checkpoint.every, c.log.every = "ViT-mu/4", "20 steps", "10 steps"
+        debug_on_digits(c)
+        c.model.num_heads = 4
     c.study.cells = tuple(
         f"{scaled} | {describe(change)}: "
         + "; ".join(f"model.{field}={value}" for field, value in (base | change).items())

@@ -15,7 +15,7 @@ A few seconds, on the digits: --config=configs/vtab.py:ViT-B/16,debug
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.recipes import VTAB, fine_tuning_size, make_tiny
+from vit_jax.recipes import fine_tuning_size, make_tiny, set_length
 
 WORDS = {"debug": "20 steps of a tiny model"}
 
@@ -29,7 +29,7 @@ def get_config(arg=""):
     (model,) = words
     c = base_config()
     c.init_from = ""  # required
-    c.global_batch_size, c.duration = 512, f"{VTAB.steps} steps"
+    set_length(c, 512, "2500 steps", "0 steps", save="500 steps", log="50 steps")
     c.model.name, c.model.dtype = model, "bfloat16"
 
     c.data.name, c.data.split = "vtab/caltech101", "train800val200"  # the study replaces them
@@ -37,18 +37,15 @@ def get_config(arg=""):
     c.data.ops = "decode|resize"
     c.evals.test = classification(split="test", every="2500 steps", ops="decode|resize")
 
-    c.optimizer.name, c.optimizer.peak_lr = "sgd", VTAB.peak_lrs[0]
-    c.optimizer.grad_clip_norm = 1.0
+    c.optimizer.name, c.optimizer.peak_lr, c.optimizer.grad_clip_norm = "sgd", 0.01, 1.0
     c.schedule.name = "cosine"
-    c.checkpoint.every, c.log.every = "500 steps", "50 steps"
     c.study.name, c.study.metric = "vtab", "test/top1"
 
     if "debug" in chosen:
         c.init_from = "scratch"
         c.model.dtype, c.data.image_size = "float32", make_tiny(c.model, model)
         c.data.name, c.data.split = "digits", "train"
-        c.global_batch_size, c.duration = 32, "20 steps"
+        set_length(c, 32, "20 steps", "0 steps", save="20 steps", log="10 steps")
         c.evals.test.every = "20 steps"
-        c.log.every, c.checkpoint.every = "10 steps", "20 steps"
         c.study.seeds = 1
     return c

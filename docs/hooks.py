@@ -116,6 +116,33 @@ def launchers() -> str:
     return "\n".join(parts)
 
 
+def host_ops() -> str:
+    """What each op of the host declares."""
+    from vit_jax.data.ops import HostOp
+
+    return _ops(HostOp)
+
+
+def device_ops() -> str:
+    """What each op of the device declares."""
+    from vit_jax.data.ops import DeviceOp
+
+    return _ops(DeviceOp)
+
+
+def _ops(kind: type) -> str:
+    from vit_jax.config.registries import OPS
+
+    heads, pieces = ("argument", "type", "default", "range or choices", "meaning"), []
+    for name in OPS:
+        op = OPS.find(name)
+        if issubclass(op, kind):
+            rows = [_row(k, declared) for k, declared in op.declared().items()]
+            pieces += [f"### {name}", "", f"`{name}{op.signature()}`", "", inspect.getdoc(op), ""]
+            pieces += [_table(heads, rows), ""] if rows else []
+    return "\n".join(pieces)
+
+
 def configs() -> str:
     """The configs that come with the package: what each trains, its words, its whole docstring."""
     from vit_jax.config.text import import_config, shipped_configs
@@ -145,10 +172,10 @@ def notebook() -> str:
     return "\n".join(parts)
 
 
-PARTS = {
-    part.__name__: part
-    for part in (commands, config_keys, configs, evaluator_keys, launchers, notebook)
-}
+_MADE = (
+    commands, config_keys, configs, device_ops, evaluator_keys, host_ops, launchers, notebook,
+)  # fmt: skip
+PARTS = {part.__name__: part for part in _MADE}
 
 
 def on_page_markdown(markdown: str, **_) -> str:

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
@@ -42,6 +42,16 @@ def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
     )
 
 
+def add_common_flags(parser: argparse.ArgumentParser, shown: str) -> None:
+    """Add --env, which environment.py reads, and --dry_run, which prints what is `shown`."""
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]",
+        help="variable of every process; without =VALUE its value comes from this shell. "
+        "Keys, tokens and passwords stay hidden. W&B's key is passed too if the job logs to W&B",
+    )  # fmt: skip
+    parser.add_argument("--dry_run", action="store_true", help=f"print {shown} and exit")
+
+
 def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
     """A command as typed in a shell, preceded by its environment variables."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
@@ -60,36 +70,30 @@ def find_program(name: str, remedy: str) -> str:
     return path
 
 
-def positive(flags: argparse.Namespace, *names: str) -> None:
-    """Raise InputError for flags that are given and less than 1."""
-    faults = [
-        f"--{name}={value}: needs a positive number"
-        for name in names
-        if (value := getattr(flags, name)) is not None and value < 1
-    ]
-    if faults:
-        raise InputError(*faults, where="flags") if len(faults) > 1 else InputError(faults[0])
+def positive(text: str) -> int:
+    """The type of a flag that takes a positive whole number."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: needs a positive number")
+    return int(text)
 
 
-def check_name(name: str | None) -> None:
-    """Raise InputError for a --name that Google's tools or Kubernetes would reject."""
-    if name is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
-        raise InputError(
-            f"--name={name}: needs at most 40 characters of a to z, 0 to 9 and -, starting with a "
-            "letter and not ending with -"
+def name_of_job(text: str) -> str:
+    """The type of a --name that Google's tools and Kubernetes take."""
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: needs at most 40 characters of a to z, 0 to 9 and -, starting with a letter "
+            "and not ending with -"
         )
+    return text
 
 
-def parse_pairs(name: str, values: Sequence[str], separator: str) -> dict[str, str]:
-    """{key: value} from the repeatable flag --NAME=KEY<separator>VALUE.
+def pair(separator: str) -> Callable[[str], tuple[str, str]]:
+    """The type of a flag that takes KEY<separator>VALUE."""
 
-    Raises:
-      InputError: if a value is not a pair.
-    """
-    pairs = {}
-    for value in values:
-        key, found, rest = value.partition(separator)
-        if not (key and found and rest):
-            raise InputError(f"--{name}={value}: needs two parts separated by {separator!r}")
-        pairs[key] = rest
-    return pairs
+    def parse(text: str) -> tuple[str, str]:
+        key, _, value = text.partition(separator)
+        if not (key and value):
+            raise argparse.ArgumentTypeError(f"{text}: needs two parts separated by {separator!r}")
+        return key, value
+
+    return parse

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from job import Job
 
-from vit_jax.errors import InputError
+from vit_jax.errors import collect_faults
 
 _SECRET = re.compile(
     r"(^|_)(API)?KEY(_|$)|(^|_)DSN(_|$)|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE
@@ -34,14 +34,6 @@ class Environment(NamedTuple):
         return "".join([*plain, *(f'{name}="${name}" ' for name in self.secret)])
 
 
-def define_env_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME[=VALUE]",
-        help="variable of every process; without =VALUE its value comes from this shell. "
-        "Keys, tokens and passwords stay hidden. W&B's key is passed too if the job logs to W&B",
-    )  # fmt: skip
-
-
 def read_environment(flags: argparse.Namespace, job: Job) -> Environment:
     """The variables of --env, and W&B's key if the job logs to W&B and the key is set here.
 
@@ -58,8 +50,7 @@ def read_environment(flags: argparse.Namespace, job: Job) -> Environment:
         else:
             found = environment.secret if _SECRET.search(name) else environment.plain
             found[name] = value if has_value else os.environ[name]
-    if faults:
-        raise InputError(*faults)
+    collect_faults(faults)
     if "wandb" in job.extras and WANDB_KEY in os.environ:
         environment.secret.setdefault(WANDB_KEY, os.environ[WANDB_KEY])
     return environment

@@ -15,8 +15,8 @@ from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
 from vit_jax.config import eval_splits, plugins
 from vit_jax.config.text import shipped_configs
-from vit_jax.data import OWN_PICTURES, SOURCES, parse_mix
-from vit_jax.errors import InputError
+from vit_jax.data import OWN_IMAGES, SOURCES, parse_mix
+from vit_jax.errors import InputError, collect_faults
 from vit_jax.main import parse_flags
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
@@ -35,8 +35,8 @@ class DataSet(NamedTuple):
     folder: str | None
 
 
-# The user's own pictures, which are read from mounted disks only.
-_PICTURES = (*OWN_PICTURES, "unlabelled")
+# The user's own images, which are read from mounted disks only.
+_OWN_IMAGES = (*OWN_IMAGES, "unlabelled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     return tuple(
         DataSet(key, name, folder)
         for (name, folder), key in found.items()
-        if name in _PICTURES or name not in SOURCES
+        if name in _OWN_IMAGES or name not in SOURCES
     )
 
 
@@ -170,9 +170,9 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     if flags.launcher is not None:
         raise InputError(f"--launcher={flags.launcher}: this one takes the members; leave it out")
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
-        study, config, call = prepare_study(flags)
-        waiting = running.waiting_members(study, config, call)
-        configs = [running.member_config(config, member) for member in waiting]
+        study, call = prepare_study(flags)
+        waiting = running.waiting_members(study, call)
+        configs = [study.config_of(member.overrides) for member in waiting]
     if not waiting:
         raise InputError(
             f"--workdir={flags.workdir}: no member waits; see what they came to: "
@@ -210,22 +210,16 @@ def check_config_travels(job: Job, where: str) -> None:
         name for name in job.typed_plugins if name.endswith(".py") and not _is_below(configs, name)
     ]
     elsewhere += [str(file) for file in job.plugins if not file.is_relative_to(configs)]
+    why = (
+        f"{where} has only the repository's files; move the file to configs/ and name it from the "
+        "repository's root"
+    )
     if elsewhere:
-        raise InputError(
-            f"plugins: {elsewhere[0]}: {where} has only the repository's files; move the file to "
-            "configs/ and name it from the repository's root, or install it there as a module"
-        )
-    if job.config is None:
-        return
-    name = job.config.partition(":")[0]
-    if name in shipped_configs():
-        return
-    path = pathlib.Path(name)
-    if path.is_absolute() or not (ROOT / path).is_file():
-        raise InputError(
-            f"--config={job.config}: {where} has only the repository's files; move the file to "
-            "configs/ and name it from the repository's root"
-        )
+        raise InputError(f"plugins: {elsewhere[0]}: {why}, or install it there as a module")
+    path = pathlib.Path((job.config or "").partition(":")[0])
+    travels = job.config is None or str(path) in shipped_configs()
+    if not travels and (path.is_absolute() or not (ROOT / path).is_file()):
+        raise InputError(f"--config={job.config}: {why}")
 
 
 def check_data_travels(
@@ -238,15 +232,14 @@ def check_data_travels(
     """
     faults = []
     for key, name, folder in job.data:
-        bucket = "" if name in _PICTURES else "gs://bucket/tensorflow_datasets"
+        bucket = "" if name in _OWN_IMAGES else "gs://bucket/tensorflow_datasets"
         folder = folder or (variables.get("TFDS_DATA_DIR") if bucket else None)
         if folder is not None and (has(folder) or (bucket and "://" in folder)):
             continue
         copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if bucket else ""
-        what = name if bucket else "pictures"
+        what = name if bucket else "images"
         faults.append(f"{key}={folder!r}: {where} has no {what} there; {copy}{remedy}")
-    if faults:
-        raise InputError(*faults)
+    collect_faults(faults)
 
 
 def is_on_own_disk(folder: str) -> bool:

@@ -17,21 +17,22 @@ import argparse
 import functools
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tpus
 import yaml
 from command_line import (
-    check_name,
+    add_common_flags,
     find_program,
     launcher_main,
     make_parser,
-    parse_pairs,
+    name_of_job,
+    pair,
     positive,
     shell,
 )
-from environment import Environment, define_env_flag, read_environment
+from environment import Environment, read_environment
 from job import Job, check_config_travels, check_data_travels, check_job
 
 from vit_jax.errors import InputError
@@ -45,40 +46,43 @@ def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     where = parser.add_argument_group("where: --topology, or --nodes")
     where.add_argument("--topology", metavar="SLICE", help="TPU slice of GKE, e.g. v5e:4x4")
-    where.add_argument("--num_slices", type=int, default=1, help="TPU slices connected by DCN")
-    where.add_argument("--nodes", type=int, help="number of GPU or CPU nodes")
-    where.add_argument("--gpus_per_node", type=int, help="NVIDIA GPUs per process")
+    where.add_argument("--num_slices", type=positive, default=1, help="TPU slices connected by DCN")
+    where.add_argument("--nodes", type=positive, help="number of GPU or CPU nodes")
+    where.add_argument("--gpus_per_node", type=positive, help="NVIDIA GPUs per process")
     where.add_argument("--spot", action="store_true", help="use GKE's spot nodes")
     where.add_argument(
-        "--node_selector", action="append", default=[], metavar="LABEL=VALUE",
+        "--node_selector", type=pair("="), action="append", default=[], metavar="LABEL=VALUE",
         help="nodes to run on, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb or "
         "cloud.google.com/reservation-name=NAME; repeatable",
     )  # fmt: skip
     parser.add_argument("--image", required=True, help="image built from launch/Dockerfile")
     parser.add_argument(
-        "--volume", action="append", default=[], metavar="CLAIM:FOLDER",
+        "--volume", type=pair(":"), action="append", default=[], metavar="CLAIM:FOLDER",
         help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
     parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument("--namespace", default="default")
-    parser.add_argument("--name", help="name of the JobSet; default: last part of the workdir")
-    parser.add_argument("--cpus_per_node", type=int, help="CPUs to request per pod")
+    parser.add_argument(
+        "--name", type=name_of_job, help="name of the JobSet; default: last part of the workdir"
+    )
+    parser.add_argument("--cpus_per_node", type=positive, help="CPUs to request per pod")
     parser.add_argument("--memory_per_node", metavar="SIZE", help="memory per pod, e.g. 64Gi")
     parser.add_argument(
-        "--save_s", type=int, default=300, help="seconds for a pod to save when it is evicted"
+        "--save_s",
+        type=positive,
+        default=300,
+        help="seconds for a pod to save when it is evicted",
     )
     parser.add_argument(
         "--max_restarts", type=int, default=10, help="limit of restarts after failures"
     )
     parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the manifest and exit")
+    add_common_flags(parser, "the manifest")
     return parser
 
 
 def check(flags: argparse.Namespace, job: Job) -> None:
     """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
-    positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
         raise InputError(
             "--topology, --nodes: give one of them; a TPU slice such as --topology=v5e:4x4, or "
@@ -88,9 +92,6 @@ def check(flags: argparse.Namespace, job: Job) -> None:
         raise InputError("--gpus_per_node: only works with --nodes, not with --topology")
     if flags.nodes is not None and flags.num_slices != 1:
         raise InputError("--num_slices: only works with --topology, not with --nodes")
-    if flags.max_restarts < 0:
-        raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
-    check_name(flags.name)
     if "://" not in job.workdir and not is_mounted(flags, job.workdir):
         raise InputError(
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
@@ -100,177 +101,136 @@ def check(flags: argparse.Namespace, job: Job) -> None:
 
 def is_mounted(flags: argparse.Namespace, folder: str) -> bool:
     """Whether `folder` is on a volume of the pods."""
-    mounts = parse_pairs("volume", flags.volume, ":").values()
-    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
+    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for _, mount in flags.volume)
 
 
-class Placement(NamedTuple):
-    """The pods of a job, with one process each.
-
-    group: name of the group of pods.
-    num_groups, num_pods: number of groups, and of pods in each.
-    command: command of each process.
-    env, resources, selector, annotations, pod: parts of the manifest.
-    """
-
-    group: str
-    num_groups: int
-    num_pods: int
-    command: list[str]
-    env: list[dict[str, Any]]
-    resources: dict[str, Any]
-    selector: dict[str, str]
-    annotations: dict[str, str]
-    pod: dict[str, Any]
-
-
-def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
-    """Place a job on TPU slices of GKE, one group per slice.
-
-    GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and MEGASCALE_*, from which JAX finds the place of
-    each process and slice.
-    """
-    tpu = tpus.find_tpu_slice(flags.topology, flags.num_slices)
-    return Placement(
-        "slice",
-        flags.num_slices,
-        tpu.num_hosts,
-        escape(job.on("tpu").command()),
-        env=[],
-        resources={"google.com/tpu": tpu.num_chips // tpu.num_hosts},
-        selector={
-            "cloud.google.com/gke-tpu-accelerator": tpus.GENERATIONS[tpu.chip].gke,
-            "cloud.google.com/gke-tpu-topology": tpu.name.partition(":")[2],
-        },
-        # A slice is a node pool; exclude other jobs from its nodes.
-        annotations={
-            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-        },
-        # Traffic between slices bypasses the pod network.
-        pod={"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-        if flags.num_slices > 1
-        else {},
-    )
-
-
-def on_nodes(flags: argparse.Namespace, job: Job, name: str) -> Placement:
-    """Place a job on nodes with GPUs or CPUs; its command gives each process its number."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    command = escape(job.on("cpu" if flags.gpus_per_node is None else "gpu").command())
-    command += [
-        f"--coordinator={name}-worker-0-0.{name}:{_PORT}",
-        f"--num_processes={flags.nodes}",
-        "--process_id=$(PROCESS_ID)",
-    ]
-    return Placement(
-        "worker",
-        1,
-        flags.nodes,
-        command,
-        env=[{"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}}],
-        resources=given({"nvidia.com/gpu": flags.gpus_per_node}),
-        selector={},
-        annotations={},
-        pod={},
-    )
-
-
-def render_secret(flags: argparse.Namespace, job: Job, values: Mapping[str, str]) -> dict[str, Any]:
-    """Make the manifest of the Secret that holds the hidden variables of the processes."""
-    metadata = {"name": _secret_name(flags, job), "namespace": flags.namespace}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(values)}
-
-
-def _secret_name(flags: argparse.Namespace, job: Job) -> str:
-    return f"{flags.name or job.name}-env"
+# The JobSet of any job; `render` adds what depends on it. A Job's failures that match its
+# podFailurePolicy have the reason PodFailurePolicy, all others another reason. The JobSet follows
+# the first of its own rules that applies; otherwise maxRestarts counts.
+_JOBSET = f"""
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+spec:
+  failurePolicy:
+    rules:
+    - name: wrongInput
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: [failed with exit code {INPUT_WRONG} matching]
+    - name: preempted
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+  - name: worker
+    replicas: 1
+    template:
+      spec:
+        completionMode: Indexed
+        backoffLimit: 0
+        podFailurePolicy:
+          rules:
+          - action: FailJob
+            onExitCodes:
+              containerName: train
+              operator: In
+              values: [{INPUT_WRONG}, {PREEMPTED}, {TERMINATED}]
+          - action: FailJob
+            onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
+        template:
+          spec:
+            restartPolicy: Never
+            nodeSelector: {{}}
+            tolerations: []
+            containers:
+            - name: train
+              env: [{{name: PYTHONUNBUFFERED, value: "1"}}]
+              resources: {{requests: {{}}, limits: {{}}}}
+              volumeMounts: []
+            volumes: []
+"""
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[str, Any]:
     """Make the JobSet's manifest."""
-    name = flags.name or job.name
-    secret = _secret_name(flags, job) if variables.secret else None
-    place = on_nodes(flags, job, name) if flags.topology is None else on_slices(flags, job)
-    metadata = {"name": name, "namespace": flags.namespace, "annotations": place.annotations}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": given(metadata),
-        "spec": {
-            "failurePolicy": failure_policy(flags.max_restarts),
-            "replicatedJobs": [
-                {
-                    "name": place.group,
-                    "replicas": place.num_groups,
-                    "template": {
-                        "spec": {
-                            "parallelism": place.num_pods,
-                            "completions": place.num_pods,
-                            "completionMode": "Indexed",
-                            "backoffLimit": 0,
-                            "podFailurePolicy": POD_FAILURE_POLICY,
-                            "template": {"spec": render_pod(flags, place, variables.plain, secret)},
-                        }
-                    },
-                }
-            ],
-        },
-    }
-
-
-def render_pod(
-    flags: argparse.Namespace,
-    place: Placement,
-    variables: Mapping[str, str],
-    secret: str | None,
-) -> dict[str, Any]:
-    """Make the pod of one process: container, volumes, and the nodes it may run on.
-
-    `secret` is the name of the Secret with more variables; None: there is none.
-    """
-    selector = place.selector | parse_pairs("node_selector", flags.node_selector, "=")
-    tolerations, volumes, mounts = [], [], []
-    if flags.gpus_per_node is not None:
-        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
-        # NCCL shares more memory between the GPUs of a process than a pod's default of 64 MiB.
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    jobset = yaml.safe_load(_JOBSET)
+    jobset["metadata"] = {"name": flags.name or job.name, "namespace": flags.namespace}
+    jobset["spec"]["failurePolicy"]["maxRestarts"] = flags.max_restarts
+    [group] = jobset["spec"]["replicatedJobs"]
+    pod = group["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    container["image"] = flags.image
+    container["env"] += [{"name": name, "value": v} for name, v in variables.plain.items()]
+    if variables.secret:
+        container["envFrom"] = [{"secretRef": {"name": _secret_name(flags, job)}}]
+    if flags.topology is None:
+        add_nodes(flags, job, group, pod, container)
+    else:
+        add_slices(flags, job, jobset, group, pod, container)
+    pod["terminationGracePeriodSeconds"] = flags.save_s
+    pod["serviceAccountName"] = flags.service_account
+    pod["nodeSelector"] |= dict(flags.node_selector)
     if flags.spot:
-        selector[_SPOT] = "true"
-        tolerations.append(
-            {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-        )
-    for i, (claim, folder) in enumerate(parse_pairs("volume", flags.volume, ":").items()):
-        volumes.append({"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": f"volume-{i}", "mountPath": folder})
-    requests = {"cpu": flags.cpus_per_node, "memory": flags.memory_per_node} | place.resources
-    container = {
-        "name": "train",
-        "image": flags.image,
-        "command": place.command,
-        "env": [
-            {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *({"name": name, "value": value} for name, value in variables.items()),
-            *place.env,
-        ],
-        "envFrom": [{"secretRef": {"name": secret}}] if secret else [],
-        "resources": given({"requests": given(requests), "limits": place.resources}),
-        "volumeMounts": mounts,
-    }
-    pod = place.pod | {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": flags.save_s,
-        "serviceAccountName": flags.service_account,
-        "nodeSelector": selector,
-        "tolerations": tolerations,
-        "containers": [given(container)],
-        "volumes": volumes,
-    }
-    return given(pod)
+        pod["nodeSelector"][_SPOT] = "true"
+        spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        pod["tolerations"].append(spot)
+    for i, (claim, folder) in enumerate(flags.volume):
+        volume = {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
+        pod["volumes"].append(volume)
+        container["volumeMounts"].append({"name": f"volume-{i}", "mountPath": folder})
+    asked = {"cpu": flags.cpus_per_node, "memory": flags.memory_per_node}
+    container["resources"]["requests"] = asked | container["resources"]["limits"]
+    return without_empty(jobset)
 
 
-def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` without empty values."""
-    return {key: value for key, value in fields.items() if value}
+def add_slices(flags, job, jobset, group, pod, container) -> None:
+    """Run a job on TPU slices of GKE, one group of pods per slice.
+
+    GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and MEGASCALE_*, from which JAX finds the place of
+    each process and slice.
+    """
+    tpu = tpus.find_tpu_slice(flags)
+    group.update(name="slice", replicas=flags.num_slices)
+    group["template"]["spec"].update(parallelism=tpu.num_hosts, completions=tpu.num_hosts)
+    container["command"] = escape(job.on("tpu").command())
+    container["resources"]["limits"]["google.com/tpu"] = tpu.num_chips // tpu.num_hosts
+    of_gke = "cloud.google.com/gke-"
+    pod["nodeSelector"][f"{of_gke}tpu-accelerator"] = tpus.GENERATIONS[tpu.chip].gke
+    pod["nodeSelector"][f"{of_gke}tpu-topology"] = tpu.name.partition(":")[2]
+    # A slice is a node pool; exclude other jobs from its nodes.
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{of_gke}nodepool"}
+    jobset["metadata"]["annotations"] = exclusive
+    if flags.num_slices > 1:  # traffic between slices bypasses the pod network
+        pod.update(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")
+
+
+def add_nodes(flags, job, group, pod, container) -> None:
+    """Run a job on nodes with GPUs or CPUs; its command gives each process its number."""
+    name, gpus = flags.name or job.name, flags.gpus_per_node
+    group["template"]["spec"].update(parallelism=flags.nodes, completions=flags.nodes)
+    container["command"] = [
+        *escape(job.on("cpu" if gpus is None else "gpu").command()),
+        f"--coordinator={name}-worker-0-0.{name}:{_PORT}",
+        f"--num_processes={flags.nodes}",
+        "--process_id=$(PROCESS_ID)",
+    ]
+    number = {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    container["env"].append(number)
+    if gpus is not None:
+        container["resources"]["limits"]["nvidia.com/gpu"] = gpus
+        taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"].append(taint)
+        # NCCL shares more memory between the GPUs of a process than a pod's default of 64 MiB.
+        pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+
+
+def without_empty(value: Any) -> Any:
+    """`value` with every None, {} and [] in it left out; numbers stay."""
+    if isinstance(value, dict):
+        kept = {key: without_empty(part) for key, part in value.items()}
+        return {key: part for key, part in kept.items() if part not in (None, {}, [])}
+    return [without_empty(part) for part in value] if isinstance(value, list) else value
 
 
 def escape(command: Sequence[str]) -> list[str]:
@@ -278,40 +238,8 @@ def escape(command: Sequence[str]) -> list[str]:
     return [word.replace("$(", "$$(") for word in command]
 
 
-# Failures that match these rules have the reason PodFailurePolicy; all others another reason.
-POD_FAILURE_POLICY = {
-    "rules": [
-        {
-            "action": "FailJob",
-            "onExitCodes": {
-                "containerName": "train",
-                "operator": "In",
-                "values": [INPUT_WRONG, PREEMPTED, TERMINATED],
-            },
-        },
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-}
-
-
-def failure_policy(max_restarts: int) -> dict[str, Any]:
-    """When the JobSet restarts: the first rule that applies, else `max_restarts` counts."""
-    return {
-        "maxRestarts": max_restarts,
-        "rules": [
-            {
-                "name": "wrongInput",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-                "onJobFailureMessagePatterns": [f"failed with exit code {INPUT_WRONG} matching"],
-            },
-            {
-                "name": "preempted",
-                "action": "RestartJobSetAndIgnoreMaxRestarts",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-            },
-        ],
-    }
+def _secret_name(flags: argparse.Namespace, job: Job) -> str:
+    return f"{flags.name or job.name}-env"
 
 
 def to_yaml(manifest: dict[str, Any]) -> str:
@@ -341,32 +269,32 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     mounted = functools.partial(is_mounted, flags)
     check_data_travels(job, "a pod", variables.all, mounted, remedy)
     planned = flags.topology is not None and not flags.no_plan
+    secret, at = _secret_name(flags, job), ["--namespace", flags.namespace]
     if flags.dry_run:
-        plan = tpus.plan_command(job, flags.topology, flags.num_slices) if planned else []
-        if plan:
+        if planned and (plan := tpus.plan_command(job, flags)):
             print(f"# {shell(plan)}")
         if variables.secret:
             values = " ".join(f'--from-literal={name}="${name}"' for name in variables.secret)
-            where = shell([_secret_name(flags, job), "--namespace", flags.namespace])
-            print(f"# kubectl create secret generic {where} {values}")
+            print(f"# kubectl create secret generic {shell([secret, *at])} {values}")
         print(f"# kubectl create -f -\n{manifest}", end="")
         return DONE
     kubectl = find_program("kubectl", "install it and select a cluster, or use --dry_run")
-    if planned and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
+    if planned and (code := tpus.check_plan(job, flags)):
         return code
     if variables.secret:  # through standard input: command lines can be read by other users
-        secret = to_yaml(render_secret(flags, job, variables.secret))
-        call_kubectl([kubectl, "apply", "-f", "-"], secret, "the Secret of --env")
-    created = call_kubectl([kubectl, "create", "-f", "-"], manifest, "the job")
-    name, at = flags.name or job.name, ["--namespace", flags.namespace]
+        metadata = {"name": secret, "namespace": flags.namespace}
+        stored = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+        stored["stringData"] = variables.secret
+        call_kubectl([kubectl, "apply", "-f", "-"], to_yaml(stored), "the Secret of --env")
+    print(call_kubectl([kubectl, "create", "-f", "-"], manifest, "the job"))
+    name = flags.name or job.name
     first = f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0"
     first += ",batch.kubernetes.io/job-completion-index=0"
-    print(created)
     print(f"state: {shell(['kubectl', 'get', 'jobset', name, *at])}")
     print(f"follow: {shell(['kubectl', 'logs', '--follow', '--selector', first, *at])}")
     print(f"delete: {shell(['kubectl', 'delete', 'jobset', name, *at])}")
     if variables.secret:
-        print(f"        {shell(['kubectl', 'delete', 'secret', _secret_name(flags, job), *at])}")
+        print(f"        {shell(['kubectl', 'delete', 'secret', secret, *at])}")
     return DONE
 
 

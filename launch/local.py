@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from command_line import launcher_main, make_parser, positive, shell
-from environment import define_env_flag, read_environment
+from command_line import add_common_flags, launcher_main, make_parser, positive, shell
+from environment import read_environment
 from etils import epath
 from job import Job, check_job
 
@@ -40,13 +40,15 @@ _FLUSH_S = 60  # interval between writes of the logs to an object store
 
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--num_processes", type=int, required=True, help="number of processes")
+    parser.add_argument("--num_processes", type=positive, required=True, help="number of processes")
     parser.add_argument(
-        "--devices_per_process", type=int, metavar="N", help="default: 1 on CPU; GPUs: equal shares"
+        "--devices_per_process",
+        type=positive,
+        metavar="N",
+        help="default: 1 on CPU; GPUs: equal shares",
     )
     parser.add_argument("--platform", choices=("cpu", "gpu"), help="default: gpu if there is one")
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the commands and exit")
+    add_common_flags(parser, "the commands")
     return parser
 
 
@@ -223,19 +225,15 @@ def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, st
         return PREEMPTED
     number = processes.index(failed)
     sys.stdout.flush()
-    print(f"error: process {number} {describe(failed.code)}; its last lines:", file=sys.stderr)
+    end = f"failed with exit code {failed.code}"
+    if failed.code < 0:
+        end = f"was ended by {signal.Signals(-failed.code).name}"
+    print(f"error: process {number} {end}; its last lines:", file=sys.stderr)
     for line in failed.last_lines:
         print(f"  {line.decode(errors='replace').rstrip()}", file=sys.stderr)
     if failed.code != INPUT_WRONG:
         print(f"full log: {log_path(job, number)}", file=sys.stderr)
     return of_ended(failed.code)
-
-
-def describe(code: int) -> str:
-    """An exit code in words."""
-    if code > 0:
-        return f"failed with exit code {code}"
-    return f"was ended by {signal.Signals(-code).name}"
 
 
 def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list:
@@ -269,7 +267,6 @@ def remove_logs(job: Job, num_processes: int) -> None:
 
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the job of `words`, restarting it while it is preempted; return its exit code."""
-    positive(flags, "num_processes", "devices_per_process")
     if flags.num_processes * (flags.devices_per_process or 1) > _MOST_DEVICES:
         raise InputError(
             f"--num_processes={flags.num_processes}: needs at most {_MOST_DEVICES} devices in all"

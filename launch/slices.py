@@ -19,20 +19,20 @@ class Gcloud:
     """Commands of the gcloud client for one queued resource."""
 
     def __init__(self, flags: argparse.Namespace):
-        self.name, self._flags = flags.name, flags
+        self._flags = flags
         self._where = [f"--zone={flags.zone}"]
         if flags.project is not None:
             self._where.append(f"--project={flags.project}")
 
     def _command(self, verb: str, *words: str) -> list[str]:
-        group = ["gcloud", "compute", "tpus", "queued-resources", verb]
+        group = ["gcloud", "compute", "tpus", "queued-resources", verb, self._flags.name]
         return [*group, *words, *self._where, "--quiet"]
 
     def create(self, tpu: tpus.Slice) -> list[str]:
         """Request the slices."""
         flags, generation = self._flags, tpus.GENERATIONS[tpu.chip]
         count = tpu.num_chips * generation.cores_per_chip
-        words = [flags.name, f"--accelerator-type={generation.gcloud}-{count}"]
+        words = [f"--accelerator-type={generation.gcloud}-{count}"]
         words.append(f"--runtime-version={flags.runtime or generation.runtime}")
         if flags.num_slices == 1:
             words.append(f"--node-id={flags.name}")
@@ -45,58 +45,47 @@ class Gcloud:
         return self._command("create", *words, *flags.create_flag)
 
     def describe(self) -> list[str]:
-        return self._command("describe", self._flags.name, "--format=json")
+        return self._command("describe", "--format=json")
 
     def delete(self) -> list[str]:
         """Delete the slices, with their VMs."""
-        return self._command("delete", self._flags.name, "--force")
+        return self._command("delete", "--force")
 
     def copy(self, path: str) -> list[str]:
         """Copy a file to the home directory of every worker."""
-        everywhere = ["--node=all", "--worker=all"]
-        return self._command(
-            "scp", path, f"{self._flags.name}:", *everywhere, *self._flags.ssh_flag
-        )
+        group = ["gcloud", "compute", "tpus", "queued-resources", "scp", path]
+        to = [f"{self._flags.name}:", "--node=all", "--worker=all"]
+        return [*group, *to, *self._flags.ssh_flag, *self._where, "--quiet"]
 
     def ssh(self, command: str, node: str = "all", worker: str = "all") -> list[str]:
         """Run a command on workers."""
-        return self._command(
-            "ssh", self._flags.name, f"--node={node}", f"--worker={worker}",
-            f"--command={command}", *self._flags.ssh_flag,
-        )  # fmt: skip
+        at = (f"--node={node}", f"--worker={worker}", f"--command={command}")
+        return self._command("ssh", *at, *self._flags.ssh_flag)
 
 
 class PreemptedError(Exception):
     """The slices are gone, or their VMs were restarted."""
 
 
-def query(gcloud: Gcloud) -> dict[str, Any] | None:
-    """The answer of `describe`; None: there is no such queued resource.
+def call(command: Sequence[str], what: str) -> bytes:
+    """Run a command of gcloud or tar, and return its output.
 
     Raises:
-      InputError: if gcloud rejects the request, or fails.
+      InputError: if it fails; says `what` failed, and gives its output.
     """
-    done = subprocess.run(gcloud.describe(), capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout)
-    if "NOT_FOUND" in done.stderr:
-        return None
-    raise InputError(f"gcloud failed: {done.stderr.strip()}")
-
-
-def call(command: Sequence[str], what: str) -> None:
-    """Run a command of gcloud or tar, after printing `what` it does.
-
-    Raises:
-      InputError: if it fails; includes its output.
-    """
-    print(f"{what} ...", flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True)
     if done.returncode:
-        hint = ""
-        if "quota" in done.stderr.lower():
-            hint = "; request more quota in this zone, or use another --zone, tier or --topology"
-        raise InputError(f"{what}: {(done.stderr or done.stdout).strip()}{hint}")
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        if "quota" in said.lower():
+            said += "; request more quota in this zone, or use another --zone, tier or --topology"
+        raise InputError(f"{what}: {said}")
+    return done.stdout
+
+
+def call_and_say(command: Sequence[str], what: str) -> None:
+    """Run `call` after printing `what` it does."""
+    print(f"{what} ...", flush=True)
+    call(command, what)
 
 
 def retry(fn: Callable[[], Any], before_again: Callable[[], None] = lambda: None) -> Any:
@@ -118,25 +107,35 @@ def retry(fn: Callable[[], Any], before_again: Callable[[], None] = lambda: None
     return fn()
 
 
+def find_state(gcloud: Gcloud) -> dict[str, Any]:
+    """{"state": e.g. ACTIVE, ...} of the queued resource; ABSENT if there is none.
+
+    Raises:
+      InputError: if gcloud rejects the request, or fails.
+    """
+    try:
+        described = json.loads(call(gcloud.describe(), "gcloud failed"))
+    except InputError as e:
+        if "NOT_FOUND" in str(e):
+            return {"state": "ABSENT"}
+        raise
+    return {"state": "UNKNOWN"} | described.get("state", {})
+
+
 def check_active(gcloud: Gcloud) -> None:
     """Raise PreemptedError unless the slices are active."""
-    if state_of(retry(lambda: query(gcloud))) != "ACTIVE":
+    if retry(lambda: find_state(gcloud))["state"] != "ACTIVE":
         raise PreemptedError
 
 
-def call_with_retry(gcloud: Gcloud, command: Sequence[str], what: str) -> None:
-    """Run `call` for a command on workers; retry while it fails although the slices are active.
+def on_active(gcloud: Gcloud, fn: Callable[[], Any]) -> Any:
+    """Return fn(); retry while it raises InputError although the slices are active.
 
     Raises:
       InputError: if it keeps failing.
       PreemptedError: if the slices are gone.
     """
-    retry(lambda: call(command, what), lambda: check_active(gcloud))
-
-
-def state_of(described: dict[str, Any] | None) -> str:
-    """State of a queued resource, e.g. ACTIVE; ABSENT if there is none."""
-    return "ABSENT" if described is None else described.get("state", {}).get("state", "UNKNOWN")
+    return retry(fn, lambda: check_active(gcloud))
 
 
 def wait_until_active(gcloud: Gcloud, tpu: tpus.Slice) -> None:
@@ -145,23 +144,21 @@ def wait_until_active(gcloud: Gcloud, tpu: tpus.Slice) -> None:
     Raises:
       InputError: if gcloud fails, or the request was rejected; gives the reason.
     """
-    seen = None
-    asked = False
-    described = query(gcloud)  # not retried: a failure here means that gcloud is not set up
+    seen, asked = None, False
+    found = find_state(gcloud)  # not retried: a failure here means that gcloud is not set up
     while True:
-        state = state_of(described)
+        state = found["state"]
         if state != seen:
             print(f"slices: {state}", flush=True)
         seen = state
         if state == "ACTIVE":
             return
         if state in ("ABSENT", "FAILED", "SUSPENDED"):
-            reason = json.dumps(described["state"]) if described and state == "FAILED" else ""
-            if asked and reason:
-                raise InputError(f"the request for slices failed: {reason}")
-            if described is not None:
-                retry(lambda: call(gcloud.delete(), "deleting the slices"))
-            call(gcloud.create(tpu), "requesting slices")
+            if asked and state == "FAILED":
+                raise InputError(f"the request for slices failed: {json.dumps(found)}")
+            if state != "ABSENT":
+                retry(lambda: call_and_say(gcloud.delete(), "deleting the slices"))
+            call_and_say(gcloud.create(tpu), "requesting slices")
             asked = True
         time.sleep(POLL_S)
-        described = retry(lambda: query(gcloud))
+        found = retry(lambda: find_state(gcloud))

@@ -26,10 +26,17 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from command_line import find_program, launcher_main, make_parser, positive, shell
-from environment import define_env_flag, read_environment
+from command_line import (
+    add_common_flags,
+    find_program,
+    launcher_main,
+    make_parser,
+    positive,
+    shell,
+)
+from environment import read_environment
 from job import Job, check_job, study_jobs
 
 from vit_jax import files
@@ -42,21 +49,23 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--processes_per_node", type=int, default=1)
-    parser.add_argument("--gpus_per_node", type=int, help="default: none, i.e. run on CPU")
-    parser.add_argument("--cpus_per_process", type=int, help="default: Slurm's")
+    parser.add_argument("--nodes", type=positive, default=1)
+    parser.add_argument("--processes_per_node", type=positive, default=1)
+    parser.add_argument("--gpus_per_node", type=positive, help="default: none, i.e. run on CPU")
+    parser.add_argument("--cpus_per_process", type=positive, help="default: Slurm's")
     parser.add_argument("--time", metavar="HH:MM:SS", help="time limit; the job then requeues")
     parser.add_argument(
-        "--save_s", type=int, default=300, help="seconds before the limit to start saving"
+        "--save_s",
+        type=positive,
+        default=300,
+        help="seconds before the limit to start saving",
     )
     parser.add_argument("--name", help="name of the job; default: last part of the workdir")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
         help="any option of sbatch, such as --sbatch=--partition=gpu; repeatable",
     )  # fmt: skip
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the script and exit")
+    add_common_flags(parser, "the script")
     return parser
 
 
@@ -70,8 +79,6 @@ def log_folder(job: Job) -> pathlib.Path:
 
 def check(flags: argparse.Namespace) -> None:
     """Raise InputError for impossible counts, times or options."""
-    names = ("nodes", "processes_per_node", "gpus_per_node", "cpus_per_process", "save_s")
-    positive(flags, *names)
     if flags.gpus_per_node is not None and flags.gpus_per_node % flags.processes_per_node:
         raise InputError(
             f"--processes_per_node={flags.processes_per_node}: does not divide "
@@ -84,12 +91,37 @@ def check(flags: argparse.Namespace) -> None:
             raise InputError(f"--sbatch={option}: not an option; e.g. --sbatch=--partition=gpu")
 
 
+_SCRIPT = """\
+#!/bin/bash
+{options}
+
+# Process 0 is on the first node.
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export COORDINATOR=$host:$(({first_port} + SLURM_JOB_ID % {num_ports}))
+export PYTHONUNBUFFERED=1
+
+{task}
+
+{srun} --output="$output" --open-mode=append bash -c '
+{devices}exec "$@" --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \\
+  --process_id="$SLURM_PROCID"' task \\
+  "${{command[@]}}"
+code=$?
+
+# Told to stop, after saving or before training: run again, to resume.
+if [ $code = {preempted} ] || [ $code = {terminated} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
 def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> str:
     """Make the batch script of a job, or of an array with one task for each of `members`.
 
     For an array, `job` is the study; its workdir names the array and holds the array's own log.
     """
-    logs = log_folder(job)
+    log = log_folder(job) / ("slurm_%a.log" if members else "slurm.log")
     options = {
         "job-name": flags.name or job.name,
         "array": f"0-{len(members) - 1}" if members else None,
@@ -99,71 +131,40 @@ def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> 
         "gpus-per-node": flags.gpus_per_node,
         "time": flags.time,
         "signal": f"TERM@{flags.save_s}",
-        "output": shlex.quote(str(logs / ("slurm_%a.log" if members else "slurm.log"))),
+        "output": shlex.quote(str(log)),
         "open-mode": "append",
     }
-    sbatch = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in [*sbatch, "--requeue", *flags.sbatch]),
-            "",
-            "# Process 0 is on the first node.",
-            'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"export COORDINATOR=$host:$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
-            "export PYTHONUNBUFFERED=1",
-            "",
-            *_render_tasks(flags, members),
-            *_render_srun(flags, job, of_array=bool(members)),
-            "code=$?",
-            "",
-            "# Told to stop, after saving or before training: run again, to resume.",
-            f"if [ $code = {PREEMPTED} ] || [ $code = {TERMINATED} ]; then",
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
-            "exit $code",
-            "",
-        ]
-    )
-
-
-def _render_tasks(flags: argparse.Namespace, members: Sequence[Job]) -> list[str]:
-    """What each task of an array runs, as the shell's `command` and `output`; [] of no array."""
-    if not members:
-        return []
-    lines = ["case $SLURM_ARRAY_TASK_ID in"]
-    for i, member in enumerate(members):
-        output = shell([f"{log_folder(member)}/process_%t.log"])
-        command = shell(_on_platform(flags, member).command(python=sys.executable))
-        lines += [f"{i}) output={output}", f"  command=({command});;"]
-    return [*lines, "esac", ""]
-
-
-def _on_platform(flags: argparse.Namespace, job: Job) -> Job:
-    return job.on("cpu" if flags.gpus_per_node is None else "gpu")
-
-
-def _render_srun(flags: argparse.Namespace, job: Job, *, of_array: bool) -> list[str]:
-    """The call of srun, of `job` or of the array's `command`."""
-    task = """exec "$@" --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \\
-  --process_id="$SLURM_PROCID\""""
+    # srun does not inherit the CPUs from sbatch; it waits for the others once a process has ended.
+    srun = {"cpus-per-task": flags.cpus_per_process, "wait": flags.save_s}
+    task = "\n".join(_what_runs(flags, job))
+    if members:
+        cases = "\n".join(
+            f"{i}) {'; '.join(_what_runs(flags, member))};;" for i, member in enumerate(members)
+        )
+        task = f"case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac"
+    devices = ""
     if flags.gpus_per_node is not None:  # otherwise JAX would give each process one GPU
         each = flags.gpus_per_node // flags.processes_per_node
         first = f"$((SLURM_LOCALID * {each}))"
         last = f"$((SLURM_LOCALID * {each} + {each - 1}))"
-        task = f"export JAX_LOCAL_DEVICE_IDS=$(seq -s, {first} {last})\n{task}"
-    srun = {
-        "cpus-per-task": flags.cpus_per_process,  # srun does not inherit it from sbatch
-        "wait": flags.save_s,  # time for the other processes once one has ended
-        "output": None if of_array else log_folder(job) / "process_%t.log",
-        "open-mode": "append",
-    }
-    words = shell(["srun", *(f"--{name}={v}" for name, v in srun.items() if v is not None)])
-    if of_array:
-        words, command = f'{words} --output="$output"', '"${command[@]}"'
-    else:
-        command = shell(_on_platform(flags, job).command(python=sys.executable))
-    return [f"{words} bash -c '", f"{task}' task \\", f"  {command}"]
+        devices = f"export JAX_LOCAL_DEVICE_IDS=$(seq -s, {first} {last})\n"
+    words = [*_as_options(options), "--requeue", *flags.sbatch]
+    return _SCRIPT.format(
+        options="\n".join(f"#SBATCH {word}" for word in words), task=task, devices=devices,
+        srun=shell(["srun", *_as_options(srun)]), first_port=_FIRST_PORT, num_ports=_NUM_PORTS,
+        preempted=PREEMPTED, terminated=TERMINATED,
+    )  # fmt: skip
+
+
+def _as_options(values: Mapping[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _what_runs(flags: argparse.Namespace, job: Job) -> tuple[str, str]:
+    """Settings of the shell's `output` and `command` for the processes of a job."""
+    on_platform = job.on("cpu" if flags.gpus_per_node is None else "gpu")
+    output = shell([f"{log_folder(job)}/process_%t.log"])
+    return f"output={output}", f"command=({shell(on_platform.command(python=sys.executable))})"
 
 
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:

@@ -17,57 +17,62 @@ All actions use the gcloud client with its configured account and project.
 """
 
 import argparse
+import functools
+import hashlib
 import os
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import slices
 import tpus
-from command_line import check_name, find_program, launcher_main, make_parser, positive, shell
-from environment import Environment, define_env_flag, read_environment
+from command_line import (
+    ROOT,
+    add_common_flags,
+    find_program,
+    launcher_main,
+    make_parser,
+    name_of_job,
+    positive,
+    shell,
+)
+from environment import WANDB_KEY, Environment, as_exports, read_environment
 from job import Job, check_config_travels, check_data_travels, check_job, is_on_own_disk
 from slices import (
     Gcloud,
     PreemptedError,
     call,
-    call_with_retry,
+    call_and_say,
     check_active,
-    query,
-    retry,
-    state_of,
+    find_state,
+    on_active,
     wait_until_active,
 )
-from workers import (
-    JobState,
-    archive,
-    ask,
-    digest_of,
-    pack,
-    read_answer,
-    start,
-    take_variables,
-    unpack,
-    variables_file,
-    write_variables,
-)  # fmt: skip
 
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
 
+_SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")
+_WORKER = "vit_jax/launch/worker.sh"  # on a worker, relative to the home directory
 ACTIONS = ("create", "run", "status", "logs", "delete")
 
 
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, f"{{{','.join(ACTIONS)}}} ")
     parser.add_argument("action", choices=ACTIONS)
-    parser.add_argument("--name", required=True, help="name of the queued resource")
+    parser.add_argument(
+        "--name", type=name_of_job, required=True, help="name of the queued resource"
+    )
     parser.add_argument("--zone", required=True)
     parser.add_argument("--project", help="default: gcloud's")
     parser.add_argument("--topology", metavar="SLICE", help="for create and run, e.g. v5e:4x4")
-    parser.add_argument("--num_slices", type=int, default=1, help="slices connected by DCN")
+    parser.add_argument("--num_slices", type=positive, default=1, help="slices connected by DCN")
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument("--spot", action="store_true", help="cheaper, but may be preempted")
     tier.add_argument("--reserved", action="store_true", help="use the project's reservation")
@@ -84,15 +89,34 @@ def define_flags() -> argparse.ArgumentParser:
     parser.add_argument("--node", default="0", help="slice whose logs to show, from 0")
     parser.add_argument("--worker", default="0", help="worker of that slice, from 0")
     parser.add_argument(
-        "--max_restarts",
-        type=int,
-        default=3,
+        "--max_restarts", type=int, default=3,
         help="limit of restarts after failures, without progress in between",
-    )
+    )  # fmt: skip
     parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the commands and exit")
+    add_common_flags(parser, "the commands")
     return parser
+
+
+class JobState(NamedTuple):
+    """A worker's answer to `ask`.
+
+    words: arguments of the job, after --; None if none was started.
+    running: whether it is running.
+    code: its exit code; None while it runs, or if its VM was restarted meanwhile.
+    log: its output since the offset that was asked for.
+    variables: digest of its variables; None if no job was started.
+    """
+
+    words: str | None
+    running: bool
+    code: int | None
+    log: bytes
+    variables: str | None
+
+
+def ask(offset: int) -> str:
+    """Command, for a worker, that prints the job's state, and its log from byte `offset`."""
+    return f"[ ! -e {_WORKER} ] || {_WORKER} ask {offset}"
 
 
 def look(gcloud: Gcloud, offset: int) -> JobState:
@@ -101,52 +125,57 @@ def look(gcloud: Gcloud, offset: int) -> JobState:
     Raises:
       InputError: if the worker is unreachable.
     """
-    done = subprocess.run(gcloud.ssh(ask(offset), "0", "0"), capture_output=True)
-    if done.returncode:
-        raise InputError(
-            f"worker 0 is unreachable: {done.stderr.decode(errors='replace').strip()}; try: "
-            f"{shell(gcloud.ssh('true', '0', '0'))}"
+    answer = call(gcloud.ssh(ask(offset), "0", "0"), "worker 0 is unreachable")
+    head, _, log = answer.partition(b"\n")
+    found = re.fullmatch(r"job (\w+): (yes|no) (-|\d+) (.*)", head.decode(errors="replace"))
+    if found is None:
+        return JobState(None, False, None, b"", None)
+    digest, running, code, words = found.groups()
+    return JobState(words, running == "yes", None if code == "-" else int(code), log, digest)
+
+
+def digest_of(variables: Environment) -> str:
+    """A short digest of the variables of --env, by which a running job is told from another.
+
+    Leaves out W&B's key, which comes from the shell that calls the launcher.
+    """
+    given = {name: value for name, value in variables.all.items() if name != WANDB_KEY}
+    return hashlib.sha256(as_exports(dict(sorted(given.items()))).encode()).hexdigest()[:8]
+
+
+def ways_to_start(
+    gcloud: Gcloud, flags: argparse.Namespace, job: Job, variables: Environment
+) -> Iterator[tuple[list[str], str]]:
+    """The commands that start a job on all workers, each with what it does."""
+    folder = pathlib.Path(tempfile.gettempdir())
+    code, extras = f"{flags.name}.tar.gz", ",".join(sorted({"tpu", "gcs", *job.extras}))
+    # Remove files that are no longer part of the code.
+    unpack = (
+        "mkdir -p vit_jax && (cd vit_jax && rm -rf vit_jax configs launch) && "
+        f"tar --extract --gzip --file={code} --directory=vit_jax && {_WORKER} install {extras}"
+    )
+    pack = ["tar", "--create", "--gzip", f"--file={folder / code}", f"--directory={ROOT}",
+            "--exclude=__pycache__", *_SENT]  # fmt: skip
+    yield pack, "packing the code"
+    yield gcloud.copy(str(folder / code)), "copying it to all workers"
+    yield gcloud.ssh(unpack), "installing it on all workers"
+    if variables.all:
+        path = variables_file(flags)
+        # It may be repeated, as it is on all workers if one of them fails.
+        take = (
+            f"if [ -e {path.name} ]; then install -m 600 {path.name} vit_jax/job.env && "
+            f"rm {path.name}; else [ -e vit_jax/job.env ]; fi"
         )
-    return read_answer(done.stdout)
+        names = ", ".join(variables.all)
+        yield gcloud.copy(str(path)), f"copying a file that sets {names} to all workers"
+        yield gcloud.ssh(take), "storing it there"
+    started = f"{_WORKER} start {digest_of(variables)} {shlex.join(job.words)}"
+    yield gcloud.ssh(started), "starting the job"
 
 
-def look_with_retry(gcloud: Gcloud, offset: int) -> JobState:
-    """Run `look`; retry while the worker is unreachable although the slices are active.
-
-    Raises:
-      InputError: if it stays unreachable.
-      PreemptedError: if the slices are gone.
-    """
-    return retry(lambda: look(gcloud, offset), lambda: check_active(gcloud))
-
-
-def follow(gcloud: Gcloud, offset: int) -> tuple[int, int]:
-    """Show the log from `offset` until the job ends; return its exit code and last logged step.
-
-    Raises:
-      InputError: if the worker is unreachable although the slices are active.
-      PreemptedError: if the job was preempted.
-    """
-    step, line = 0, b""
-    while True:
-        state = look_with_retry(gcloud, offset)
-        offset += len(state.log)
-        sys.stdout.buffer.write(state.log)
-        sys.stdout.flush()
-        *lines, line = (line + state.log).split(b"\n")
-        step = max([step, *map(step_of, lines)])
-        if not state.running:
-            if state.code is None:
-                raise PreemptedError
-            return state.code, step
-        check_active(gcloud)
-        time.sleep(slices.POLL_S)
-
-
-def step_of(line: bytes) -> int:
-    """The training step in a line of the log; 0 if it has none."""
-    found = re.match(rb"step ([\d,]+)[/:]", line)
-    return int(found[1].replace(b",", b"")) if found else 0
+def variables_file(flags: argparse.Namespace) -> pathlib.Path:
+    """Path of the file with the job's variables on this host."""
+    return pathlib.Path(tempfile.gettempdir()) / f"{flags.name}.env"
 
 
 def start_unless_running(
@@ -158,49 +187,59 @@ def start_unless_running(
       InputError: if another job runs there, or a command keeps failing.
       PreemptedError: if the slices are gone.
     """
-    path, words, digest = archive(gcloud.name), job.words, digest_of(variables)
-    before = look_with_retry(gcloud, 0)
+    before = on_active(gcloud, lambda: look(gcloud, 0))
     if before.running:
-        _check_same_job(flags, before, words, digest)
+        remedy = f"delete it ({delete_command(flags)}), or use another --name"
+        if before.words != " ".join(job.words):
+            raise InputError(
+                f"--name={flags.name}: another job is running there ({before.words}); {remedy}"
+            )
+        if before.variables != digest_of(variables):
+            raise InputError(
+                f"--env: the job is running on --name={flags.name} with other variables, which it "
+                f"keeps; give the same --env to follow it, {remedy}"
+            )
         return 0
-    call(pack(path), "packing the code")
-    call_with_retry(gcloud, gcloud.copy(path), "copying it to all workers")
-    installing = gcloud.ssh(unpack(path, job.extras))
-    call_with_retry(gcloud, installing, "installing it on all workers")
-    if variables.all:
-        path = variables_file(gcloud.name)
-        with write_variables(path, variables):
-            call_with_retry(gcloud, gcloud.copy(path), "copying its variables to all workers")
-        call_with_retry(gcloud, gcloud.ssh(take_variables(path)), "storing them there")
-    call_with_retry(gcloud, gcloud.ssh(start(words, digest)), "starting the job")
+    path = variables_file(flags)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(as_exports(variables.all))
+    try:
+        for command, what in ways_to_start(gcloud, flags, job, variables):
+            on_active(gcloud, functools.partial(call_and_say, command, what))
+    finally:
+        path.unlink()
     return len(before.log)
 
 
-def _check_same_job(
-    flags: argparse.Namespace, before: JobState, words: Sequence[str], digest: str
-) -> None:
-    """Raise InputError unless the running job has these words and the variables of `digest`."""
-    remedy = f"delete it ({delete_command(flags)}), or use another --name"
-    if before.words != " ".join(words):
-        raise InputError(
-            f"--name={flags.name}: another job is running there ({before.words}); {remedy}"
-        )
-    if before.variables != digest:
-        raise InputError(
-            f"--env: the job is running on --name={flags.name} with other variables, which it "
-            f"keeps; give the same --env to follow it, {remedy}"
-        )
+def follow(gcloud: Gcloud, offset: int) -> tuple[int, int]:
+    """Show the log from `offset` until the job ends; return its exit code and last logged step.
+
+    Raises:
+      InputError: if the worker is unreachable although the slices are active.
+      PreemptedError: if the job was preempted.
+    """
+    step, line = 0, b""
+    while True:
+        state = on_active(gcloud, functools.partial(look, gcloud, offset))
+        offset += len(state.log)
+        sys.stdout.buffer.write(state.log)
+        sys.stdout.flush()
+        *lines, line = (line + state.log).split(b"\n")
+        for found in filter(None, (re.match(rb"step ([\d,]+)[/:]", text) for text in lines)):
+            step = max(step, int(found[1].replace(b",", b"")))
+        if not state.running:
+            if state.code is None:
+                raise PreemptedError
+            return state.code, step
+        check_active(gcloud)
+        time.sleep(slices.POLL_S)
 
 
 def keep_going(
-    gcloud: Gcloud,
-    flags: argparse.Namespace,
-    tpu: tpus.Slice,
-    job: Job,
-    variables: Environment,
+    gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job, variables: Environment
 ) -> int:
     """Keep the job running until it ends; return its exit code."""
-    job = job.on("tpu")
     failures, furthest = 0, 0
     while True:
         wait_until_active(gcloud, tpu)
@@ -212,10 +251,8 @@ def keep_going(
         if step > furthest:
             failures, furthest = 0, step
         if code in (DONE, INPUT_WRONG, INTERRUPTED) or failures >= flags.max_restarts:
-            print(
-                f"the job ended with exit code {code}; to delete the slices: "
-                f"{delete_command(flags)}"
-            )
+            delete = delete_command(flags)
+            print(f"the job ended with exit code {code}; to delete the slices: {delete}")
             return code
         failures += 1
         print(f"failed with exit code {code}; restart {failures} of {flags.max_restarts}",
@@ -228,48 +265,41 @@ def delete_command(flags: argparse.Namespace) -> str:
     return shell([*words, *([] if flags.project is None else [f"--project={flags.project}"])])
 
 
-def steps(
-    gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice | None, job: Job | None
-) -> Iterator[tuple[str, list[str]]]:
+def planned_commands(
+    gcloud: Gcloud,
+    flags: argparse.Namespace,
+    tpu: tpus.Slice | None,
+    job: Job | None,
+    variables: Environment | None,
+) -> Iterator[tuple[list[str], str]]:
     """Commands of an action, each with a remark, for --dry_run."""
     if flags.action == "create":
-        yield "", gcloud.create(tpu)
+        yield gcloud.create(tpu), ""
     elif flags.action == "run":
-        plan = tpus.plan_command(job, flags.topology, flags.num_slices)
-        if plan and not flags.no_plan:
-            yield "unless the plan is cached", plan
-        path = archive(flags.name)
-        yield "until the slices are active, then every 30 s", gcloud.describe()
-        yield "if there are no slices", gcloud.create(tpu)
-        yield "", pack(path)
-        yield "", gcloud.copy(path)
-        yield "", gcloud.ssh(unpack(path, job.extras))
-        variables = read_environment(flags, job)
-        names = ", ".join(variables.all)
-        if names:
-            path = variables_file(flags.name)
-            yield f"a file that sets {names}", gcloud.copy(path)
-            yield "", gcloud.ssh(take_variables(path))
-        yield "", gcloud.ssh(start(job.on("tpu").words, digest_of(variables)))
-        yield "every 30 s, until the job ends", gcloud.ssh(ask(0), "0", "0")
-        yield "if the slices are preempted; then again from the start", gcloud.delete()
+        if not flags.no_plan and (plan := tpus.plan_command(job, flags)):
+            yield plan, "unless the plan is cached"
+        yield gcloud.describe(), "until the slices are active, then every 30 s"
+        yield gcloud.create(tpu), "if there are no slices"
+        yield from ways_to_start(gcloud, flags, job.on("tpu"), variables)
+        yield gcloud.ssh(ask(0), "0", "0"), "every 30 s, until the job ends"
+        yield gcloud.delete(), "if the slices are preempted; then again from the start"
     elif flags.action == "status":
-        yield "", gcloud.describe()
-        yield "if the slices are active", gcloud.ssh(ask(0), "0", "0")
+        yield gcloud.describe(), ""
+        yield gcloud.ssh(ask(0), "0", "0"), "if the slices are active"
     elif flags.action == "logs":
-        yield "", follow_log(gcloud, flags)
+        yield log_command(gcloud, flags), ""
     else:
-        yield "", gcloud.delete()
+        yield gcloud.delete(), ""
 
 
-def follow_log(gcloud: Gcloud, flags: argparse.Namespace) -> list[str]:
+def log_command(gcloud: Gcloud, flags: argparse.Namespace) -> list[str]:
     """Command that shows a worker's log and follows it."""
     return gcloud.ssh("tail --lines=100 --follow vit_jax/job.log", flags.node, flags.worker)
 
 
 def status(gcloud: Gcloud) -> int:
     """Print the state of the slices and of the job."""
-    state = state_of(query(gcloud))
+    state = find_state(gcloud)["state"]
     print(f"slices: {state}", flush=True)
     if state == "ACTIVE":
         job = look(gcloud, 0)
@@ -282,27 +312,27 @@ def status(gcloud: Gcloud) -> int:
     return DONE
 
 
-def check(flags: argparse.Namespace, words: Sequence[str]) -> tuple[tpus.Slice | None, Job | None]:
-    """The slice and the job of an action.
+def check(
+    flags: argparse.Namespace, words: Sequence[str]
+) -> tuple[tpus.Slice | None, Job | None, Environment | None]:
+    """The slice, the job and the variables of an action.
 
     Raises:
       InputError: if flags contradict each other.
     """
-    check_name(flags.name)
     if flags.action != "run" and words:
         raise InputError(f"{flags.action}: takes no job; only run does")
     if flags.action not in ("create", "run"):
-        return None, None
-    positive(flags, "num_slices")
+        return None, None, None
     if flags.topology is None:
         raise InputError("--topology: missing; e.g. --topology=v5e:4x4")
-    tpu = tpus.find_tpu_slice(flags.topology, flags.num_slices)
+    tpu = tpus.find_tpu_slice(flags)
     if tpus.GENERATIONS[tpu.chip].gcloud is None:
         raise InputError(
             f"--topology={flags.topology}: not available as Cloud TPU VMs; use launch/kubernetes.py"
         )
     if flags.action == "create":
-        return tpu, None
+        return tpu, None, None
     job = check_job(words)
     check_config_travels(job, "a worker")
     if "://" not in job.workdir and not job.workdir.startswith("/"):
@@ -314,34 +344,34 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> tuple[tpus.Slice |
     def may_be_mounted(folder: str) -> bool:
         return folder.startswith("/") and not (os.path.exists(folder) and is_on_own_disk(folder))
 
+    variables = read_environment(flags, job)
     remedy = "give the full path of a disk that all workers mount"
-    variables = read_environment(flags, job).all
-    check_data_travels(job, "a worker", variables, may_be_mounted, remedy)
-    return tpu, job
+    check_data_travels(job, "a worker", variables.all, may_be_mounted, remedy)
+    return tpu, job, variables
 
 
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Perform the action of `flags` with the job of `words`; return the exit code."""
-    tpu, job = check(flags, words)
+    tpu, job, variables = check(flags, words)
     gcloud = Gcloud(flags)
     if flags.dry_run:
-        for remark, command in steps(gcloud, flags, tpu, job):
+        for command, remark in planned_commands(gcloud, flags, tpu, job, variables):
             print(f"# {remark}\n{shell(command)}" if remark else shell(command))
         return DONE
     find_program("gcloud", "install the Google Cloud SDK, or use --dry_run")
     if flags.action == "create":
-        call(gcloud.create(tpu), "requesting slices")
+        call_and_say(gcloud.create(tpu), "requesting slices")
     elif flags.action == "delete":
-        call(gcloud.delete(), "deleting the slices")
+        call_and_say(gcloud.delete(), "deleting the slices")
     elif flags.action == "status":
         return status(gcloud)
     elif flags.action == "logs":
-        return subprocess.run(follow_log(gcloud, flags)).returncode
+        return subprocess.run(log_command(gcloud, flags)).returncode
     else:
-        if not flags.no_plan and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
+        if not flags.no_plan and (code := tpus.check_plan(job, flags)):
             return code
         try:
-            return keep_going(gcloud, flags, tpu, job, read_environment(flags, job))
+            return keep_going(gcloud, flags, tpu, job.on("tpu"), variables)
         except KeyboardInterrupt:
             print("the job keeps running; reconnect with the same command, end it with delete",
                   file=sys.stderr)  # fmt: skip

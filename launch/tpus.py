@@ -1,5 +1,6 @@
 """TPU slices by the names of Google's tools, and the check that a job fits them."""
 
+import argparse
 import subprocess
 import sys
 from typing import NamedTuple
@@ -38,34 +39,33 @@ GENERATIONS = {
 }
 
 
-def find_tpu_slice(topology: str, num_slices: int) -> Slice:
-    """The slice in `--topology`; `num_slices` of them are to be connected.
+def find_tpu_slice(flags: argparse.Namespace) -> Slice:
+    """The slice in `--topology`; `--num_slices` of them are to be connected.
 
     Raises:
       InputError: if it is unknown, not a TPU, or cannot be connected to others.
     """
-    tpu = find_slice(topology)
+    tpu = find_slice(flags.topology)
     if CHIPS[tpu.chip].is_gpu:
-        raise InputError(f"--topology={topology}: not a TPU slice; e.g. v5e:4x4")
-    if num_slices > 1 and tpu.num_hosts == 1:
+        raise InputError(f"--topology={flags.topology}: not a TPU slice; e.g. v5e:4x4")
+    if flags.num_slices > 1 and tpu.num_hosts == 1:
         raise InputError(
-            f"--num_slices={num_slices}: slices with one host, such as {topology}, cannot be "
-            "connected; use one larger slice"
+            f"--num_slices={flags.num_slices}: slices with one host, such as {flags.topology}, "
+            "cannot be connected; use one larger slice"
         )
     return tpu
 
 
-def plan_command(job: Job, topology: str, num_slices: int) -> list[str]:
+def plan_command(job: Job, flags: argparse.Namespace) -> list[str]:
     """Command that checks whether a job fits; [] for jobs that do not train."""
     if job.config is None:
         return []
-    return [
-        sys.executable, "-m", "vit_jax.main", "plan", f"--config={job.config}",
-        f"--topology={topology}", f"--num_slices={num_slices}", *job.overrides,
-    ]  # fmt: skip
+    where = [f"--topology={flags.topology}", f"--num_slices={flags.num_slices}"]
+    command = [sys.executable, "-m", "vit_jax.main", "plan", f"--config={job.config}"]
+    return [*command, *where, *job.overrides]
 
 
-def check_plan(job: Job, topology: str, num_slices: int) -> int:
+def check_plan(job: Job, flags: argparse.Namespace) -> int:
     """Check with `plan` whether the job fits: DONE or DOES_NOT_FIT.
 
     `plan` caches its results; without libtpu it calculates them, and says so.
@@ -73,19 +73,17 @@ def check_plan(job: Job, topology: str, num_slices: int) -> int:
     Raises:
       InputError: if planning fails.
     """
-    command = plan_command(job, topology, num_slices)
+    command = plan_command(job, flags)
     if not command:
         return exit_codes.DONE
-    where = topology if num_slices == 1 else f"{num_slices} x {topology}"
+    where = flags.topology if flags.num_slices == 1 else f"{flags.num_slices} x {flags.topology}"
     print(f"planning for {where} ...", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode == exit_codes.DOES_NOT_FIT:
-        print(done.stdout.rstrip(), file=sys.stderr)
-        print(f"error: the run does not fit {where}; to start it anyway, add --no_plan",
-              file=sys.stderr)  # fmt: skip
-        return exit_codes.DOES_NOT_FIT
-    if done.returncode:
+        print(f"{done.stdout.rstrip()}\nerror: the run does not fit {where}; to start it anyway, "
+              "add --no_plan", file=sys.stderr)  # fmt: skip
+    elif done.returncode:
         raise InputError(
             f"planning for {where} failed, see above; to start it without a plan, add --no_plan"
         )
-    return exit_codes.DONE
+    return done.returncode

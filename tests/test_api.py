@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 import vit_jax
 from vit_jax import create_model, load_image, predict, read_pretrained, tree
-from vit_jax.data.pictures_in_memory import open_images
+from vit_jax.data.images.given import open_images
 from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers

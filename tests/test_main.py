@@ -425,7 +425,7 @@ def test_a_long_name_is_refused_in_one_line(refused):
     long = f"WORKDIR/{'é' * 130}"
     of_folder = ("--config=folder:debug", "--workdir=WORKDIR", f"--config.data.data_dir={long}")
     assert re.search("choose a shorter name|is not a local folder", refused(*of_folder))
-    for words in ([QUICKSTART], ["report", "--output={}.html"], ["compare", "--output={}.csv"]):
+    for words in ([QUICKSTART], ["report", "--output={}.html"], ["report", "--output={}.csv"]):
         words = [word.format(long) for word in words]
         flag = "--output" if len(words) > 1 else "--workdir"
         err = refused(*words, *[f"--workdir={long}"] * (flag == "--workdir"))

@@ -26,7 +26,7 @@ _HOMES = {
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.inference.evaluate",
     "load_config": "vit_jax.run.validation",
-    "load_image": "vit_jax.transfer.images",
+    "load_image": "vit_jax.transfer.pretrained",
     "load_pretrained": "vit_jax.transfer",
     "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",

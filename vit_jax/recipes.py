@@ -1,22 +1,21 @@
-"""Hyper-parameter tables of the papers as data, for the files in configs/.
+"""What several files in configs/ share: settings of runs, and hyper-parameter tables of the papers.
 
-Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.1), for
-`Pretraining` and `FineTuning`; Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for
-`HyperRule`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
-Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`; Touvron et al. 2020 (arXiv:2012.12877),
-table 9, for `DEIT`; He et al. 2021 (arXiv:2111.06377) and the commands in its published code for
-`MAE`.
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 4 (appendix B.1), for `FineTuning`;
+Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for `HyperRule`; Steiner et al. 2021
+(arXiv:2106.10270), section 3, for `AUGREG`, whose light2 is also the augmentation of Beyer et al.
+2022 (arXiv:2205.01580).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from vit_jax.config import base_config, knn, refuse_words, split_words
 from vit_jax.errors import InputError, nearest
-from vit_jax.experiment.finetune_length import BIT_LR, bit_steps, bit_warmup
-from vit_jax.models import fields_of, find_family, token_stride
-from vit_jax.models.resnet import map_stride
-from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.experiment.finetune_length import bit_steps, bit_warmup
+from vit_jax.models import tiny_fields, token_stride
+
+EVAL_OPS = "decode|resize_small(crop=0.875)|central_crop"  # of ImageNet
 
 # Training and validation split of each data set. The two large sets have no validation split; as
 # many images as ImageNet's validation split has are held out of their training split.
@@ -27,66 +26,87 @@ SPLITS = {
 }
 
 
-class Pretraining(NamedTuple):
-    """A row of table 3. Common to all: batch 4096, 10k steps of warm-up, Adam, 224 px.
-
-    epochs: the paper's choices, the usual one first.
-    weight_decay: decoupled, multiplied by the current learning rate.
-    grad_clip_norm: maximum global norm; None: no clipping.
-    """
-
-    epochs: tuple[int, ...]
-    peak_lr: float
-    decay: str
-    weight_decay: float
-    dropout: float
-    grad_clip_norm: float | None = None
-
-
-_JFT = {
-    "ViT-B/16": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
-    "ViT-B/32": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
-    "ViT-L/32": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
-    "ViT-L/16": Pretraining((7, 14), 4e-4, "linear", 0.1, 0.0),
-    "ViT-H/14": Pretraining((14,), 3e-4, "linear", 0.1, 0.0),
-    "BiT-R50x1": Pretraining((7,), 1e-3, "linear", 0.1, 0.0),
-    "BiT-R101x1": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
-    "BiT-R152x1": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
-    "BiT-R50x2": Pretraining((7,), 1e-3, "linear", 0.1, 0.0),
-    "BiT-R152x2": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
-    "R50+ViT-B/32": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
-    "R50+ViT-B/16": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
-    "R50+ViT-L/32": Pretraining((7,), 2e-4, "linear", 0.1, 0.0),
-    "R50+ViT-L/16": Pretraining((7, 14), 4e-4, "linear", 0.1, 0.0),
-}
-_IMAGENET21K = {
-    "ViT-B/16": Pretraining((90,), 1e-3, "linear", 0.03, 0.1),
-    "ViT-B/32": Pretraining((90,), 1e-3, "linear", 0.03, 0.1),
-    "ViT-L/16": Pretraining((90, 30), 1e-3, "linear", 0.03, 0.1),
-    "ViT-L/32": Pretraining((90, 30), 1e-3, "linear", 0.03, 0.1),
-}
-_ANY_VIT_ON_IMAGENET = Pretraining((300,), 3e-3, "cosine", 0.3, 0.1, grad_clip_norm=1.0)
-
-
-def find_pretraining(model: str, data: str) -> Pretraining:
-    """The row of table 3 for `model` on `data`: "imagenet2012", "imagenet21k" or "jft".
+def begin(arg: str, words: dict[str, str], file: str) -> tuple[ConfigDict, set[str]]:
+    """A base config, and the words in `arg`, for a config whose words are all in `words`.
 
     Raises:
-      InputError: if the paper has no such row; lists the rows it has.
+      InputError: for other words; names the config's `file` and the known ones.
     """
-    find_family(model).parse(model)
-    if data == "imagenet2012" and model.startswith("ViT-"):
-        return _ANY_VIT_ON_IMAGENET
-    rows = {"imagenet21k": _IMAGENET21K, "jft": _JFT}
-    if data not in rows and data != "imagenet2012":
-        raise InputError(f"data {data!r}: needs imagenet2012, imagenet21k or jft=<TFDS name>")
-    if model not in rows.get(data, {}):
-        have = "; ".join(f"{name}: {', '.join(models)}" for name, models in rows.items())
-        raise InputError(
-            f"table 3 of the paper has no row for {model} on {data}; it has {have}; "
-            "imagenet2012: any ViT"
-        )
-    return rows[data][model]
+    unknown, chosen = split_words(arg, words)
+    refuse_words(unknown, words, file)
+    return base_config(), chosen
+
+
+def set_length(
+    c: ConfigDict, batch_size: int, duration: str, warmup: str, *, save: str, log: str
+) -> None:
+    """Set the batch, the length of the run and of its warm-up, and how often it saves and logs."""
+    c.global_batch_size, c.duration, c.schedule.warmup = batch_size, duration, warmup
+    c.checkpoint.every, c.log.every = save, log
+
+
+def use_adamw(c: ConfigDict, peak_lr: float = 1e-3, weight_decay: float = 0.05) -> None:
+    """Set AdamW with a cosine, and clipping at norm 1."""
+    c.optimizer.peak_lr, c.optimizer.weight_decay = peak_lr, weight_decay
+    c.optimizer.grad_clip_norm, c.schedule.name = 1.0, "cosine"
+
+
+def use_vit(model: ConfigDict, name: str, *sizes: int, **fields: Any) -> None:
+    """Set `config.model` to a ViT with these sizes, and other fields.
+
+    `sizes` are width, depth, mlp_dim and num_heads; without them the ViT has those of its name.
+    """
+    names = ("width", "depth", "mlp_dim", "num_heads")
+    given = dict(zip(names, sizes or (None,) * len(names), strict=True))
+    model.update({"name": name} | given | fields)
+
+
+def use_cifar10(c: ConfigDict, ops: str = "decode|pad_crop(2)|flip", **keys: Any) -> None:
+    """Set CIFAR-10 with these preprocessing ops, and other keys of `data`."""
+    c.data.update({"name": "cifar10", "image_size": 32, "ops": ops} | keys)
+
+
+def use_imagenet(c: ConfigDict, image_size: int = 224) -> None:
+    """Set ImageNet-1k, in the value range of many published recipes."""
+    c.data.name, c.data.image_size = "imagenet2012", image_size
+    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def debug_on_synthetic(c: ConfigDict, ops: str = "flip") -> None:
+    """Turn a recipe with the evaluator `val` into 20 steps of a tiny model on made-up images."""
+    c.data.name, c.data.split, c.data.ops = "synthetic", "train", ops
+    c.data.image_size = make_tiny(c.model, c.model.name)
+    c.data.num_classes, c.data.num_examples = 10, 256
+    c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
+    set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
+
+
+def debug_on_digits(
+    c: ConfigDict,
+    model: str | None = "ViT-mu/4",
+    ops: str = "",
+    *,
+    eval_every: str = "20 steps",
+    eval_ops: str = "",
+    eval_batch_size: int | None = None,
+) -> None:
+    """Turn a run into 20 steps of a tiny ViT on handwritten digits; a caller may then change it.
+
+    Evaluators of features train on the split train, all others except `rank` take test.
+
+    Args:
+      model: its name; None: the model stays as it is.
+    """
+    if model is not None:
+        use_vit(c.model, model)
+    c.data.name, c.data.image_size, c.data.split, c.data.ops = "digits", 8, "train", ops
+    set_length(c, 32, "20 steps", "2 steps", save="20 steps", log="10 steps")
+    for entry in c.evals.values():
+        entry.every, entry.ops, entry.batch_size = eval_every, eval_ops, eval_batch_size
+        if "train_split" in entry:
+            entry.train_split, entry.test_split = "train", "test"
+        elif entry.type != "rank":
+            entry.split = "test"
 
 
 class FineTuning(NamedTuple):
@@ -94,17 +114,16 @@ class FineTuning(NamedTuple):
 
     steps: length of every run, including those that select the learning rate.
     peak_lrs: the learning rates to choose from.
-    dev_percent: share of the training split, taken from its end, that selects the learning rate;
-      None: there is nothing to select.
+    dev_percent: share of the training split, taken from its end, that selects the learning rate.
+    image_size: height and width of a typical image, in pixels.
     test_split: the split that results are reported on.
-    image_size: height and width of a typical image, in pixels; None: it differs between tasks.
     """
 
     steps: int
     peak_lrs: tuple[float, ...]
-    dev_percent: int | None = None
+    dev_percent: int
+    image_size: tuple[int, int]
     test_split: str = "test"
-    image_size: tuple[int, int] | None = None
 
     @property
     def dev_splits(self) -> tuple[str, str]:
@@ -115,26 +134,12 @@ class FineTuning(NamedTuple):
 
 _SMALL = (0.001, 0.003, 0.01, 0.03)
 FINE_TUNING = {
-    "imagenet2012": FineTuning(
-        20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation", image_size=(375, 500)
-    ),
-    "cifar10": FineTuning(10_000, _SMALL, 2, image_size=(32, 32)),
-    "cifar100": FineTuning(10_000, _SMALL, 2, image_size=(32, 32)),
-    "oxford_iiit_pet": FineTuning(500, _SMALL, 10, image_size=(375, 500)),
-    "oxford_flowers102": FineTuning(500, _SMALL, 10, image_size=(500, 667)),
+    "imagenet2012": FineTuning(20_000, (0.003, 0.01, 0.03, 0.06), 1, (375, 500), "validation"),
+    "cifar10": FineTuning(10_000, _SMALL, 2, (32, 32)),
+    "cifar100": FineTuning(10_000, _SMALL, 2, (32, 32)),
+    "oxford_iiit_pet": FineTuning(500, _SMALL, 10, (375, 500)),
+    "oxford_flowers102": FineTuning(500, _SMALL, 10, (500, 667)),
 }
-VTAB = FineTuning(2_500, (0.01,))  # for each of the 19 tasks, without a search
-
-
-def find_fine_tuning(data: str) -> FineTuning:
-    """The row of table 4 for a data set, given its TFDS name.
-
-    Raises:
-      InputError: if there is no such row; suggests the nearest name.
-    """
-    if data not in FINE_TUNING:
-        raise InputError(f"data {data!r}: {nearest(data, list(FINE_TUNING))}")
-    return FINE_TUNING[data]
 
 
 def fine_tuning_size(model: str, *, headline: bool = False) -> int:
@@ -147,9 +152,6 @@ def fine_tuning_size(model: str, *, headline: bool = False) -> int:
     """
     stride, _ = token_stride(model)
     return round((512 if headline else 384) / stride) * stride
-
-
-HYPER_RULE_LR = BIT_LR
 
 
 class HyperRule(NamedTuple):
@@ -179,151 +181,55 @@ def hyper_rule(num_examples: int, image_size: tuple[int, int]) -> HyperRule:
     return HyperRule(resize, crop, steps, bit_warmup(steps), milestones, mixup)
 
 
-class Augmentation(NamedTuple):
-    """Augmentation of a recipe, apart from cropping and flipping.
-
-    randaugment: its arguments; None: not used.
-    mixing: the op that mixes images; "": none.
-    """
-
-    randaugment: tuple[float, ...] | None = None
-    mixing: str = ""
-
-    def ops(self, crop: str) -> str:
-        """The preprocessing string; `crop` holds the host ops that come first, if any."""
-        found = [crop] if crop else []
-        if self.randaugment:
-            found.append(f"randaugment({', '.join(map(str, self.randaugment))})")
-        found.append("flip")
-        if self.mixing:
-            found.append(self.mixing)
-        return "|".join(found)
-
-
-AUGREG = {
-    "none": Augmentation(),
-    "light1": Augmentation((2, 0)),
-    "light2": Augmentation((2, 10), "mixup(0.2)"),
-    "medium1": Augmentation((2, 15), "mixup(0.2)"),
-    "medium2": Augmentation((2, 15), "mixup(0.5)"),
-    "strong1": Augmentation((2, 20), "mixup(0.5)"),
-    "strong2": Augmentation((2, 20), "mixup(0.8)"),
+AUGREG = {  # RandAugment, on the host, and MixUp, on the device
+    "none": ("", ""),
+    "light1": ("randaugment(2, 0)", ""),
+    "light2": ("randaugment(2, 10)", "mixup(0.2)"),
+    "medium1": ("randaugment(2, 15)", "mixup(0.2)"),
+    "medium2": ("randaugment(2, 15)", "mixup(0.5)"),
+    "strong1": ("randaugment(2, 20)", "mixup(0.5)"),
+    "strong2": ("randaugment(2, 20)", "mixup(0.8)"),
 }
 
 
-def make_tiny(model: ConfigDict, name: str) -> int:
-    """Set `config.model` to a tiny model of the family of `name` with the same token stride.
-
-    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
-    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
-    sizes of the variant mu.
-
-    Returns the side, in pixels, of images with 2 x 2 tokens.
-    """
-    sizes = find_family(name).parse(name)
-    stride, _ = token_stride(name)
-    has = fields_of(name)
-    model.name = name
-    if "token_module" in has:
-        model.update(VIT_VARIANTS["mu"]._asdict(), token_width=16)
-    elif "patch_size" in has:
-        without_patch, _, patch = name.rpartition("/")
-        model.name = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
-    if "width_factor" in has:
-        model.width_factor, model.depth_factor = 0.125, 0.1
-    if "stages" in has:
-        model.stem_width = 32
-        if sizes["stages"]:
-            model.stages = (1,)
-            if "patch_size" in has:
-                model.patch_size = stride // map_stride(model.stages)
-    return 2 * stride
-
-
-class DataEfficient(NamedTuple):
-    """A stage of DeiT. Common to both: 3 views of an image, 5 epochs of warm-up, table 9's ops.
-
-    batch_size: a multiple of 6, as pairs of images with 3 views each are mixed.
-    lr_at_512: the learning rate at a batch of 512; it grows with the batch.
-    """
-
-    image_size: int
-    batch_size: int
-    epochs: int
-    lr_at_512: float
-    weight_decay: float
-    schedule: str
-
-    @property
-    def ops(self) -> str:
-        """The preprocessing after the crop."""
-        return f"randaugment(2, 9, 0.5)|{self.ops_on_device}"
-
-    @property
-    def ops_on_device(self) -> str:
-        return "flip|erase(0.25, area_max=0.333)|mixup_or_cutmix(0.8, 1.0)"
-
-
-# The second is a fine-tuning of the first, by the commands of the published code.
-DEIT = {
-    "224": DataEfficient(224, 960, 300, 5e-4, 0.05, "cosine"),
-    "384": DataEfficient(384, 480, 30, 5e-6, 1e-8, "constant"),
-}
-
-
-class MaskedAutoencoding(NamedTuple):
-    """What follows the pretraining of a masked autoencoder.
-
-    epochs, lr_at_256, layer_decay, stochastic_depth: of the fine-tuning; the learning rate is for a
-      batch of 256 and grows with the batch.
-    linear_epochs: of the linear classifier.
-    """
-
-    epochs: int
-    lr_at_256: float
-    layer_decay: float
-    stochastic_depth: float
-    linear_epochs: int
-
-
-MAE = {
-    "ViT-B/16": MaskedAutoencoding(100, 5e-4, 0.65, 0.1, 90),
-    "ViT-L/16": MaskedAutoencoding(50, 1e-3, 0.75, 0.2, 50),
-    "ViT-H/14": MaskedAutoencoding(50, 1e-3, 0.75, 0.3, 50),
-}
-
-
-def make_small_on_cifar10(config: ConfigDict) -> None:
-    """Set a ViT of 0.8 million parameters, and CIFAR-10, for runs of minutes on a CPU.
-
-    Training with labels keeps the duration of 1,000 steps; other objectives set their own.
-    """
-    m, d = config.model, config.data
-    m.name, m.dtype, m.pos_embed = "ViT-Ti/4", "float32", "sincos_2d"
-    m.width, m.depth, m.mlp_dim, m.num_heads = 128, 4, 512, 4
-    m.stochastic_depth = None
-    d.name, d.split, d.image_size, d.ops = "cifar10", "train", 32, "decode|pad_crop(4)|flip"
-    config.global_batch_size, config.duration = 128, "1000 steps"
-    config.schedule.warmup = "100 steps"
-    config.log.every, config.checkpoint.every = "50 steps", "500 steps"
-    for entry in config.evals.values():
-        entry.split, entry.every, entry.ops = "test", "500 steps", "decode"
-        entry.batch_size = 500
-
-
-# "Better plain ViT".
-BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")
-
-
-def find_augreg(name: str) -> Augmentation:
-    """The row of AugReg's table called `name`.
+def augreg_ops(name: str, crop: str) -> str:
+    """The preprocessing of a row of AugReg's table; `crop` holds the host ops before, if any.
 
     Raises:
       InputError: if there is no such row; suggests the nearest name.
     """
     if name not in AUGREG:
         raise InputError(f"augmentation {name!r}: {nearest(name, list(AUGREG))}")
-    return AUGREG[name]
+    randaugment, mixing = AUGREG[name]
+    return "|".join(op for op in (crop, randaugment, "flip", mixing) if op)
+
+
+def make_tiny(model: ConfigDict, name: str) -> int:
+    """Set `config.model` to the tiny model of the family of `name`; see `models.tiny_fields`.
+
+    Returns the side, in pixels, of images with 2 x 2 tokens.
+    """
+    model.update(tiny_fields(name))
+    return 2 * token_stride(name)[0]
+
+
+def make_small_on_cifar10(c: ConfigDict, near_every: str) -> None:
+    """Set a ViT of 0.8 million parameters, and CIFAR-10, for runs of minutes on a CPU.
+
+    Training with labels keeps the duration of 1,000 steps; other objectives set their own. Adds the
+    evaluator `near`, of features.
+    """
+    of_vit = {"dtype": "float32", "pos_embed": "sincos_2d", "stochastic_depth": None}
+    use_vit(c.model, "ViT-Ti/4", 128, 4, 512, 4, **of_vit)
+    use_cifar10(c, "decode|pad_crop(4)|flip", split="train")
+    set_length(c, 128, "1000 steps", "100 steps", save="500 steps", log="50 steps")
+    for entry in c.evals.values():
+        entry.split, entry.every, entry.ops = "test", "500 steps", "decode"
+        entry.batch_size = 500
+    c.evals.near = knn(
+        train_split="train[:20%]", test_split="test", every=near_every, ops="decode",
+        batch_size=500, num_neighbours=(20,),
+    )  # fmt: skip
 
 
 def view_ops(*, smallest: float, middle: float) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from vit_jax import planning
 from vit_jax.benchmarks import inference
 from vit_jax.benchmarks import input as input_benchmark
 from vit_jax.benchmarks.input import measure_input
-from vit_jax.benchmarks.step import _beside_matmul, make_matmuls, measure_step
+from vit_jax.benchmarks.rounds import spread_of_ratio
+from vit_jax.benchmarks.step import make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
 from vit_jax.config import base_config
 from vit_jax.devices.chips import find_slice
@@ -72,7 +73,7 @@ def test_step_figures_are_positive_and_ordered(step_figures):
 def test_step_ratio_is_the_quotient_of_steps_and_products(step_figures):
     steps, products = step_figures["cpu_s_per_image"], step_figures["matmul_cpu_s_per_image"]
     assert step_figures["ratio_to_matmul"]["median"] == steps["median"] / products["median"]
-    several = _beside_matmul([1.0, 2.0, 6.0], [1.0, 4.0, 2.0])["ratio_to_matmul"]
+    several = spread_of_ratio([1.0, 2.0, 6.0], [1.0, 4.0, 2.0])
     assert several == {"median": 1.0, "min": 0.5, "max": 3.0}
 
 

@@ -261,7 +261,7 @@ except ValueError:
     pass
 heavy = {"tensorflow", "tensorflow_datasets", "sklearn", "torch"} & sys.modules.keys()
 assert not heavy, heavy
-from vit_jax.jax_private import has_devices
+from vit_jax.config.plugins import has_devices
 assert not has_devices()
 """
 

@@ -1,7 +1,7 @@
 """Writes small data sets as TFDS prepares them, and damages their files."""
 
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.tfrecord import record_offsets
+from vit_jax.data.records import record_offsets
 
 
 def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=100, **how):

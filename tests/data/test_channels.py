@@ -11,7 +11,7 @@ from images import encode, smooth_image
 import vit_jax
 from vit_jax.data import image_batch, make_source, parse_ops
 from vit_jax.data.device_ops import per_channel, to_value_range
-from vit_jax.data.image_files import image_files
+from vit_jax.data.images.given import image_files
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.main import main
@@ -38,9 +38,9 @@ def rgba():
 
 
 def test_files_become_grey_or_keep_four_channels(tmp_path):
-    picture = PIL.Image.fromarray(smooth_image(16, 16))
+    image = PIL.Image.fromarray(smooth_image(16, 16))
     for name in ("colour.jpg", "colour.png"):
-        picture.save(tmp_path / name)
+        image.save(tmp_path / name)
     for name in ("four.png", "four.tif", "four.webp"):
         rgba().save(tmp_path / name, **({"lossless": True, "exact": True} if "w" in name else {}))
     paths = [str(tmp_path / name) for name in ("colour.jpg", "colour.png")]
@@ -111,7 +111,7 @@ def test_a_hybrid_adapts_its_stem_and_not_its_embedding():
     params = abstract_params(model)
     params = {name: np.ones(leaf.shape, np.float32) for name, leaf in params.items()}
     pretrained = Pretrained("source", model, params, Spec((32, 32), "timm"))
-    found = fit(pretrained, model.clone(channels=1), reset_head=False)
+    found, _ = fit(pretrained, model.clone(channels=1), reset_head=False)
     assert found["stem/conv_root/kernel"].shape[2] == 1
     np.testing.assert_array_equal(found["stem/conv_root/kernel"], 3.0)
     assert found["embedding/kernel"] is params["embedding/kernel"]

@@ -21,7 +21,7 @@ from vit_jax.data.host_tf import tf
 
 def convert(i):
     if i == 5:
-        raise ValueError("no picture")
+        raise ValueError("no image")
     time.sleep(2 * (i > 5))
     return i
 

@@ -7,8 +7,9 @@ import PIL.Image
 import pytest
 from images import encode, pil_rgb, smooth_image
 
-from vit_jax.data import jpeg, parse_ops
+from vit_jax.data import parse_ops
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images import formats
 
 
 @functools.cache
@@ -100,10 +101,10 @@ def test_scaled_decode_is_near_the_mean_and_keeps_twice_the_size(encoded):
 def test_a_window_of_a_scaled_jpeg_is_cut_from_it(encoded):
     begins = np.random.default_rng(0).integers(0, (100, 150), (20, 2))
     for ratio in (2, 4, 8):
-        scaled = jpeg.decode(encoded, ratio=ratio).numpy()
+        scaled = formats.decode_jpeg(encoded, ratio=ratio).numpy()
         for top, left in begins.tolist():
             window = (top, left, 241 - 100, 363 - 150)
-            cut = jpeg.decode_window(encoded, (241, 363, 3), window, ratio)
+            cut = formats.decode_window(encoded, (241, 363, 3), window, ratio)
             rows, columns = (
                 slice(begin // ratio, -(-(begin + length) // ratio))
                 for begin, length in zip(window[:2], window[2:], strict=True)

@@ -64,8 +64,8 @@ def test_of_small_classes_hashes_choose_those_held_out():
     assert sorted(held) != sorted(files)[0:27:3]  # not the first of the alphabet
 
 
-def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
-    """A run's division is followed by name: no training picture becomes one for validation."""
+def test_a_division_stays_as_images_come_and_go(tmp_path, caplog):
+    """A run's division is followed by name: no training image becomes one for validation."""
     files = dict.fromkeys((f"cat/{i}.jpg" for i in range(100)), "cat")
     begun = divide_anew("", files, {})
     odd = Division(begun | {"a\r,\n/\udcff": "val"}, frozenset({7}))
@@ -79,11 +79,11 @@ def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
     assert divider("pets", {name: more[name] for name in gone}, {}).items() <= begun.items()
     assert divider.find_missing() == sorted(files.keys() - held)[:2]
     said = "\n".join(caplog.messages)
-    assert "51 pictures are not among those that runs/a began with" in said and "cat/new0" in said
-    assert "5 pictures that runs/a holds out are missing" in said
+    assert "51 images are not among those that runs/a began with" in said and "cat/new0" in said
+    assert "5 images that runs/a holds out are missing" in said
     moved = {f"pets/{name}": "cat" for name in files}
     Divider(stored, "runs/a", anew=True)("elsewhere", moved, {})
-    assert "elsewhere: 100 pictures seem to be those of runs/a under other names" in caplog.text
+    assert "elsewhere: 100 images seem to be those of runs/a under other names" in caplog.text
     # A run that starts from it trains on the new ones; an export knows only what is held out.
     for known in (stored, Division(hashes=stored.held_out())):
         anew = Divider(known, anew=True)("pets", more, {})
@@ -92,10 +92,10 @@ def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
         assert {name for name, split in exported.items() if split == "val"} == held
     others = {f"other/{name}": "cat" for name in files}
     assert [*Divider(stored, "runs/a")("others", others, {}).values()].count("val") == 10
-    assert "others: holds none of the pictures that runs/a holds out; val is a tenth" in caplog.text
-    # A run with validation pictures in a folder of their own has trained on all it knows.
+    assert "others: holds none of the images that runs/a holds out; val is a tenth" in caplog.text
+    # A run with validation images in a folder of their own has trained on all it knows.
     Divider(Division(dict.fromkeys(files, "train")), "runs/b")("pets", files, {})
-    assert "pets: holds none of the pictures that runs/b holds out; val is a tenth" in caplog.text
+    assert "pets: holds none of the images that runs/b holds out; val is a tenth" in caplog.text
 
 
 def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
@@ -109,14 +109,14 @@ def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
     assert folder(root).num_examples > after.num_examples
 
 
-def test_validation_pictures_that_link_to_training_pictures_are_named(tmp_path, caplog):
+def test_validation_images_that_link_to_training_images_are_named(tmp_path, caplog):
     for split, number in (("train", 10), ("val", 3)):
         make_folder(tmp_path / split, {"cat": number, "dog": number})
     folder(tmp_path, "val")
     assert not caplog.text
     (tmp_path / "val/cat/link.jpg").symlink_to(tmp_path / "train/cat/0.jpg")
     assert folder(tmp_path, "val").num_examples == 7
-    assert "1 pictures are links into train/, so they are trained on: cat/link.jpg" in caplog.text
+    assert "1 images are links into train/, so they are trained on: cat/link.jpg" in caplog.text
 
 
 def test_new_classes_of_own_splits_are_left_out(tmp_path, caplog):
@@ -129,7 +129,7 @@ def test_new_classes_of_own_splits_are_left_out(tmp_path, caplog):
     for split, number in (("train", 20), ("val", 6), ("test", 4)):
         found = folder(root, split, divider=Divider(divider.settled()))
         assert (found.class_names, found.num_examples) == (("cat", "dog"), number)
-    assert "left out 1 pictures of classes that the run did not begin with: ant" in caplog.text
+    assert "left out 1 images of classes that the run did not begin with: ant" in caplog.text
     assert folder(root, "val").num_classes == folder(root, "all").num_classes == 3
 
 
@@ -175,7 +175,7 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path):
     assert folder(here).fingerprint != folder(there).fingerprint
 
 
-def test_each_picture_is_looked_up_on_the_disk_once(tmp_path, monkeypatch):
+def test_each_image_is_looked_up_on_the_disk_once(tmp_path, monkeypatch):
     make_folder(tmp_path, TEN_EACH)
     stat, looked_up = os.stat, collections.Counter()
 
@@ -204,7 +204,7 @@ def test_what_is_no_image_folder_is_refused(tmp_path):
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
     refused(tmp_path, "train has 0 class folders")
     make_folder(tmp_path, {"cat": 1})  # train was meant as a class
-    refused(tmp_path, "train has 0 class folders", "found 1 picture", "(cat/), rename it")
+    refused(tmp_path, "train has 0 class folders", "found 1 images", "(cat), rename it")
 
 
 def test_missing_splits_and_classes_are_refused(tmp_path):
@@ -230,8 +230,8 @@ def test_links_are_followed_and_not_round_and_round(tmp_path, caplog):
     (root / "dog/also.jpg").symlink_to(root / "dog/0.jpg")
     os.link(root / "cat/1.jpg", root / "dog/a_cat.jpg")
     folder(root)
-    assert "2 pictures count several times, by links" in caplog.text
-    assert "1 pictures have several labels, by links: dog/a_cat.jpg is cat/1.jpg" in caplog.text
+    assert "2 images count several times, by links" in caplog.text
+    assert "1 images have several labels, by links: dog/a_cat.jpg is cat/1.jpg" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_two_folders_of_a_split_and_classes_that_look_like_splits_are_refused(tm
     refused(tmp_path / "nested", "look like splits", "Train, test")
     make_folder(tmp_path / "without", {"Test": 2, "valid": 2})
     make_folder(tmp_path / "without", {"cat": 1})
-    refused(tmp_path / "without", "valid/ and Test/", "no train/", "(found cat/)")
+    refused(tmp_path / "without", "Test/ and valid/", "no train/", "(found cat)")
 
 
 def test_folders_beside_the_splits_are_named(tmp_path, caplog):
@@ -277,7 +277,7 @@ def test_folders_beside_the_splits_are_named(tmp_path, caplog):
     assert any("ignored these folders: extra, unsorted" in m for m in caplog.messages)
 
 
-def test_pictures_without_classes(tmp_path):
+def test_images_without_classes(tmp_path):
     make_folder(tmp_path, {"holiday": 10, "deep/er": 9})
     (tmp_path / "flat.jpg").write_bytes(encode(smooth_image()))
     (tmp_path / "flat.heic").write_bytes(b"")
@@ -292,8 +292,8 @@ def test_pictures_without_classes(tmp_path):
         make_source("unlabelled", split="train", data_dir=empty, image_size=(8, 8))
 
 
-def test_pseudo_labels_keep_the_pictures_that_were_labelled(tmp_path):
-    root = make_folder(tmp_path / "pictures", {"cat": 10, "dog": 10})
+def test_pseudo_labels_keep_the_images_that_were_labelled(tmp_path):
+    root = make_folder(tmp_path / "images", {"cat": 10, "dog": 10})
     labelled = folder(root, divider=(divider := Divider(anew=True)))
     facts = {"name": "folder", "split": "train", "data_dir": str(root), "class_names": None,
              "num_classes": None, "num_examples": None, "of_model": 3, "loss": "softmax",
@@ -334,5 +334,5 @@ def test_a_group_that_is_held_out_in_part_is_held_out_whole():
 def test_evaluators_divide_other_folders_by_what_the_source_holds_out():
     source = Division({"a": "val", "b": "train"})
     divider = Divider(source, anew=True)
-    divider("", {"c": "cat", "d": "cat"}, {})  # the run's own pictures
+    divider("", {"c": "cat", "d": "cat"}, {})  # the run's own images
     assert divider.settled().holds_out("a") and not divider.settled().holds_out("b")

@@ -9,7 +9,8 @@ from prepared import prepare
 
 from vit_jax.config import SplitKey, train_split
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline, prepared_tfds
+from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline
+from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
 from vit_jax.errors import InputError
@@ -156,13 +157,7 @@ def mixed_tiny(root, mix="sixes=0.25", **overrides):
 def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatch):
     expected, sources = mixed_tiny(tiny)
     assert not any(source.encoded for source in sources.values())
-    choose = prepared_tfds.choose_reader
-
-    def only_sixes_fit(reader, info, *args):
-        small = info.name == "sixes"
-        return choose(reader or ("memory" if small else "offsets"), info, *args)
-
-    monkeypatch.setattr(prepared_tfds, "choose_reader", only_sixes_fit)
+    monkeypatch.setattr(tfds_data, "_SMALL_BYTES", 2500)  # only sixes are small
     found, sources = mixed_tiny(tiny)
     assert all(source.encoded and source.record_files for source in sources.values())
     for batch, other in zip(found, expected, strict=True):

@@ -22,7 +22,7 @@ from vit_jax.data import (
     train_batches,
 )
 from vit_jax.data.host_tf import tf
-from vit_jax.data.views import Views, parse_view_ops
+from vit_jax.data.preprocessing import Views, parse_view_ops
 from vit_jax.errors import InputError
 
 DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}

@@ -9,8 +9,10 @@ from images import encode, smooth_image
 from prepared import prepare
 
 from vit_jax import data
-from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds, tfds_readers
+from vit_jax.data import make_source, pipeline
+from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.images.formats import to_pixels
 from vit_jax.errors import InputError
 
 
@@ -135,7 +137,7 @@ def test_channels_and_types_of_images(tmp_path, dtype, shape, value, pixel, read
     prepare_one(tmp_path, np.full([side or 3 for side in shape], value, dtype), dtype, shape)
     image, label, mask = read(source("typed", tmp_path, reader=reader), 0)
     if isinstance(image, bytes):
-        image = host_ops.to_pixels(tf.constant(image)).numpy()
+        image = to_pixels(tf.constant(image)).numpy()
     np.testing.assert_array_equal(image, np.full((4, 4, 3), pixel, np.uint8))
     assert (label, mask) == (1, 1)
 
@@ -188,8 +190,7 @@ def test_the_fingerprint_of_jpegs_does_not_depend_on_the_decoder(prepared, monke
     before = {
         name: source(name, prepared, reader="offsets").fingerprint for name in ("broken", "grey")
     }
-    to_pixels = host_ops.to_pixels
-    monkeypatch.setattr(host_ops, "to_pixels", lambda image: to_pixels(image) // 2)
+    monkeypatch.setattr(tfds_data, "to_pixels", lambda image: to_pixels(image) // 2)
     assert source("broken", prepared, reader="offsets").fingerprint == before["broken"]
     assert source("grey", prepared, reader="offsets").fingerprint != before["grey"]  # PNG
 
@@ -198,7 +199,7 @@ def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
     def fail(*_):
         raise tf.errors.UnavailableError(None, None, "the store does not answer")
 
-    monkeypatch.setattr(prepared_tfds, "_read_one", fail)
+    monkeypatch.setattr(tfds_data, "_read_one", fail)
     with pytest.raises(tf.errors.UnavailableError, match="does not answer"):
         source("grey", prepared)
 
@@ -260,7 +261,7 @@ def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
 
 def test_what_does_not_fit_into_memory_is_refused(prepared, monkeypatch):
     memory = types.SimpleNamespace(available=80_000)
-    monkeypatch.setattr(tfds_readers.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(tfds_data.psutil, "virtual_memory", lambda: memory)
     refused(
         "broken",
         prepared,

@@ -10,6 +10,7 @@ from images import encode, pil_rgb, smooth_image
 from prepared import break_image, flip_a_byte, prepare
 
 from vit_jax.data import (
+    Request,
     concatenate,
     image_batch,
     keep_classes,
@@ -19,11 +20,11 @@ from vit_jax.data import (
     parse_ops,
     pipeline,
     read_labels,
-    tfrecord,
+    records,
 )
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.prepared_tfds import View, tfds_source
-from vit_jax.data.record_files import RecordFiles, stored_records, stretch_starts
+from vit_jax.data.records import RecordFiles, stored_records, stretch_starts
+from vit_jax.data.tfds import View, open_prepared
 from vit_jax.errors import InputError
 
 ORDERS = {"record": {}, "chunk": {"chunk_size": 97, "streams": 4}}
@@ -247,7 +248,7 @@ def broken(tmp_path_factory):
     return {"memory": offsets, "offsets": offsets, "array_record": array_record}
 
 
-def records(source):
+def said_of(source):
     """All that says which records there are: their names, but for the file's, and labels."""
     numbers = [source.record_name(i).partition("(")[2] for i in range(source.num_examples)]
     return numbers, list(read_labels(source, 0, source.num_examples)), source.fingerprint
@@ -255,13 +256,12 @@ def records(source):
 
 def test_every_reader_gives_the_same_records_whatever_is_broken(broken):
     def found(reader):
-        how = {"split": "train", "image_size": (16, 16), "reader": reader}
-        how["data_dir"] = broken[reader]
-        whole, scaled = (tfds_source("few", **how, view=View(image_scale=s)) for s in (1, 2))
+        how = Request("few", "train", (16, 16), broken[reader], reader=reader)
+        whole, scaled = (open_prepared(how, View(image_scale=s)) for s in (1, 2))
         made_of_it = keep_classes(whole, (2, 0)), concatenate([whole, whole])
         if reader == "array_record":  # the others show that these follow from the whole
             made_of_it = ()
-        return scaled.fingerprint, *(records(source) for source in (whole, *made_of_it))
+        return scaled.fingerprint, *(said_of(source) for source in (whole, *made_of_it))
 
     expected = found("offsets")
     assert expected[1][1] == [i % 3 for i in range(12)] and expected[2][1] == [1, 0] * 4
@@ -275,7 +275,7 @@ def test_a_record_that_cannot_be_read_has_a_label_for_no_reader(broken, tmp_path
     labels = [-1 if i == 7 else i % 3 for i in range(12)]
     for reader in ("memory", "offsets"):
         how = {"split": "train", "data_dir": str(tmp_path), "image_size": (16, 16)}
-        assert records(make_source("few", reader=reader, **how))[1] == labels
+        assert said_of(make_source("few", reader=reader, **how))[1] == labels
 
 
 def test_png_and_grey_images_in_a_jpeg_set(corrupt):
@@ -299,29 +299,29 @@ def shard(corrupt, tmp_path, monkeypatch):
 
 
 def test_offsets_are_those_of_the_records(shard):
-    (offsets,) = tfrecord.record_offsets([shard])
-    records = [record.numpy() for record in tf.data.TFRecordDataset(str(shard))]
-    assert len(offsets) == len(records) + 1 == 11
-    np.testing.assert_array_equal(np.diff(offsets), [16 + len(record) for record in records])
+    (offsets,) = records.record_offsets([shard])
+    stored = [record.numpy() for record in tf.data.TFRecordDataset(str(shard))]
+    assert len(offsets) == len(stored) + 1 == 11
+    np.testing.assert_array_equal(np.diff(offsets), [16 + len(record) for record in stored])
 
 
 def test_a_file_is_walked_once_and_again_when_it_changes(shard, tmp_path, monkeypatch):
-    walked, walk = [], tfrecord.walk
-    monkeypatch.setattr(tfrecord, "walk", lambda *args: walked.append(args[0]) or walk(*args))
-    first, second = (tfrecord.record_offsets([shard])[0] for _ in range(2))
+    walked, walk = [], records.walk
+    monkeypatch.setattr(records, "walk", lambda *args: walked.append(args[0]) or walk(*args))
+    first, second = (records.record_offsets([shard])[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert len(walked) == 1
     (entry,) = (tmp_path / "cache/vit_jax/tfrecord").iterdir()
     entry.write_bytes(entry.read_bytes()[:100])  # a damaged entry is made anew
-    np.testing.assert_array_equal(tfrecord.record_offsets([shard])[0], first)
+    np.testing.assert_array_equal(records.record_offsets([shard])[0], first)
     assert len(walked) == 2
     shard.write_bytes(shard.read_bytes() * 2)
-    assert len(tfrecord.record_offsets([shard])[0]) == 21 and len(walked) == 3
+    assert len(records.record_offsets([shard])[0]) == 21 and len(walked) == 3
 
 
 def test_a_cache_that_cannot_be_written_only_warns(shard, tmp_path, caplog):
     (tmp_path / "cache").write_text("a file")
-    assert len(tfrecord.record_offsets([shard])[0]) == 11
+    assert len(records.record_offsets([shard])[0]) == 11
     assert "cannot be written" in caplog.text
 
 
@@ -330,7 +330,7 @@ def test_a_file_that_does_not_end_with_a_record_is_refused(shard, cut):
     content = shard.read_bytes()
     shard.write_bytes(content[:-cut] if cut > 0 else content + b"12345")
     with pytest.raises(InputError, match=f"data.data_dir: {shard} is damaged"):
-        tfrecord.record_offsets([shard])
+        records.record_offsets([shard])
 
 
 def test_a_file_of_another_length_is_refused(corrupt, tmp_path):

@@ -74,7 +74,7 @@ def test_fingerprints_tell_data_apart():
         ("digits", {"split": "val"}, ["data.split='val'", "'train' and 'test'"]),
         ("digits", {"num_classes": 9}, ["data.num_classes=9", "has 10", "=10"]),
         ("digits", {"num_examples": 360}, ["data.num_examples=360", "has 1437"]),
-        ("synthetic", {"num_examples": 5}, ["data.num_classes=None", "positive"]),
+        ("synthetic", {"num_examples": 5}, ["data.num_classes=None"]),
         ("synthetic", {"num_classes": 5, "num_examples": 0}, ["data.num_examples=0"]),
     ],
 )

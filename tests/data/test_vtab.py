@@ -201,7 +201,7 @@ def test_absent_classes_and_short_tests_are_named(tmp_path, caplog):
         assert words in record.getMessage()
     caplog.clear()
     open_task("dtd", tmp_path, "test")
-    assert "has 40 examples, but VTAB's has 1880" in caplog.text and "comparable" in caplog.text
+    assert all(word in caplog.text for word in ("40", "1880", "comparable"))
 
 
 def refusal(name, root, split="train800"):

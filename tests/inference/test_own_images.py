@@ -245,10 +245,10 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
 def test_a_damaged_or_lost_division_is_named(run):
     """Pictures that were trained on would be evaluated, if they were divided anew."""
     said = r"pictures\.csv\.gz: cannot be read .*; restore it"
-    (run / "pictures.csv.gz").write_bytes(b"no gzip")
+    (run / "images.csv.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=said):
         read_pretrained(str(run))
-    (run / "pictures.csv.gz").unlink()
+    (run / "images.csv.gz").unlink()
     for read in (lambda: read_pretrained(str(run)),
                  lambda: evaluate_run(read_config(epath.Path(run)), run)):  # fmt: skip
         with pytest.raises(InputError, match=said):

@@ -11,13 +11,12 @@ import pytest
 from PIL import Image
 
 from vit_jax import load_image, load_pretrained, pretrained_spec
-from vit_jax.data.image_files import image_files
+from vit_jax.data.images.given import image_files
 from vit_jax.errors import InputError
 from vit_jax.inference.predict import classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
-from vit_jax.transfer.images import class_names
-from vit_jax.transfer.pretrained import Cut, Spec
+from vit_jax.transfer.pretrained import Cut, Spec, class_names
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -199,9 +198,9 @@ def test_an_image_that_cannot_be_read(tmp_path):
     Image.new("RGB", (99, 99)).save(whole, "PNG")
     (tmp_path / "half.png").write_bytes(whole.getvalue()[:99])
     for name, why in (
-        ("x.png", "picture: it holds no picture; needed: JPEG, PNG"),
-        ("float.tif", "picture: its pixels have 32 bits, .* save it with 8 or 16 bits"),
-        ("half.png", "picture: it is damaged; save it again"),
+        ("x.png", "image: it holds no picture; needed: JPEG, PNG"),
+        ("float.tif", "image: its pixels have 32 bits, .* save it with 8 or 16 bits"),
+        ("half.png", "image: it is damaged; save it again"),
         ("none.png", "file .*No such file"),
     ):
         with pytest.raises(InputError, match=f"{name}: not a readable {why}"):

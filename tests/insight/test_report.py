@@ -13,11 +13,9 @@ import sys
 import numpy as np
 import pytest
 from etils import epath
-from test_compare import write_run
+from test_runs import write_run
 
-from vit_jax import files
-from vit_jax.insight import charts, figures, report
-from vit_jax.insight import report_data as data
+from vit_jax.insight import plots, report, runs
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -30,7 +28,7 @@ TOP1 = 0.5, 0.75, 0.25
 def folder(tmp_path_factory):
     """A study of three runs with a figure and results by class; two differ only in the seed."""
     folder = tmp_path_factory.mktemp("report")
-    png = figures.draw_heat_map(np.eye(2, dtype=int), ["cat", "dog"], ["cat", "dog"])
+    png = plots.as_png(plots.draw_confusion(np.eye(2, dtype=int), ["cat", "dog"]))
     study = folder / "study"
     for i, (name, top1) in enumerate(zip(("a_seed_0", "a_seed_1", HOSTILE), TOP1, strict=True)):
         rows = [{"step": s, "train/loss": 2.0 / s, "time/seconds": 3.0 * s, "time/save_s": 0.5,
@@ -54,7 +52,7 @@ def folder(tmp_path_factory):
     (study / "study.png").write_bytes(png)
     (study / "a_seed_1/figures").mkdir()
     (study / "a_seed_1/figures/filters.png").write_bytes(png)
-    (study / "a_seed_1/figures/broken.png").write_bytes(b"no picture")
+    (study / "a_seed_1/figures/broken.png").write_bytes(b"no image")
     classes = folder / "classes/test"
     classes.mkdir(parents=True)
     (classes / "classes.csv").write_text("class,images,accuracy\ncat,2,0.5\ndog,2,0.25\nowl,0,\n")
@@ -129,49 +127,48 @@ def test_page_is_whole_and_names_are_only_text(page):
 
 
 def test_heading_names_the_study_and_the_runs_beside_it(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(report.charts, "embed", lambda drawn: ([""] * len(drawn), "", ""))
+    monkeypatch.setattr(report.plots, "embed", lambda drawn: ([""] * len(drawn), "", ""))
     single = write_run(tmp_path / "single", [])  # has not logged anything yet
     for workdirs, heading in (
         ([folder / "study"], "study 3 runs of 1 study."),
         ([folder / "study", single], "study, single 4 runs, 3 of them in 1 study."),
         ([single], "single 1 run."),
     ):
-        text = " ".join("".join(Reader(report.write(list(map(str, workdirs)))).text).split())
+        text = " ".join("".join(Reader(report.write(*runs.read_all(workdirs))).text).split())
         assert f" {heading} Written " in text
 
 
 def test_figures_of_folders_of_one_name_are_all_shown_once(tmp_path):
-    run = data.read_all([write_run(tmp_path / "a", [{"step": 1, "train/loss": 1.0}])])[0][0]
-    folders = [epath.Path(tmp_path / x) for x in ("a/figures", "b/figures", "b/a", "b/a/.")]
-    for folder in folders:
+    run = runs.read_all([write_run(tmp_path / "a", [{"step": 1, "train/loss": 1.0}])])[0][0]
+    names = {epath.Path(tmp_path / x): x for x in ("a/figures", "b/figures", "b/a")}
+    for folder in names:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "filters.png").write_bytes(data._PNG)
-    found = data.read_figures([run], [files.absolute(folder) for folder in folders])
-    assert [name for name, _ in found] == ["a", "b/figures", "b/a"]
+        (folder / "filters.png").write_bytes(report.PNG)
+    assert [name for name, _ in report.read_figures([run], names)] == ["a", "b/figures", "b/a"]
 
 
 def test_accuracies_are_in_percent_and_names_may_hold_line_breaks(tmp_path):
     for name in ("test/top1", "few/10shot_top1", "knn/10nn_top1_raw"):
-        assert report.show_metric({"mean": 0.5, "std": 0.125}, name) == "50.00 ± 12.50 %"
-    assert report.show_metric({"mean": 0.5, "std": None}, "test/loss") == "0.5"
+        assert runs.show_mean(name, [0.5, 0.75]) == "62.50 ± 17.68 %"
+    assert runs.show_mean("test/loss", [0.5]) == "0.5"
     (tmp_path / "classes.csv").write_text('class,images,accuracy\n"a\nb",2,0.5\nc\x85d,2,0.25\n')
-    (found,) = data.read_classes([], [epath.Path(tmp_path)])
+    (found,) = report.read_classes([], {epath.Path(tmp_path): "x"})
     assert [row[0] for row in found.weakest] == ["class", "c\x85d", "a\nb"]
 
 
 def test_smoothing_is_a_centred_mean():
     values = np.array([1.0, 5.0, 3.0, 7.0, 9.0, 2.0])
-    smoothed = charts.smooth(values, 5)
+    smoothed = plots.smooth(values, 5)
     np.testing.assert_allclose(smoothed, [1, 3, 5, 26 / 5, 6, 2])
-    np.testing.assert_allclose(charts.smooth(np.arange(50.0), 21), np.arange(50.0))
+    np.testing.assert_allclose(plots.smooth(np.arange(50.0), 21), np.arange(50.0))
 
 
 def test_times_by_kind(tmp_path):
     times = [(1, 4.0), (2, 9.0), (3, 11.0)]  # of training, also before a restart
     rows = [{"step": s, "time/seconds": t, "time/images_per_s": 1.0} for s, t in times]
     rows[1]["time/save_s"] = rows[2]["time/save_s"] = 0.75
-    record = data.read_all([write_run(tmp_path / "run", rows)])[0][0].record
-    assert data.seconds_by_kind(record) == {"training": 11.0, "save": 1.5}
+    record = runs.read_all([write_run(tmp_path / "run", rows)])[0][0]
+    assert runs.seconds_by_kind(record) == {"training": 11.0, "save": 1.5}
 
 
 def test_a_diverged_run_is_in_no_mean(tmp_path):
@@ -181,32 +178,12 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
         config["resolved"]["seed"] = i
         (run / "config.json").write_text(json.dumps(config))
     (run / "diverged.json").write_text('{"error": "step 9: loss is nan"}')
-    runs = data.read_all([tmp_path / f"seed_{i}" for i in range(3)])[0]
-    (group,) = data.group_seeds(runs)
-    assert group.values["test/top1"]["mean"] == pytest.approx(0.6)
+    read = runs.read_all([tmp_path / f"seed_{i}" for i in range(3)])[0]
+    (group,) = runs.group_seeds(read)
+    assert group.values["test/top1"] == "60.00 ± 14.14 %"
     assert (group.steps, group.num_measured, len(group.runs)) == ([9], 2, 3)
-    (group,) = data.group_seeds(runs[2:])
+    (group,) = runs.group_seeds(read[2:])
     assert (group.steps, group.values) == ([], {})
-
-
-REFUSED = {
-    "no run": ([], "got no workdir"),
-    "twice": (["run", "run"], "needs different workdirs"),
-    "empty": (["."], "has no config.json or study.json"),
-    "ending": (["run", "--output=x.pdf"], "must end in .html"),
-    "figures": (["run", "--figures=no"], "no such folder"),
-    "metric": (["run", "--metric=train/los"], "train/loss"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
-    words, says = REFUSED[case]
-    write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *words]) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -63,12 +63,13 @@ def test_extras_of_the_members_of_a_study(job, tmp_path):
 
 
 def test_environment(job, monkeypatch):
-    import environment  # made importable by the launchers
+    import command_line  # made importable by the launchers
+    import environment
 
     monkeypatch.setenv("HF_TOKEN", "hidden1")
     monkeypatch.setenv("WANDB_API_KEY", "hidden2")
     parser = argparse.ArgumentParser()
-    environment.define_env_flag(parser)
+    command_line.add_common_flags(parser, "all")
     flags = parser.parse_args(["--env=MODE=a=b", "--env=HF_TOKEN", "--env=MONKEY=1"])
     to_wandb = job.Job((), None, "w", extras=("wandb",))
     read = environment.read_environment(flags, to_wandb)

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 
 import jsonschema
 import kubernetes_validate
@@ -267,18 +268,20 @@ def test_what_starts_again(render, message, action):
         (["--topology=v5e:4x4", "--nodes=2"], "--topology, --nodes: give one of them"),
         (["--topology=v5e:4x4", "--gpus_per_node=2"], "--gpus_per_node: only works with --nodes"),
         (["--nodes=2", "--num_slices=2"], "--num_slices: only works with --topology"),
-        (["--nodes=0"], "--nodes=0: needs a positive number"),
-        (["--nodes=2", "--volume=runs"], "--volume=runs: needs two parts separated by ':'"),
-        (["--nodes=2", "--node_selector=a"], "--node_selector=a: needs two parts separated by '='"),
-        (["--nodes=2", "--name=vit-"], "--name=vit-: needs at most 40 characters"),
-        (["--nodes=2", "--max_restarts=-1"], "--max_restarts=-1: must be at least 0"),
+        (["--nodes=0"], "--nodes: 0: needs a positive"),
+        (["--nodes=2", "--volume=runs"], "--volume: runs: needs two parts separated by ':'"),
+        (
+            ["--nodes=2", "--node_selector=a"],
+            "--node_selector: a: needs two parts separated by '='",
+        ),
+        (["--nodes=2", "--name=vit-"], "--name: vit-: needs at most 40 characters"),
     ],
 )
 def test_refused(kubernetes, refused, words, says):
     assert says in refused(kubernetes, IMAGE, *words, "--", VIT_L, BUCKET)
 
 
-PICTURES = "--config=configs/folder.py:debug"
+IMAGES = "--config=configs/folder.py:debug"
 
 
 @pytest.mark.parametrize(
@@ -287,8 +290,8 @@ PICTURES = "--config=configs/folder.py:debug"
         ([], [VIT_L], "data.data_dir=None: a pod has no imagenet21k there; copy it to a bucket and "
          "give --config.data.data_dir=gs://bucket/tensorflow_datasets, or give a folder on a"),
         (["--volume=CLAIM:/data"], [VIT_L, "--config.data.data_dir=/database"], "'/database'"),
-        ([], [PICTURES], "data.data_dir=None: a pod has no pictures there; give a folder on a"),
-        ([], [PICTURES, "--config.data.data_dir=gs://bucket/pictures"], "'gs://bucket/pictures'"),
+        ([], [IMAGES], "data.data_dir=None: a pod has no images there; give a folder on a"),
+        ([], [IMAGES, "--config.data.data_dir=gs://bucket/images"], "'gs://bucket/images'"),
         ([], [QUICKSTART, "--config.data.mix=cifar10=0.5"], "data.data_dir=None: a pod has no cif"),
         ([], [QUICKSTART, "--config.evals.test.data_name=cifar10"], "evals.test.data_dir=None"),
     ],
@@ -302,7 +305,7 @@ def test_data_that_no_pod_has(kubernetes, refused, words, job, says, dry_run):
     ("words", "job"),
     [
         (["--volume=CLAIM:/data"], [VIT_L, "--config.data.data_dir=/data"]),
-        (["--volume=CLAIM:/data"], [PICTURES, "--config.data.data_dir=/data/pictures"]),
+        (["--volume=CLAIM:/data"], [IMAGES, "--config.data.data_dir=/data/images"]),
         (["--env=TFDS_DATA_DIR=gs://bucket/data"], [VIT_L]),
     ],
 )
@@ -355,13 +358,8 @@ def test_secrets_go_into_a_secret(kubernetes, call, kubectl, tmp_path, monkeypat
 
 @pytest.mark.parametrize(("ends_with", "flags"), [(0, []), (3, []), (2, []), (3, ["--no_plan"])])
 def test_is_planned_before_it_is_started(kubernetes, call, kubectl, monkeypatch, ends_with, flags):
-    def command(job, topology, num_slices):
-        assert (job.config, topology, num_slices) == (VIT_L[len("--config=") :], "v5e:4x4", 1)
-        script = f"import sys; print('peak 20 GiB'); print('error: x', file=sys.stderr); \
-            sys.exit({ends_with})"
-        return [sys.executable, "-c", script]
-
-    monkeypatch.setattr(kubernetes.tpus, "plan_command", command)
+    script = f"echo peak 20 GiB; echo error: x >&2; exit {ends_with}"
+    monkeypatch.setattr(kubernetes.tpus, "plan_command", lambda *args: ["sh", "-c", script])
     code, out, err = call(kubernetes, IMAGE, "--topology=v5e:4x4", *flags, "--", *VIT_L_JOB)
     if flags or not ends_with:
         assert code == 0 and "jobset.jobset.x-k8s.io/vit-l created" in out
@@ -382,12 +380,13 @@ def test_plan_is_asked_for_what_the_job_runs(kubernetes, slurm):
     from job import check_job
 
     words = [VIT_L, BUCKET, "--config.mesh.fsdp", "8", "--config.log.every=7 steps"]
-    asked = kubernetes.tpus.plan_command(check_job(words), "v5e:16x16", 2)
+    where = types.SimpleNamespace(topology="v5e:16x16", num_slices=2)
+    asked = kubernetes.tpus.plan_command(check_job(words), where)
     assert asked[1:] == [
         "-m", "vit_jax.main", "plan", VIT_L, "--topology=v5e:16x16", "--num_slices=2",
         "--config.mesh.fsdp=8", "--config.log.every=7 steps",
     ]  # fmt: skip
-    assert kubernetes.tpus.plan_command(check_job(["evaluate", BUCKET]), "v5e:4x4", 1) == []
+    assert kubernetes.tpus.plan_command(check_job(["evaluate", BUCKET]), where) == []
 
 
 def test_image_pins_what_setup_asks_for():

@@ -92,7 +92,7 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
         (["--num_processes=2"], "no job: give its arguments after --, e.g. -- --config=configs"),
         (["--num_processes=2", "--", QUICKSTART], "--workdir: missing; e.g. -- --config="),
         (["--num_processes=2", "--", "--workdir=W"], "--config: missing; e.g. -- --config="),
-        (["--num_processes=0", "--", QUICKSTART, "--workdir=W"], "--num_processes=0: needs a pos"),
+        (["--num_processes=0", "--", QUICKSTART, "--workdir=W"], "--num_processes: 0: needs"),
         (["--num_processes=9999999999", "--", QUICKSTART, "--workdir=W"], "at most 1024 devices"),
         (["--num_processes=2", "--", QUICKSTART, "--workdir=W", "--config.seeed=1"],
          "did you mean seed?"),

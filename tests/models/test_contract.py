@@ -35,9 +35,9 @@ class Plain(nn.Module):
 
 def files():
     """The files that may not know a family: all but those of models/ and transfer/."""
-    paths = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "launch").glob("*.py")]
-    rooms = {path: path.relative_to(PACKAGE.parent).parts[:2] for path in paths}
-    return [path for path in paths if rooms[path][1] not in ("models", "transfer")]
+    root = PACKAGE.parent
+    paths = [*PACKAGE.rglob("*.py"), *(root / "launch").glob("*.py"), *root.glob("configs/*.py")]
+    return [p for p in paths if p.relative_to(root).parts[1] not in ("models", "transfer")]
 
 
 def test_nobody_asks_which_family_a_model_is():

@@ -15,8 +15,7 @@ from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.dense import LoraProduct
 from vit_jax.transfer import load_pretrained, save_pretrained
-from vit_jax.transfer.fit import unstack_layers
-from vit_jax.transfer.merge import merge_adapters
+from vit_jax.transfer.fit import merge_adapters, unstack_layers
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2}
 IMAGES = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3)), jnp.float32)

@@ -34,11 +34,20 @@ from vit_jax.objectives.masked_patches import (
     pixels_of,
 )
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.transfer import layout, timm
+from vit_jax.transfer.names import read_rows, rows_of
+from vit_jax.transfer.source import Source
+from vit_jax.transfer.timm import VIT_ROWS
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_mae.npz")
 SETTING = RunFacts((0.5, 0.4, 0.3), (0.2, 0.3, 0.5))
 RNG = np.random.default_rng(0)
+
+
+def read_vit(arrays, model):
+    """The parameters of a ViT in arrays with timm's names."""
+    source = Source(epath.Path("golden"))
+    source.arrays = arrays
+    return read_rows(rows_of(VIT_ROWS, model), source, model)
 
 
 def golden_mae(norm_pixels):
@@ -52,10 +61,9 @@ def golden_mae(norm_pixels):
     )  # fmt: skip
     mae = _Mae(model, keys)
     weights = {k.partition("/")[2]: GOLDEN[k] for k in GOLDEN if k.startswith("weights/")}
-    read = functools.partial(layout.read_entries, source="golden")
     own = {name: leaf for name, leaf in weights.items() if "decoder" not in name}
     mask_token = own.pop("mask_token")
-    params = read(timm._entries(model), own, model)
+    params = read_vit(own, model)
     # The decoder's blocks are those of a ViT without patches.
     of_blocks = {
         name.removeprefix("decoder_").replace("decoder_", ""): leaf
@@ -68,7 +76,7 @@ def golden_mae(norm_pixels):
     )  # fmt: skip
     no_patches = {"weight": np.zeros((24, 3, 8, 8)), "bias": np.zeros(24)}
     of_blocks |= {f"patch_embed.proj.{name}": leaf for name, leaf in no_patches.items()}
-    decoder = read(timm._entries(like), of_blocks, like) | {
+    decoder = read_vit(of_blocks, like) | {
         "mask_token": mask_token,
         "embedding/kernel": weights["decoder_embed.weight"].T,
         "embedding/bias": weights["decoder_embed.bias"],

@@ -30,7 +30,7 @@ from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import calculated, exchanges, hlo, plan_figures
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
-from vit_jax.planning.search import find_remedies, largest_batch, search
+from vit_jax.planning.search import find_layouts, find_remedies, largest_batch
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.run import loop
 from vit_jax.run.build import prepare
@@ -455,7 +455,8 @@ def linear(monkeypatch):
         planned.append((fsdp, remat, images))
         return fake_figures() | {
             "mesh": {"replica": 1, "data": data, "fsdp": fsdp, "tensor": 1},
-            "remat": remat, "global_batch_size": config.global_batch_size,
+            "remat": remat, "remat_layers": None, "scan": False, "compile_s": 1.0,
+            "global_batch_size": config.global_batch_size,
             "images_per_way": images,
             "memory_bytes": fake_figures()["memory_bytes"] | {
                 "temporaries": temporaries, "batch": 0, "peak": peak,
@@ -472,6 +473,9 @@ def linear(monkeypatch):
 
 
 FOUR = Target(find_slice("v5e:2x2"))
+NOTHING_FITS = {"memory_bytes": {
+    "temporaries": GIB, "batch": 0, "peak": 9 * GIB, "capacity": GIB, "fits": False
+}}  # fmt: skip
 
 
 @pytest.mark.parametrize("start", [4, 40, 4096])
@@ -497,10 +501,13 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
     assert largest_batch(tiny_config(global_batch_size=16), FOUR)["images_per_way"] == 16
     assert planned == [4, 64, 32, 16, 24]
+    monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: plan(*_) | NOTHING_FITS)
+    figures = largest_batch(tiny_config(global_batch_size=16), FOUR)
+    assert not figures["memory_bytes"]["fits"] and figures["images_per_way"] == 4
 
 
 def test_search_compares_meshes_and_remat(linear):
-    rows = search(tiny_config(), FOUR, None)
+    rows = find_layouts(tiny_config(), FOUR, batches=True)
     assert len(rows) == 6  # fsdp 1 and 4, times three
     assert {(row["mesh"]["fsdp"], row["remat"], row["images_per_way"]) for row in rows} == {
         (1, "none", 4), (1, "dots", 8), (1, "full", 24),
@@ -719,10 +726,8 @@ def test_show_sharding(capsys):
     [
         ([TINY], "--topology: missing"),
         ([TINY, "--topology=v5e:3x3"], "--topology=v5e:3x3: no such slice is rented; known: v5e:1"),
-        ([TINY, "--topology=v5e:2x2", "--format=yaml"], "--format=yaml: known: table, json"),
         ([TINY, "--topology=v5e:2x2", "--num_slices=0"], "--num_slices=0: needs a positive"),
-        ([TINY, "--topology=v5e:4x4", f"--num_slices={10**20}"], "needs at most 1,048,576 chips"),
-        ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: only for TPUs"),
+        ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices=2: needs"),
         ([TINY, "--topology=H100:8", "--price_per_chip_hour=-1"], "--price_per_chip_hour=-1.0"),
         ([TINY, "--topology=H100:8", "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
         ([TINY, "--topology=H100:8", "--config.global_batch_size=12"], "_batch_size=12: must be"),

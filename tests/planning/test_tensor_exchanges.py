@@ -20,7 +20,6 @@ from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.contract import about
 from vit_jax.models.hybrid import Bottleneck
-from vit_jax.models.resnet import split_units
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_plan
@@ -97,7 +96,7 @@ def compiled_exchanges(unit_of, sizes, *, backward):
 )
 def test_exchanges_are_those_of_a_compiled_unit(unit_of, sizes):
     stages = (1,) if sizes[0] == sizes[2] else (1, 1)
-    unit = split_units((4 * 8, 4 * 64), stages, stem_width=32, recomputed=False)[-1]
+    unit = create_model("BiT-R50x1", 10, (32, 256), stages=stages, stem_width=32).split_units()[-1]
     (output,), (inner, before) = unit.reduced, unit.reduced_back
     forward, both = (compiled_exchanges(unit_of, sizes, backward=b) for b in (False, True))
     assert forward == {

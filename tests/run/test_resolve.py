@@ -16,7 +16,7 @@ from vit_jax import create_model, load_pretrained, save_pretrained, tree
 from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data.image_files import find_images, image_files
+from vit_jax.data.images.given import find_images, image_files
 from vit_jax.errors import InputError
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify

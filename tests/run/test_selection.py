@@ -168,7 +168,7 @@ def start(workdir, **overrides):
     return train_and_evaluate(make_config(**keys | overrides), workdir)
 
 
-def picture(workdir):
+def outcome(workdir):
     """What must not depend on whether the run was killed."""
     rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
@@ -210,7 +210,7 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     summary = start(whole)
     assert summary["step"] == 25 and summary["stopped_early"] is True
     assert summary["best"] == {"step": 10, "test/top1": 0.5}  # with what else was found there
-    assert picture(whole)[1] == [25, 24, 10]
+    assert outcome(whole)[1] == [25, 24, 10]
 
     def should_stop(guard, step):
         if step == kill_at:
@@ -224,7 +224,7 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
             start(killed)
     kill_at = None
     start(killed)
-    assert picture(killed) == picture(whole)
+    assert outcome(killed) == outcome(whole)
     assert len((killed / "starts.jsonl").read_text().splitlines()) == len(kills) + 1
 
 
@@ -243,17 +243,17 @@ def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
     summary = start(tmp_path)
     assert summary["step"] == 25 and summary["stopped_early"]  # as step 10 was the best
     assert summary["best"] == {"step": 20, "test/top1": 0.3}
-    assert picture(tmp_path)[1] == [25, 24, 20]
+    assert outcome(tmp_path)[1] == [25, 24, 20]
 
 
 @pytest.mark.slow
 def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
     run = tmp_path / "run"
     start(run)
-    before = picture(run)
+    before = outcome(run)
     (run / "summary.json").unlink()  # killed between the last save and the summary
     assert start(run)["stopped_early"]
-    assert picture(run) == before
+    assert outcome(run) == before
     assert start(run)["step"] == 25  # finished before
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2
 

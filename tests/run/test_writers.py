@@ -195,7 +195,7 @@ from vit_jax.devices import flops
 with writers.MetricWriter({str(tmp_path)!r}) as writer:
     writer.write(1, {{"train/loss": 2.0}})
 assert "tensorflow" not in sys.modules
-from vit_jax.jax_private import has_devices
+from vit_jax.config.plugins import has_devices
 assert not has_devices()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

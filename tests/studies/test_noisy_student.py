@@ -10,10 +10,9 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from studied import config_of, done, keys_at_fault, study_of
 
 from vit_jax import create_model, save_pretrained
-from vit_jax.commands import study
-from vit_jax.config import base_config, classification
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.pseudo import read_pseudo_labels, select, soften
@@ -24,119 +23,100 @@ from vit_jax.main import main
 from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
 from vit_jax.run.validation import find_faults
-from vit_jax.studies import noisy_student, planned, running
-from vit_jax.studies.members import FINISHED, Result
+from vit_jax.studies import planned, running
+from vit_jax.studies.engine import Found
 from vit_jax.transfer import read_pretrained
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 KILLED = pathlib.Path(__file__).parents[1] / "killed_run.py"
 
 
-def config_of(**study):
-    c = base_config()
-    c.study.name, c.study.seeds, c.study.unlabelled = "noisy_student", 1, "digits@test"
-    c.study.stages = (
-        "teacher: model.dropout=0.1",
-        "student: study.ratio=3; study.soft_labels=false",
-        "final: study.ratio=0; data.image_size=16",
-    )
-    c.evals.held_out = classification(split="test", every="1 epochs")
-    for key, value in study.items():
-        c.study[key] = value
-    return c
+def noisy(**study):
+    stages = ("teacher: model.dropout=0.1", "student: study.ratio=3; study.soft_labels=false",
+              "final: study.ratio=0; data.image_size=16")  # fmt: skip
+    keys = {"seeds": 1, "unlabelled": "digits@test", "stages": stages}
+    return config_of("noisy_student", **keys | study)
 
 
-def call_of(workdir):
-    return running.Call("noisy_student:debug", [], epath.Path(workdir), None, False)
+def call_of(workdir, launcher=None):
+    return running.Call("noisy_student:debug", [], epath.Path(workdir), launcher, False)
 
 
-def test_each_stage_waits_for_the_one_before(tmp_path):
-    config, call, results = config_of(), call_of(tmp_path), {}
-    seen = []
-    while new := [
-        m
-        for m in running.placed_members(noisy_student.STUDY, config, call, results)
-        if m.name not in results
-    ]:
-        (member,) = new
-        seen.append(member)
-        results[member.name] = Result(FINISHED, {"held_out/top1": 0.5, "labels/kept": 7})
-    names = ["teacher_seed_0", "teacher_labels_seed_0", "student_seed_0", "final_seed_0"]
-    assert [member.name for member in seen] == names
-    _, labels, student, final = seen
-    assert labels.command == "label" and running.member_words(call, labels)[0] == "label"
-    assert labels.overrides["init_from"] == f"{tmp_path}/teacher_seed_0"
-    assert labels.overrides["study.soft_labels"] == "false"
-    assert student.overrides["data.soft_labels"] == "false"
-    file = f"{tmp_path}/teacher_labels_seed_0/labels.npz"
-    assert student.overrides["data.mix"] == f"pseudo@{file}=0.75"
-    assert "data.mix" not in final.overrides
-    assert final.overrides["init_from"] == f"{tmp_path}/student_seed_0"
-    report = noisy_student.report(config, results)
-    assert report.complete and report.rows[0] == ["teacher", "50.00", "7", "-"]
-
-
-def test_labels_of_another_choice_are_refused(tmp_path):
-    config = debug_config()
-    member = noisy_student.find_members(config, {"teacher_seed_0": Result(FINISHED, {})})[1]
-    choice = {"study.confidence": config.study.confidence, "study.per_class": None, "seed": 0}
-    (tmp_path / member.name).mkdir()
-    (tmp_path / member.name / "summary.json").write_text(json.dumps({"choice": choice}))
-    running.check_member(config, call_of(tmp_path), member)
-    config.study.confidence = 0.75
-    with pytest.raises(InputError, match=r"study\.confidence: was .*, now 0\.75"):
-        running.check_member(config, call_of(tmp_path), member)
-
-
-def test_labels_are_made_without_the_launcher(tmp_path, monkeypatch):
-    commands = []
+def test_each_stage_waits_for_the_one_before(tmp_path, monkeypatch):
+    study, results, commands = study_of(noisy()), {}, []
 
     def execute(command):
         commands.append(command)
         return running._Ended(0, "", False)
 
     monkeypatch.setattr(running, "_execute", execute)
-    call = call_of(tmp_path)._replace(launcher=["launch"])
-    for member in noisy_student._chain(config_of(), 0)[:2]:
-        running._bring_about(call, member)
-    assert commands[0][:2] == ["launch", "--"] and commands[1][:2] == [sys.executable, "-m"]
+    seen = []
+    while new := [m for m in study.ready(results) if m.name not in results]:
+        (member,) = new
+        seen.append(member)
+        running._bring_about(call_of(tmp_path, ["launch"]), member)
+        results[member.name] = done(0.5, **{"labels/kept": 7})
+    names = ["teacher_seed_0", "teacher_labels_seed_0", "student_seed_0", "final_seed_0"]
+    assert [member.name for member in seen] == names
+    _, labels, student, final = seen
+    # Labels are made without the launcher.
+    assert commands[0][:2] == ["launch", "--"]
+    assert commands[1][:4] == [sys.executable, "-m", "vit_jax.main", "label"]
+    assert labels.overrides["init_from"] == "/w/teacher_seed_0"
+    assert labels.overrides["study.soft_labels"] == "false"
+    assert student.overrides["data.soft_labels"] == "False"
+    assert student.overrides["data.mix"] == "pseudo@/w/teacher_labels_seed_0/labels.npz=0.75"
+    assert "data.mix" not in final.overrides
+    assert final.overrides["init_from"] == "/w/student_seed_0"
+    report = study.report(Found(study, results))
+    assert report.is_complete and report.texts[0] == ["teacher", "50.00", "7", "-"]
+
+
+def test_labels_of_another_choice_are_refused(tmp_path):
+    config = debug_config()
+    study, call = study_of(config), call_of(tmp_path)
+    member = study.members({})[1]
+    choice = {"study.confidence": config.study.confidence, "study.per_class": None, "seed": 0}
+    (tmp_path / member.name).mkdir()
+    (tmp_path / member.name / "summary.json").write_text(json.dumps({"choice": choice}))
+    running.check_members(study, call, [member])
+    config.study.confidence = 0.75
+    with pytest.raises(InputError, match=r"study\.confidence: was .*, now 0\.75"):
+        running.check_members(study, call, [member])
 
 
 def test_a_plan_counts_pseudo_labels_that_do_not_exist_yet(monkeypatch):
-    config = load_config(f"{CONFIGS}/noisy_student.py:debug")
+    config = debug_config()
     config.duration = "2 epochs"
-    figures = {"memory_bytes": {"fits": True, "peak": 1}}
+    figures = {"memory_bytes": {"fits": True}}
     monkeypatch.setattr(planned, "calculate_plan", lambda *_: figures)
     run = dict.fromkeys((*planned.COSTS, "step_s"), 1.0)
     monkeypatch.setattr(planned, "estimate", lambda *_: {"run": run})
     planner = planned.Planner(Target(find_slice("v5e:1x1")))
     for per_class, labelled in ((None, 360), (50, 500)):
         config.study.per_class = per_class
-        teacher, student = planned.plan_study_members(noisy_student.STUDY, config, planner)
-        assert teacher["steps"] == pytest.approx(2 * 1437 / 32, abs=1)
-        assert student["steps"] == pytest.approx(2 * (1437 + labelled) / 32, abs=1)
+        teacher, student, _ = planned.plan_members(study_of(config), planner).rows
+        assert int(teacher["steps"]) == pytest.approx(2 * 1437 / 32, abs=1)
+        assert int(student["steps"]) == pytest.approx(2 * (1437 + labelled) / 32, abs=1)
     config.study.per_class, config.study.unlabelled = None, "mine"
-    _, student = planned.plan_study_members(noisy_student.STUDY, config, planner)
-    table = study.plan_table([teacher, {"member": "student", "error": student["error"]}], "title")
-    assert "data.name='mine'" in student["error"]
-    assert [list(column.cells) for column in table.columns][-1][:2] == ["", "not planned"]
+    _, student, total = planned.plan_members(study_of(config), planner).rows
+    assert "data.name='mine'" in student["note"] and total["member"] == "all 1"
 
 
 @pytest.mark.parametrize(
-    ("study", "said"),
+    ("study", "key"),
     [
-        ({"stages": ()}, r"study\.stages: is empty"),
-        ({"stages": ("teacher: seed=3", "student:")}, "teacher sets seed, which the study sets"),
-        ({"stages": ("teacher",)}, 'needs "name: key=value'),
-        ({"stages": ("a:", "a:")}, "two have one name"),
-        ({"unlabelled": None}, r"study\.unlabelled=None: needs the pictures"),
-        ({"confidence": 1.0}, r"study\.confidence=1\.0: needs a number from 0"),
-        ({"ratio": -1.0}, r"study\.ratio=-1\.0: needs at least 0"),
+        ({"stages": ()}, "study.stages"),
+        ({"stages": ("teacher: seed=3", "student:")}, "study.stages"),
+        ({"stages": ("teacher",)}, "study.stages"),
+        ({"stages": ("a:", "a:")}, "study.stages"),
+        ({"unlabelled": None}, "study.unlabelled"),
+        ({"confidence": 1.0}, "study.confidence"),
+        ({"ratio": -1.0}, "study.ratio"),
     ],
 )
-def test_wrong_settings(study, said):
-    with pytest.raises(InputError, match=said):
-        noisy_student.check(config_of(**study))
+def test_wrong_settings(study, key):
+    assert {*keys_at_fault(noisy(**study))} == {key}
 
 
 def test_classes_are_balanced():
@@ -205,8 +185,8 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     source = make_source("pseudo", split=file, image_size=(8, 8))
     assert (source.num_examples, source.num_classes) == (len(labels.record), 10)
     example = source.read(np.array([3, 0]))
-    pictures = make_source("digits", split="test", image_size=(8, 8))
-    np.testing.assert_array_equal(example["image"], pictures.read(labels.record[[3, 0]])["image"])
+    images = make_source("digits", split="test", image_size=(8, 8))
+    np.testing.assert_array_equal(example["image"], images.read(labels.record[[3, 0]])["image"])
     np.testing.assert_allclose(example["label"], labels.label[[3, 0]], atol=1e-3)
     np.testing.assert_allclose(np.sum(example["label"], axis=1), 1, atol=1e-6)
     halves = dataclasses.replace(
@@ -216,8 +196,8 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     of_sigmoid = make_source("pseudo", split=str(tmp_path / "sigmoid.npz"), image_size=(8, 8))
     found = of_sigmoid.read(np.array([3, 0]))["label"]  # need not add up to 1
     np.testing.assert_allclose(found, labels.label[[3, 0]] / 2, atol=1e-3)
-    softened = soften(pictures).read(np.array([5]))["label"]
-    np.testing.assert_array_equal(softened, np.eye(10)[pictures.read(np.array([5]))["label"]])
+    softened = soften(images).read(np.array([5]))["label"]
+    np.testing.assert_array_equal(softened, np.eye(10)[images.read(np.array([5]))["label"]])
 
     student = debug_config()
     student.data.mix = f"pseudo@{file}=0.5"
@@ -244,7 +224,7 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
 
 @pytest.mark.usefixtures("one_device")
 def test_labels_are_compared_by_the_names_of_the_classes(labelled, tmp_path):
-    """Whose order differs between the teacher and the pictures."""
+    """Whose order differs between the teacher and the images."""
     teacher = read_pretrained(labelled / "teacher.npz")
 
     def top1(names):
@@ -288,7 +268,7 @@ def test_damaged_pseudo_labels(tmp_path, content):
 def test_config_is_that_of_the_study():
     c = debug_config()
     assert find_faults(c) == []
-    noisy_student.check(c)
+    study_of(c).check()
     c.data.soft_labels = c.data.multi_label = True
     assert "data.soft_labels=True: needs classes that exclude" in find_faults(c)[0]
 

@@ -1,13 +1,29 @@
 """Writes parameters under the names of the published files, independently of the package."""
 
+import jax
 import ml_dtypes
 import numpy as np
+
+from vit_jax.models import create_model
+
+SIZES = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2}
 
 # Names of the second norm, attention and MLP in a layer or in attention pooling.
 _MODULES = {
     "first": ("LayerNorm_2", "MultiHeadDotProductAttention_1", "MlpBlock_3"),
     "later": ("LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
 }
+
+
+def random_model(name="ViT-mu/4", num_classes=5, image_size=(8, 12), **fields):
+    """(model, variables) with random weights."""
+    model = create_model(name, num_classes, image_size, **(SIZES | fields))
+    images = np.zeros((1, *model.image_size, 3), np.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    rng = np.random.default_rng(0)
+    return model, jax.tree.map(
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32), shapes
+    )
 
 
 def publish(params, model, variant="first"):

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
+from published import random_model
 from safetensors.numpy import load_file, save_file
 
 from vit_jax.models import create_model
 from vit_jax.transfer import load_pretrained, pretrained_spec, save_pretrained
-from vit_jax.transfer.images import load_image
+from vit_jax.transfer.pretrained import load_image
 
 pytestmark = pytest.mark.interop
 
-SIZES = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2}
 CASES = {
     "hf": [
         ("ViT-mu/4", {"gelu": "exact", "norm_eps": 1e-12}),
@@ -44,13 +44,8 @@ CASES = {
 
 def exported(tmp_path, format, name, fields):
     """(folder, its images (2, 3, H, W), the logits that we compute)."""
-    model = create_model(name, 5, (8, 12), **(SIZES | fields))
+    model, variables = random_model(name, **fields)
     images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32),
-        jax.eval_shape(model.init, jax.random.key(0), images),
-    )
     save_pretrained(tmp_path / "made", model, variables, format)
     loaded, found = load_pretrained(tmp_path / "made")
     logits = np.asarray(jax.jit(loaded.apply)(found, images))
@@ -168,11 +163,8 @@ def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):
 
 
 def write_folder(path, format, image_size, **stated):
-    """A folder of `format` whose image preprocessing is `stated`, and whose weights are zeros."""
-    model = create_model("ViT-mu/4", 5, image_size, **SIZES)
-    images = np.zeros((1, *image_size, 3), np.float32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
-    save_pretrained(path, model, jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes), format)
+    """A folder of `format` whose image preprocessing is `stated`, with random weights."""
+    save_pretrained(path, *random_model(image_size=image_size), format)
     beside = path / {"timm": "config.json", "hf": "preprocessor_config.json"}[format]
     content = json.loads(beside.read_text())
     if format == "timm":

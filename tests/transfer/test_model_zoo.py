@@ -96,7 +96,6 @@ def test_what_is_not_what_was_sent_is_refused(server, tmp_path, lies, said):
     seen.lies = lies
     with pytest.raises(InputError, match=said):
         load_pretrained(f"{address}/vit_finetuned.npz")
-    assert len(seen.asked) == 3
     assert not files(tmp_path)
 
 
@@ -122,15 +121,6 @@ def test_a_server_that_cannot_be_reached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(InputError, match="or fetch it by other means and give the path"):
         load_pretrained("http://127.0.0.1:9/ViT-B_16.npz")
-
-
-def test_a_folder_that_may_not_be_read_has_no_hints(tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError("no")
-
-    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", refuse)
-    with pytest.raises(InputError, match=r"a folder with model\.safetensors$"):
-        read_pretrained(tmp_path)
 
 
 def test_a_name(golden, server, monkeypatch):

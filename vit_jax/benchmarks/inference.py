@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.config import image_hw
 from vit_jax.devices import flops
-from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.models.contract import about
 from vit_jax.planning.estimates import USUAL_SHARE
 from vit_jax.planning.targets import Target, find_devices
@@ -89,8 +89,7 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
       rounds, or None for a batch that does not fit; bytes, and the largest batch by these bytes.
     """
     device = jax.devices()[0]
-    mesh = _mesh_of_one(device)
-    config = _for_one_device(config)
+    config, mesh = _on_one_device(config, device)
     capacity, by = _capacity(device)
     rows: dict[str, dict[str, Any]] = {}
     memory = {}
@@ -100,8 +99,11 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
         row = rows[str(batch_size)] = {"images_per_s": None, "memory_bytes": forward.memory}
         if forward.memory > capacity:
             continue
-        variables, images = forward.arguments()
-        call = functools.partial(_run, forward, variables, images)
+        arguments = forward.arguments()
+
+        def call(forward=forward, arguments=arguments):
+            jax.block_until_ready(forward.compiled(*arguments))
+
         call()
         costs = measure({"forward": call}, num_rounds or _NUM_ROUNDS)["forward"]
         row["images_per_s"] = spread([batch_size / cost.wall_s for cost in costs])
@@ -122,10 +124,9 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at a usual
     share of it.
     """
-    config, chip = _for_one_device(config), target.chip
-    compiled_for = target.is_compiled_for
+    chip, compiled_for = target.chip, target.is_compiled_for
     device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]
-    mesh = _mesh_of_one(device)
+    config, mesh = _on_one_device(config, device)
     memory = {size: compile_forward(config, mesh, size).memory for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
     gflop = _gflop_per_image(config, mesh)
@@ -142,20 +143,12 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     }
 
 
-def _run(forward: Forward, variables: Any, images: jax.Array) -> None:
-    jax.block_until_ready(forward.compiled(variables, images))
-
-
-def _for_one_device(config: ConfigDict) -> ConfigDict:
-    config = config.copy_and_resolve_references()
-    for axis, size in {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1}.items():
-        config.mesh[axis] = size
+def _on_one_device(config: ConfigDict, device: Any) -> tuple[ConfigDict, Mesh]:
+    """A copy of `config` for one device, and the mesh of that device."""
+    config, axes = config.copy_and_resolve_references(), dict.fromkeys(AXES, 1)
+    config.mesh.update(axes)
     config.optimizer.accum_steps = 1
-    return config
-
-
-def _mesh_of_one(device: Any) -> Mesh:
-    return make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=[device])
+    return config, make_mesh(**axes, devices=[device])
 
 
 def _gflop_per_image(config: ConfigDict, mesh: Mesh) -> float:

@@ -9,12 +9,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax import data
-from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
-from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
 from vit_jax.errors import InputError
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
@@ -37,7 +37,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
       float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
-    A round reads several batches from each pipeline, each from start to end. Pictures that cannot
+    A round reads several batches from each pipeline, each from start to end. Images that cannot
     be read are named once, before the first round, and replaced by others.
 
     Args:
@@ -59,11 +59,11 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     spec = data.image_batch(config.global_batch_size, image_size, host_ops)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
-    num_rounds = _NUM_ROUNDS if num_rounds is None else num_rounds
+    num_rounds = num_rounds or _NUM_ROUNDS
     data_order = training_order(config, source)
     where: dict[str, Any] = {"seed": config.seed, "rows": rows}
     num_broken = 0
-    if config.data.name in (*data.OWN_PICTURES, "unlabelled"):  # others are rarely broken
+    if config.data.name in (*data.OWN_IMAGES, "unlabelled"):  # others are rarely broken
         steps = range((1 + num_rounds) * num_batches)
         first = data.host_batches(source, spec, steps=steps, **where, data_order=data_order)
         data_order, num_broken = _leave_out_broken(data_order, first, source.num_examples)
@@ -83,10 +83,10 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
         "cpu_cores": PARALLEL_CALLS,
         "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
     }
-    for name in list(cpu_ms)[1:]:
-        ratios = [a / b for a, b in zip(cpu_ms["pipeline"], cpu_ms[name], strict=True)]
-        figures[f"ratio_to_{name}"] = spread(ratios)
-    return figures
+    pipeline = cpu_ms.pop("pipeline")
+    return figures | {
+        f"ratio_to_{name}": spread_of_ratio(pipeline, values) for name, values in cpu_ms.items()
+    }
 
 
 def _leave_out_broken(
@@ -105,7 +105,7 @@ def _leave_out_broken(
     if not broken:
         return data_order, 0
     if readable is None:
-        raise InputError("data.data_dir: none of the pictures can be read; repair or remove them")
+        raise InputError("data.data_dir: none of the images can be read; repair or remove them")
     table = np.arange(num_examples, dtype=np.int64)
     table[list(broken)] = readable
     return lambda positions: tf.gather(tf.constant(table), data_order(positions)), len(broken)
@@ -118,7 +118,7 @@ def _batch_makers(
     makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
     image_size, (host_ops,) = spec.crops["image"].size, spec.crops["image"].host_ops
     full_size = data.at_full_size(host_ops)
-    if source.encoded and not data.do_the_same(host_ops, full_size):
+    if source.encoded and full_size != host_ops:
         unscaled = data.image_batch(spec.size, image_size, full_size)
         makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
     if source.encoded:
@@ -139,15 +139,11 @@ def _round_calls(
     All pipelines are built in advance, because that takes seconds. Each round reads its own
     pipeline to the end, so that no prefetching falls into another round.
     """
-    iterators = {
-        name: iter(
-            [make(steps=range(i * num_batches, (i + 1) * num_batches)) for i in range(num_rounds)]
-        )
-        for name, make in makers.items()
-    }
+    steps = [range(i * num_batches, (i + 1) * num_batches) for i in range(num_rounds)]
+    rounds = {name: iter([make(steps=s) for s in steps]) for name, make in makers.items()}
     return {
-        name: lambda rounds=rounds: collections.deque(next(rounds), maxlen=0)
-        for name, rounds in iterators.items()
+        name: lambda batches=batches: collections.deque(next(batches), maxlen=0)
+        for name, batches in rounds.items()
     }
 
 

@@ -35,3 +35,8 @@ def measure(
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The median, minimum and maximum of the rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def spread_of_ratio(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """The spread of the quotients of two calls' costs, each within one round."""
+    return spread([value / other for value, other in zip(values, others, strict=True)])

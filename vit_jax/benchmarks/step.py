@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import tree
-from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
@@ -55,7 +54,10 @@ def measure_step(
         take_steps, compile_s, memory = _compile_steps(experiment, config.data.num_classes)
         take_steps(_WARM_UP_STEPS)
         if num_steps is None:
-            num_steps = max(_steps_in_budget(take_steps), num_rounds or 1)
+            since = time.perf_counter()
+            take_steps(1)
+            in_budget = math.floor(_BUDGET_S / (time.perf_counter() - since))
+            num_steps = max(5, in_budget, num_rounds or 1)
         num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
         images = config.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
@@ -65,45 +67,38 @@ def measure_step(
             calls["matmul"]()
         costs = measure(calls, num_rounds)
 
-    images_per_s = [images / cost.wall_s for cost in costs["steps"]]
+    images_per_s = spread([images / cost.wall_s for cost in costs["steps"]])
     cpu_s = [cost.cpu_s / images for cost in costs["steps"]]
+    device_kind = mesh.devices.flat[0].device_kind
     figures = {
-        **_describe(experiment, config, mesh),
-        "compile_s": compile_s,
-        "memory_per_device_bytes": memory.total,
-        "steps": num_rounds * (num_steps // num_rounds),
-        "images_per_s": spread(images_per_s),
-        "cpu_s_per_image": spread(cpu_s),
-        "mfu": _mfu(experiment, mesh, spread(images_per_s)["median"]),
-    }
-    if on_cpu:
-        # The products have nearly as many FLOPs as the steps; scale their time by the difference.
-        scale = experiment.flops_per_image / (products * 2 * matmul_size**3)
-        matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
-        figures |= {"matmul_size": matmul_size, **_beside_matmul(cpu_s, matmul_s)}
-    return figures
-
-
-def _mfu(experiment: Experiment, mesh: Mesh, images_per_s: float) -> float | None:
-    """Share of the chips' peak FLOP/s; None if the peak is unknown."""
-    return flops.mfu(
-        experiment.flops_per_image * images_per_s,
-        device_kind=mesh.devices.flat[0].device_kind,
-        num_chips=count_chips(mesh.devices.flat),
-    )
-
-
-def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[str, Any]:
-    """Figures of the devices and the size of the training step."""
-    return {
-        "device_kind": mesh.devices.flat[0].device_kind,
+        "device_kind": device_kind,
         "num_devices": mesh.size,
         "cpu_cores": PARALLEL_CALLS,
         "mesh": dict(mesh.shape),
         "global_batch_size": config.global_batch_size,
         "num_params": experiment.num_params,
         "gflop_per_image": experiment.flops_per_image / 1e9,
+        "compile_s": compile_s,
+        "memory_per_device_bytes": memory.total,
+        "steps": num_rounds * (num_steps // num_rounds),
+        "images_per_s": images_per_s,
+        "cpu_s_per_image": spread(cpu_s),
+        "mfu": flops.mfu(
+            experiment.flops_per_image * images_per_s["median"],
+            device_kind=device_kind,
+            num_chips=count_chips(mesh.devices.flat),
+        ),
     }
+    if on_cpu:
+        # The products have nearly as many FLOPs as the steps; scale their time by the difference.
+        scale = experiment.flops_per_image / (products * 2 * matmul_size**3)
+        matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
+        figures |= {
+            "matmul_size": matmul_size,
+            "matmul_cpu_s_per_image": spread(matmul_s),
+            "ratio_to_matmul": spread_of_ratio(cpu_s, matmul_s),
+        }
+    return figures
 
 
 def _compile_steps(
@@ -112,7 +107,9 @@ def _compile_steps(
     """(a function that takes a number of steps, compilation time in seconds, memory of a step)."""
     state = experiment.init()
     batch = made_up_batch(experiment, num_classes)
-    frozen = _made_up_frozen(experiment)
+    frozen = jax.tree.map(  # zeros in place of the weights of the teachers
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), experiment.abstract_frozen
+    )
     since = time.perf_counter()
     compiled = experiment.lower().compile()
     compile_s = time.perf_counter() - since
@@ -124,19 +121,6 @@ def _compile_steps(
         jax.block_until_ready((state, metrics))
 
     return take_steps, compile_s, flops.expected_memory(compiled.memory_analysis())
-
-
-def _steps_in_budget(take_steps: Callable[[int], None]) -> int:
-    """The number of steps that fit into _BUDGET_S, at least 5."""
-    since = time.perf_counter()
-    take_steps(1)
-    return max(5, math.floor(_BUDGET_S / (time.perf_counter() - since)))
-
-
-def _beside_matmul(cpu_s: list[float], matmul_s: list[float]) -> dict[str, dict[str, float]]:
-    """CPU seconds per image of the products, and the ratio of the steps' CPU seconds to them."""
-    ratios = [step_s / product_s for step_s, product_s in zip(cpu_s, matmul_s, strict=True)]
-    return {"matmul_cpu_s_per_image": spread(matmul_s), "ratio_to_matmul": spread(ratios)}
 
 
 def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Array]:
@@ -157,17 +141,6 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
 
     shardings = {name: leaf.sharding for name, leaf in shapes.items()}
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
-
-
-def _made_up_frozen(experiment: Experiment) -> tuple[tree.PyTree, ...]:
-    """Zeros in place of the weights of the teachers."""
-    shapes = experiment.abstract_frozen
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-
-    def make():
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    return jax.jit(make, out_shardings=shardings)()
 
 
 def make_matmuls(size: int, number: int):

@@ -32,7 +32,8 @@ def on_all(read: Callable[[], T]) -> T:
     except Exception as e:  # raised below, once the other processes know
         fault = e
     blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
-    verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
+    verdict = np.int32(0 if fault is None else 1 if blameless else 2)
+    verdicts = multihost_utils.process_allgather(verdict).ravel().tolist()
     if fault is not None and blameless:
         raise fault
     if 1 in verdicts:
@@ -43,8 +44,3 @@ def on_all(read: Callable[[], T]) -> T:
     if any(verdicts):
         raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
     return cast(T, result)
-
-
-def _from_all(number: int) -> list[int]:
-    """The `number` of each process."""
-    return multihost_utils.process_allgather(np.int32(number)).ravel().tolist()

@@ -9,7 +9,7 @@ import importlib
 import types
 
 COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study", "label",
-            "compare", "report", "figures", "check", "doctor", "configs", "models")  # fmt: skip
+            "report", "figures", "check", "doctor", "configs", "models")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

@@ -119,7 +119,7 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
 
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
-    """Draw the picture of `benchmarks.augmentations` to the PNG `flags.output`."""
+    """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
     if flags.output is None:
         raise InputError("--output: missing; name the PNG file to write")
     from vit_jax.benchmarks.augmentations import draw_contact_sheet

@@ -17,16 +17,21 @@ failure; 2 wrong input, such as missing data. The other twins still run.
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.diagnosis.twins import Departure, Twin
 
 _SHOWN = 5  # numbers that left at the same step
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="twins to run")
-    parser.add_argument("--all", action="store_true", help="run every recorded twin")
+    parser.add_argument("--all", action="store_true", help="run every twin")
     parser.add_argument("--list", action="store_true", help="list the twins")
     parser.add_argument(
         "--first_steps", action="store_true", help="only run and compare the first 20 steps"
@@ -40,97 +45,74 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vit_jax.devices.mesh import start_backend
+    from vit_jax.diagnosis.twins import read_twin, record, twin_names, write_twin
+    from vit_jax.run import terminal
+
+    twins = {name: read_twin(name) for name in flags.names or twin_names()}
     if flags.list:
-        return list_twins()
+        for name, twin in twins.items():
+            data = "" if twin.data == "digits" else f"; needs {twin.data}"
+            print(f"{name:<{max(map(len, twins)) + 2}}{twin.recipe} ({twin.config}){data}")
+        return exit_codes.DONE
     if bool(flags.names) == flags.all:
         raise InputError("give NAMEs or --all, e.g. check quickstart; --list lists the twins")
     if flags.record and (flags.first_steps or flags.overrides):
         raise InputError("--record: stores all numbers of the twin itself; give only NAMEs, --all "
                          "and --data_dir with it")  # fmt: skip
-
-    from rich.console import Console
-
-    from vit_jax.devices.mesh import start_backend
-    from vit_jax.insight.reference import is_recorded
-    from vit_jax.insight.twins import TWINS, find_twin
-    from vit_jax.run import terminal
-
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
-    twins = {name: find_twin(name) for name in flags.names or TWINS}
-    if flags.all and not flags.record:
-        left_out = [name for name in twins if not is_recorded(name)]
-        twins = {name: twin for name, twin in twins.items() if name not in left_out}
-        if left_out:
-            print(f"left out, since not recorded: {', '.join(left_out)}", file=sys.stderr)
-    platforms = [value for key, value in flags.overrides if key == "mesh.platform"]
-    start_backend(platforms[-1] if platforms else "cpu")
-    run = record_twin if flags.record else check_twin
-    codes = []
+    start_backend(dict(flags.overrides).get("mesh.platform", "cpu"))
+    codes = {exit_codes.DONE}
     for name, twin in twins.items():
+        since = time.perf_counter()
         try:
-            codes.append(exit_codes.DONE if run(name, twin, flags) else exit_codes.FAILED)
+            if flags.record:
+                path = write_twin(record(twin, flags.data_dir), name)
+                print(f"{name}: recorded in {path}")
+            elif not check_twin(name, twin, flags):
+                codes.add(exit_codes.FAILED)
+            print(f"{name}: {time.perf_counter() - since:.0f} s", flush=True)
         except InputError as e:  # such as missing data; the other twins still run
             print(f"error: {name}: {e}", file=sys.stderr, flush=True)
-            codes.append(exit_codes.INPUT_WRONG)
-    return exit_codes.FAILED if exit_codes.FAILED in codes else max(codes, default=exit_codes.DONE)
+            codes.add(exit_codes.INPUT_WRONG)
+    return exit_codes.FAILED if exit_codes.FAILED in codes else max(codes)
 
 
-def list_twins() -> int:
-    """Print every twin with its recipe, its config, and the data that it needs."""
-    from vit_jax.insight.reference import is_recorded
-    from vit_jax.insight.twins import TWINS
-
-    width = max(map(len, TWINS)) + 2
-    for name, twin in TWINS.items():
-        data = "" if twin.data == "digits" else f"; needs {twin.data}"
-        recorded = "" if is_recorded(name) else "; not recorded"
-        print(f"{name:<{width}}{twin.recipe} ({twin.config}){data}{recorded}")
-    return exit_codes.DONE
-
-
-def record_twin(name, twin, flags: argparse.Namespace) -> bool:
-    """Store the numbers of a twin; returns True."""
-    from vit_jax.insight import reference
-
-    since = time.perf_counter()
-    path = reference.write(reference.record(twin, flags.data_dir), name)
-    print(f"{name}: recorded in {time.perf_counter() - since:.0f} s, in {path}", flush=True)
-    return True
-
-
-def check_twin(name, twin, flags: argparse.Namespace) -> bool:
+def check_twin(name: str, twin: "Twin", flags: argparse.Namespace) -> bool:
     """Run a twin and print the comparison; returns whether every number is inside."""
-    from vit_jax.insight import reference
-    from vit_jax.insight.trace import trace_run
-    from vit_jax.insight.twins import twin_config
+    from vit_jax.diagnosis import trace, twins
 
-    stored, since = reference.read(name, twin), time.perf_counter()
-    config = twin_config(twin, reference.SEEDS[0], flags.overrides, flags.data_dir)
-    trace = trace_run(config, curve=not flags.first_steps)
-    departures = reference.compare_first_steps(stored, trace)
-    largest, where, step = reference.largest_difference(stored, trace)
-    fine = (
-        f"inside {reference.TOLERANCE:.1%}; the largest difference is {largest:.4%}, "
-        f"of {where} at step {step}"
+    if not twin.first_steps:
+        raise InputError(f"no stored numbers; record them with check --record {name}")
+    config = twins.twin_config(twin, twins.SEEDS[0], flags.overrides, flags.data_dir)
+    found = trace.trace_runs([config], curve=not flags.first_steps)
+    limits = twins.first_limits(twin)
+    largest, (step, where) = twins.largest_difference(limits, found.first_steps)
+    inside = show(
+        f"{name}: first steps",
+        twins.find_departures(limits, found.first_steps),
+        f"inside {twins.TOLERANCE:.1%}; the largest difference is {largest:.4%}, of {where} at "
+        f"step {step}",
     )
-    report(name, "first steps", departures, fine)
-    if not flags.first_steps:
-        left = reference.compare_curve(stored, trace)
-        report(name, "curve", left, f"inside the band over {len(reference.SEEDS)} seeds")
-        departures += left
-    print(f"{name}: {time.perf_counter() - since:.0f} s", flush=True)
-    return not departures
+    if flags.first_steps:
+        return inside
+    curve = {place: value for place, (value,) in found.curve.items()}
+    left = twins.find_departures(twins.curve_limits(twin), curve)
+    return show(f"{name}: curve", left, f"inside the band over {len(twins.SEEDS)} seeds") and inside
 
 
-def report(name: str, what: str, departures, fine: str) -> None:
-    """Print the numbers that left first, or `fine`."""
+def show(what: str, departures: Sequence["Departure"], fine: str) -> bool:
+    """Print the numbers that left first, or `fine`; returns whether there are none."""
     if not departures:
-        print(f"{name}: {what}: {fine}")
-        return
+        print(f"{what}: {fine}")
+        return True
     step = departures[0].step
     first = [departure for departure in departures if departure.step == step]
-    print(f"{name}: {what}: LEFT at step {step}, the first of {len(departures)} values")
+    print(f"{what}: LEFT at step {step}, the first of {len(departures)} values")
     for departure in first[:_SHOWN]:
         print(f"  {departure}")
     if len(first) > _SHOWN:
         print(f"  and {len(first) - _SHOWN} more at this step")
+    return False

@@ -1,7 +1,7 @@
 """Check this machine: software, devices, memory, decoding, and access to data and services.
 
   python -m vit_jax.main doctor
-  python -m vit_jax.main doctor --config=folder --config.data.data_dir=PICTURES
+  python -m vit_jax.main doctor --config=folder --config.data.data_dir=IMAGES
   python -m vit_jax.main doctor --workdir=gs://bucket/runs --wandb --coordinator=HOST:PORT
 
 Each line that is not ok has a remedy. With --config it also says what `train` would choose. A
@@ -45,21 +45,15 @@ def main(flags: argparse.Namespace) -> int:
         return print_config(load_valid_config(flags))
     config = None if flags.config is None else load_valid_config(flags)
 
-    from vit_jax.insight import doctor
-    from vit_jax.insight.findings import FAILED
-    from vit_jax.run import terminal  # heavy imports only after the flags are checked
+    from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last
+    from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
-    findings = []
-    console = Console()
-    for finding in doctor.examine(
-        config=config,
-        workdir=None if flags.workdir is None else files.absolute(flags.workdir),
-        data_dir=flags.data_dir,
-        wandb=flags.wandb,
-        coordinator=flags.coordinator,
-        timeout_s=flags.timeout_s,
-    ):
+    workdir = None if flags.workdir is None else files.absolute(flags.workdir)
+    names = ("data_dir", "wandb", "coordinator", "timeout_s")
+    how = {name: getattr(flags, name) for name in names}
+    findings, console = [], Console()
+    for finding in examine(config=config, workdir=workdir, **how):
         findings.append(finding)
         if console.is_terminal and flags.format == "table":
             console.print(f"{finding.subject} ...", end="\r", markup=False)  # some take seconds

@@ -35,7 +35,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.errors import InputError
-from vit_jax.insight.table import add_row, check_table
+from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 from vit_jax.run.validation import check_evaluates_any, load_run
 
@@ -68,7 +68,7 @@ def main(flags: argparse.Namespace) -> int:
     table = None if flags.table is None else files.absolute(flags.table)
     if table is not None:
         files.check_output(table, "--table")
-        check_table(table)
+        read_rows(table)  # raises unless it is a table
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)
@@ -80,7 +80,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import transfer
     from vit_jax.inference.evaluate import StoredModel, evaluate_model
-    from vit_jax.insight import classes
+    from vit_jax.insight.results import write_results
     from vit_jax.run import terminal, writers
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
@@ -95,7 +95,7 @@ def main(flags: argparse.Namespace) -> int:
     start_job(flags, config)
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    see = functools.partial(classes.report, output)
+    see = functools.partial(write_results, output)
     source = StoredModel(workdir, trained) if of_run else transfer.read_pretrained(flags.init_from)
     results = evaluate_model(config, source, see)
     if jax.process_index() == 0:

@@ -1,15 +1,15 @@
 """Draw what a model learned: filters, positions, attention, features, similar layers.
 
-  python -m vit_jax.main figures --workdir=runs/mine --output=figures PICTURES/
+  python -m vit_jax.main figures --workdir=runs/mine --output=figures IMAGES/
   python -m vit_jax.main figures --init_from=ViT-B_16.npz --output=figures \\
       --data=imagenet2012:validation --data_dir=DIR --examples=128
   python -m vit_jax.main figures --init_from=A --compare_to=B --figures=similarity \\
-      --output=figures PICTURES/
+      --output=figures IMAGES/
 
-Pictures are files, or folders read at any depth; --data=NAME:SPLIT reads a data set instead. Each
+Images are files, or folders read at any depth; --data=NAME:SPLIT reads a data set instead. Each
 figure is a PNG as wide as a column of a paper, with its numbers beside it as .npz or .csv. Averages
 are over at most --examples images, evenly spaced; maps are drawn for the first --shown of them.
-Filters and positions need no pictures. A figure that the model cannot give is left out, and one
+Filters and positions need no images. A figure that the model cannot give is left out, and one
 line says why.
 """
 
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -33,10 +32,6 @@ from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import Faults, InputError
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.data import Source
-    from vit_jax.transfer import Pretrained
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
@@ -65,33 +60,44 @@ def main(flags: argparse.Namespace) -> int:
     output = files.absolute(flags.output)
     files.check_folder(output, "--output")
 
-    from vit_jax.run import terminal  # heavy imports only after the flags are checked
+    from vit_jax import transfer  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.image_files import search_images
-    from vit_jax.insight import model_figures as figures
+    from vit_jax.data.images.given import image_files, search_images
+    from vit_jax.insight import figures
+    from vit_jax.insight.measured import measure
 
-    has_pictures = bool(flags.images or flags.data)
-    paths, faults = search_images(flags.images) if flags.images else ([], {})
+    paths, faults = search_images(flags.images)
     if faults and not paths:
         raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
     pretrained = read_source(flags)
-    reasons = figures.left_out(pretrained.model, names, has_pictures)
-    names = [name for name in names if name not in reasons]
     subject = figures.Subject(pretrained, name=_name(flags.init_from or flags.workdir))
-    if figures.needs_pictures(names):
-        source = _open(flags, pretrained, paths)
-        how = {"examples": flags.examples, "batch_size": flags.batch_size, "shown": flags.shown}
+    if (paths or flags.data) and figures.needs_images(names):
+        if flags.data:
+            source = open_data_set(flags, pretrained)
+        else:
+            spec = pretrained.spec
+            source = image_files(paths, spec.exif is not False, spec.channels)
+        how = {name: getattr(flags, name) for name in ("examples", "batch_size", "shown")}
         how["progress"] = not flags.quiet
-        subject.seen = figures.measure_chosen(pretrained, source, **how)
+        subject.seen = measure(pretrained, source, **how)
         if flags.compare_to is not None and "similarity" in names:
-            other = _read_other(flags.compare_to, pretrained)
-            subject.other = figures.measure_chosen(other, source, **how)
+            other = transfer.read_pretrained(flags.compare_to)
+            if other.spec.image_size is None:
+                other = transfer.with_image_size(other, pretrained.spec.image_size)
+            subject.other = measure(other, source, **how)
             subject.other_name = _name(flags.compare_to)
-    written, not_made = figures.write_figures(subject, names, output)
-    reasons |= not_made
-    _say(flags.format, output, written, {name: reasons[name] for name in NAMES if name in reasons})
+    written, reasons = figures.write_figures(subject, names, output)
+    if flags.format == "json":
+        found = {"output": os.fspath(output), "figures": written, "left_out": reasons}
+        print(json.dumps(found))
+    else:
+        for name, made in written.items():
+            print(f"{name}: {', '.join(made)}")
+        for name, reason in reasons.items():
+            print(f"{name}: left out: {reason}")
     for path, fault in faults.items():
         print(f"error: {path}: {fault}", file=sys.stderr)
     return exit_codes.FAILED if faults else exit_codes.DONE
@@ -107,43 +113,12 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
         found.need_known("--figures", name, NAMES)
     for name in ("examples", "shown", "batch_size"):
         found.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
-    found.need(flags.shown <= flags.batch_size, f"--shown={flags.shown}: needs at most "
-               f"--batch_size={flags.batch_size}; raise that")  # fmt: skip
     if flags.compare_to is not None:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
-        found.need(flags.images or flags.data, "--compare_to: needs pictures; give files, folders "
-                   "or --data=NAME:SPLIT")  # fmt: skip
     found.check(check_image_flags, flags)
     if found:
         raise InputError(*found)
     return [name for name in NAMES if name in chosen]
-
-
-def _open(flags: argparse.Namespace, pretrained: "Pretrained", paths: list[str]) -> "Source":
-    """The pictures `paths`, or the records of --data."""
-    from vit_jax.data.image_files import image_files
-
-    if flags.data:
-        return open_data_set(flags, pretrained)
-    return image_files(paths, pretrained.spec.exif is not False, pretrained.spec.channels)
-
-
-def _read_other(source: str, pretrained: "Pretrained") -> "Pretrained":
-    """The model of --compare_to; where it takes any image size, at that of `pretrained`."""
-    from vit_jax import transfer
-
-    try:
-        other = transfer.read_pretrained(source)
-    except InputError as e:
-        raise InputError(f"--compare_to={source}: {e}") from None
-    if other.spec.image_size is None:
-        other = transfer.with_image_size(other, pretrained.spec.image_size)
-    if other.spec.channels != pretrained.spec.channels:
-        raise InputError(
-            f"--compare_to={source}: takes images of {other.spec.channels} channels, the first "
-            f"model of {pretrained.spec.channels}; choose models that take the same"
-        )
-    return other
 
 
 def _name(source: str) -> str:
@@ -152,15 +127,3 @@ def _name(source: str) -> str:
     if len(above) > 1 and above[-1] == "checkpoints":
         name = f"{above[-2]} at {name}"
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
-
-
-def _say(
-    format: str, output: os.PathLike, written: dict[str, list[str]], left_out: dict[str, str]
-) -> None:
-    if format == "json":
-        print(json.dumps({"output": os.fspath(output), "figures": written, "left_out": left_out}))
-        return
-    for name, made in written.items():
-        print(f"{name}: {', '.join(made)}")
-    for name, reason in left_out.items():
-        print(f"{name}: left out: {reason}")

@@ -194,7 +194,7 @@ def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Sourc
     spec = pretrained.spec
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"exif": spec.exif is not False, "channels": spec.channels, "multi_label": None}
-    if name in data.OWN_PICTURES:
+    if name in data.OWN_IMAGES:
         where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:
         return data.make_source(name, split=split or "train", **where)

@@ -27,14 +27,11 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import format_bytes
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
 
-FORMATS = ("table", "json")
-_MOST_CHIPS = 2**20
-SEARCHES = ("layout", "batch")
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
 
 
@@ -44,10 +41,12 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--topology", metavar="SLICE", help="TPU slice or GPUs: v5e:4x4, v5p:4x8x8 or H100:64"
     )
     parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
-    parser.add_argument("--format", default="table", help="standard output: table or json")
+    parser.add_argument(
+        "--format", default="table", choices=("table", "json"), help="of standard output"
+    )
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
     parser.add_argument(
-        "--search", nargs="?", const="layout", metavar="WHAT",
+        "--search", nargs="?", const="layout", choices=("layout", "batch"),
         help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
     )  # fmt: skip
     parser.add_argument(
@@ -65,21 +64,12 @@ def main(flags: argparse.Namespace) -> int:
         "python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     )
     require_flags(flags, ("config", "topology"), example)
-    if flags.format not in FORMATS:
-        raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
-    if flags.search not in (None, *SEARCHES):
-        raise InputError(f"--search={flags.search}: {nearest(flags.search, SEARCHES)}")
-    slice_ = find_slice(flags.topology)
-    if flags.num_slices < 1:
-        raise InputError(f"--num_slices={flags.num_slices}: needs a positive number")
-    if flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu:
-        raise InputError("--num_slices: only for TPUs; give the number of all GPUs in --topology")
-    if slice_.num_chips * flags.num_slices > _MOST_CHIPS:
+    slice_, price = find_slice(flags.topology), flags.price_per_chip_hour
+    if flags.num_slices < 1 or (flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu):
         raise InputError(
-            f"--topology={flags.topology} --num_slices={flags.num_slices}: needs at most "
-            f"{_MOST_CHIPS:,} chips"
+            f"--num_slices={flags.num_slices}: needs a positive number, for GPUs 1; give the "
+            "number of all GPUs in --topology"
         )
-    price = flags.price_per_chip_hour
     if price is not None and not 0 <= price < float("inf"):
         raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     config = load_valid_config(flags)
@@ -87,13 +77,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
-    from vit_jax.planning.search import (
-        find_layouts,
-        find_remedies,
-        plan_layouts,
-        rank_layouts,
-        search,
-    )
+    from vit_jax.planning.search import find_layouts, plan_layouts, rank_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
     from vit_jax.run.opener import Tables
@@ -106,39 +90,39 @@ def main(flags: argparse.Namespace) -> int:
     if flags.show_sharding:
         return _show(flags, show_sharding(config, target), sharding_table)
     if flags.search is not None:
-        find, draw = {"layout": (find_layouts, layouts_table), "batch": (search, search_table)}[
-            flags.search
-        ]
-        rows = find(config, target, price)
-        return _show(flags, rows, draw, any(row["fits"] for row in rows))
+        rows = find_layouts(config, target, price, batches=flags.search == "batch")
+        return _show(flags, rows, layouts_table, rows[0]["fits"])
     layouts = rank_layouts(config, target)
     if target.is_compiled_for and not cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, price))
     config, figures = plan_layouts(layouts, functools.partial(plan, target=target))
     figures |= {"estimate": estimate(figures, price)}
     fits = figures["memory_bytes"]["fits"]
-    if not fits:
-        if target.is_compiled_for:
-            logger.info("%s; trying changes that may make it fit", answer(figures))
-        figures["remedies"] = find_remedies(
-            config, target, figures, calculate=not target.is_compiled_for
-        )
+    if not fits and target.is_compiled_for:
+        logger.info("%s; trying changes that may make it fit", answer(figures))
+    _add_remedies(figures, config, target, calculate=not target.is_compiled_for)
     return _show(flags, figures, print_plan, fits)
+
+
+def _add_remedies(figures: dict[str, Any], config: ConfigDict, target: Any, **how: bool) -> None:
+    """Add changes with which it may fit to a plan that does not."""
+    from vit_jax.planning.search import find_remedies
+
+    if not figures["memory_bytes"]["fits"]:
+        figures["remedies"] = find_remedies(config, target, figures, **how)
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     from vit_jax.planning.calculated import calculate_plan
     from vit_jax.planning.estimates import estimate
-    from vit_jax.planning.search import find_remedies
 
     try:
         figures = calculate_plan(config, target)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
     figures |= {"estimate": estimate(figures, price)}
-    if not figures["memory_bytes"]["fits"]:
-        figures["remedies"] = find_remedies(config, target, figures, calculate=True)
+    _add_remedies(figures, config, target, calculate=True)
     return f"{answer(figures)}. The compiler's figures follow."
 
 
@@ -233,11 +217,11 @@ def run_table(figures: dict[str, Any]) -> Table:
     from vit_jax.models.dropout import kept_share
     from vit_jax.planning.targets import readable_mesh
 
-    chips, hosts = figures["num_chips"], figures["num_hosts"]
+    hosts = figures["num_hosts"]
     slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
     took = f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""
     rows = {
-        "chips": f"{chips:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
+        "chips": f"{figures['num_chips']:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
         "layers": describe_layers(figures),
@@ -248,45 +232,37 @@ def run_table(figures: dict[str, Any]) -> Table:
     }
     if rate := figures["dropout"]:
         rows["dropout"] = f"{rate:g}, drawn as {256 * (1 - kept_share(rate)):.0f}/256"
-    title = f"{figures['model']} on {figures['topology']}"
-    table = Table("run", "", show_header=False, title=title)
-    for row in rows.items():
-        table.add_row(*row)
-    return table
+    return _pairs(f"{figures['model']} on {figures['topology']}", rows)
 
 
 def memory_table(figures: dict[str, Any], per: str) -> Table:
     """Table of the memory of a device, called `per`, and of a host."""
-    memory, table = figures["memory_bytes"], Table("", "bytes", title=f"Memory of a {per}")
-    for name in ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
-                 "peak", "capacity", "margin"):  # fmt: skip
-        if name != "teachers" or memory[name]:
-            table.add_row(name, _bytes(memory[name]))
+    memory = figures["memory_bytes"]
+    shown = ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
+             "peak", "capacity", "margin")  # fmt: skip
+    rows = {name: _bytes(memory[name]) for name in shown if name != "teachers" or memory[name]}
     fits = "maybe" if memory["may_not_fit"] else "yes"
-    table.add_row("fits", fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
-    table.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
-    return table
+    rows["fits"] = fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much"
+    rows["host, at save"] = _bytes(figures["host_bytes_at_save"])
+    return _pairs(f"Memory of a {per}", rows)
 
 
 def work_table(figures: dict[str, Any], per: str) -> Table:
     """Table of what a step computes and accesses."""
-    flops, table = figures["flops"], Table("", "a step", title="Work")
-    if flops["model_per_image_by_sizes"] is not None:
-        by_sizes = flops["model_per_image_by_sizes"] * figures["global_batch_size"]
-        table.add_row("FLOPs of the model, by its sizes", _flops(by_sizes))
-    table.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
-    table.add_row("FLOPs with recomputation, counted", _flops(flops["counted_per_step"]))
+    flops, cycles, rows = figures["flops"], figures["compiler_cycles"], {}
+    if (by_sizes := flops["model_per_image_by_sizes"]) is not None:
+        rows["FLOPs of the model, by its sizes"] = _flops(by_sizes * figures["global_batch_size"])
+    rows["FLOPs of the model, counted"] = _flops(flops["model_per_step"])
+    rows["FLOPs with recomputation, counted"] = _flops(flops["counted_per_step"])
     if figures["hbm_bytes_accessed"] is not None:
         what = "bytes accessed" if figures["by"] == "compiler" else "HBM accessed"
-        table.add_row(f"{what} by a {per}", _bytes(figures["hbm_bytes_accessed"]))
-    if figures["compiler_cycles"] is not None:
-        table.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
+        rows[f"{what} by a {per}"] = _bytes(figures["hbm_bytes_accessed"])
+    if cycles is not None:
+        rows["compiler's estimate"] = f"{cycles / 1e6:,.1f} Mcycles"
         for kernel in figures["kernels"]:
-            table.add_row(
-                f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}",
-                f"{kernel['cycles'] / 1e6:,.1f} Mcycles",
-            )
-    return table
+            call = f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}"
+            rows[call] = f"{kernel['cycles'] / 1e6:,.1f} Mcycles"
+    return _pairs("Work of a step", rows)
 
 
 def describe_layers(row: dict[str, Any]) -> str:
@@ -310,59 +286,43 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 
 def estimate_table(estimate: dict[str, Any]) -> Table:
     """Table of time and cost; all figures are estimates."""
-    table = Table("", "", show_header=False, title="Estimates")
     roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
     by = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
-    table.add_row(f"step, {by}", f"{run['step_s'] * 1e3:,.4g} ms")
-    table.add_row(f"MFU, {by}", f"{run['mfu']:.1%}")
-    table.add_row(f"images/s, {by}", f"{run['images_per_s']:,.0f}")
-    table.add_row(f"hours, {by}", f"{run['hours']:,.4g}")
-    table.add_row(f"chip-hours, {by}", f"{run['chip_hours']:,.4g}")
+    rows = {
+        "step": f"{run['step_s'] * 1e3:,.4g} ms",
+        "MFU": f"{run['mfu']:.1%}",
+        "images/s": f"{run['images_per_s']:,.0f}",
+        "hours": f"{run['hours']:,.4g}",
+        "chip-hours": f"{run['chip_hours']:,.4g}",
+    }
     if run["tpu_core_days"] is not None:
-        table.add_row(f"TPU-core-days, {by}", f"{run['tpu_core_days']:,.4g}")
+        rows["TPU-core-days"] = f"{run['tpu_core_days']:,.4g}"
     if run["cost"] is not None:
-        table.add_row(f"cost, {by}", f"{run['cost']:,.2f}")
+        rows["cost"] = f"{run['cost']:,.2f}"
+    rows = {f"{name}, {by}": value for name, value in rows.items()}
     bound = f"bound by {roofline['bound_by']}"
     least, most = (", at least", ", at most") if roofline["is_minimum"] else ("", "")
-    table.add_row(f"step by the roofline{least}", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
-    table.add_row(f"MFU by the roofline{most}", f"{roofline['mfu']:.1%}")
-    return table
-
-
-def search_table(rows: list[dict[str, Any]]) -> list[Table]:
-    """One row per mesh and rematerialisation policy."""
-    from vit_jax.planning.targets import readable_mesh
-
-    table = Table("mesh", "remat", "largest batch", "per shard", "peak", "images/s", "MFU", "hours",
-                  title="Largest batches that fit; speeds are estimates")  # fmt: skip
-    for row in rows:
-        mesh = readable_mesh(row["mesh"])
-        if not row["fits"]:
-            table.add_row(mesh, row["remat"], "none fits")
-            continue
-        run = row["estimate"]
-        table.add_row(
-            mesh, row["remat"], f"{row['global_batch_size']:,}", f"{row['images_per_way']:,}",
-            _bytes(row["peak_bytes"]), f"{run['images_per_s']:,.0f}",
-            f"{run['mfu']:.1%}", f"{run['hours']:,.4g}",
-        )  # fmt: skip
-    return [table]
+    rows[f"step by the roofline{least}"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
+    rows[f"MFU by the roofline{most}"] = f"{roofline['mfu']:.1%}"
+    return _pairs("Estimates", rows)
 
 
 def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
     """One row per layout, the fastest first, and the words that select it."""
     from vit_jax.planning.targets import readable_mesh
 
-    table = Table("mesh", "layers", "peak", "images/s", "MFU", "hours", "compiled in, s",
-                  title="Layouts of this batch; speeds are estimates")  # fmt: skip
+    columns = ("mesh", "layers", "batch", "peak", "images/s", "MFU", "hours")
+    table = Table(*columns, title="Layouts; speeds are estimates")
     for row in rows:
-        cells = [readable_mesh(row["mesh"]), describe_layers(row), _bytes(row["peak_bytes"])]
+        cells = [
+            readable_mesh(row["mesh"]), describe_layers(row), f"{row['global_batch_size']:,}",
+            _bytes(row["peak_bytes"]),
+        ]  # fmt: skip
         if row["fits"]:
             run = row["estimate"]
-            cells += [f"{run['images_per_s']:,.0f}", f"{run['mfu']:.1%}",
-                      f"{run['hours']:,.4g}", f"{row['compile_s']:.0f}"]  # fmt: skip
+            cells += [f"{run['images_per_s']:,.0f}", f"{run['mfu']:.1%}", f"{run['hours']:,.4g}"]
         else:
-            cells += ["does not fit", "", "", ""]
+            cells.append("does not fit")
         table.add_row(*cells)
     if not rows[0]["fits"]:
         return [table]
@@ -379,6 +339,14 @@ def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:
         table.add_row(row["name"], str(tuple(row["shape"])), axes or "-",
                       _bytes(row["bytes_per_device"]))  # fmt: skip
     return [table]
+
+
+def _pairs(title: str, rows: dict[str, str]) -> Table:
+    """Table of names and values."""
+    table = Table("", "", title=title, show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
 
 
 def _bytes(number: float) -> str:

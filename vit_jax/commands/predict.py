@@ -54,7 +54,7 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.image_files import image_files, search_images
+    from vit_jax.data.images.given import image_files, search_images
     from vit_jax.inference import predict as prediction
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)

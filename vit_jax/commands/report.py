@@ -1,50 +1,106 @@
-"""Write a report on runs and studies: one HTML file that needs no network.
+"""Report on runs and studies: tables, curves, or one HTML page that needs no network.
 
-  python -m vit_jax.main report runs/a --output=report.html
-  python -m vit_jax.main report runs/a runs/b runs/study --figures=FIGURES --output=report.html
+  python -m vit_jax.main report runs/a runs/b
+  python -m vit_jax.main report runs/sweep --output=curves.png --output=table.csv
+  python -m vit_jax.main report runs/a runs/study --figures=FIGURES --output=report.html
 
-It shows results with deviations over seeds, curves that zoom, times, the configs and their
-differences, results by class (of `evaluate --output=RUN/classes`), pictures in RUN/figures and in
-each --figures, and where the runs come from. Runs may still be training. --figures and --metric may
-be repeated. Needs: pip install -e '.[report]'
+Runs may still be training; the folder of a study stands for its runs. It prints the config keys in
+which the runs differ and their last metrics; FILE.csv holds the same. FILE.png has a panel for each
+--metric, by default the first four of train/loss, the evaluators' top-1 and their other metrics.
+
+FILE.html shows results with deviations over seeds, curves that zoom, times, the configs and their
+differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
+each --figures, and where the runs come from. It needs: pip install -e '.[report]'
+
+--output, --metric and --figures may be repeated.
 """
 
 import argparse
+import json
 import logging
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
 
-ENDING = ".html"
+FORMATS = ("table", "json")
+ENDINGS = (".html", ".png", ".csv")
+_CURVES = 4  # panels, unless metrics are chosen
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of runs and studies")
     repeated = {"action": "append", "default": []}
-    parser.add_argument("--output", metavar="FILE", default="report.html", help="FILE.html")
+    parser.add_argument(
+        "--output", metavar="FILE", help="FILE.html, FILE.png for curves, FILE.csv", **repeated
+    )
     parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **repeated)
     parser.add_argument("--metric", metavar="NAME", help="metric to draw", **repeated)
+    parser.add_argument("--format", default="table", help="standard output: table or json")
 
 
 def main(flags: argparse.Namespace) -> int:
-    output = files.absolute(flags.output)
-    if output.suffix != ENDING:
-        raise InputError(f"--output={output}: the name must end in {ENDING}")
-    files.check_output(output, "--output")
-    folders = [files.absolute(folder) for folder in flags.figures]
+    faults = Faults()
+    faults.need_known("--format", flags.format, FORMATS)
+    outputs, folders = ([files.absolute(x) for x in of] for of in (flags.output, flags.figures))
+    for output in outputs:
+        ends = ", ".join(ENDINGS)
+        faults.need(output.suffix in ENDINGS, f"--output={output}: needs a name ending in {ends}")
+        faults.check(files.check_output, output, "--output")
     for folder in folders:
-        if not folder.is_dir():
-            raise InputError(f"--figures={folder}: no such folder; give one with PNGs")
+        faults.need(folder.is_dir(), f"--figures={folder}: no such folder; give one with PNGs")
+    if faults:
+        raise InputError(*faults)
 
-    from vit_jax.insight import report
-    from vit_jax.run import terminal  # heavy imports only after the flags are checked
+    # Heavy imports only after the flags are checked.
+    from vit_jax.insight import plots, report, runs, tables
+    from vit_jax.run import terminal
 
-    terminal.log_to_console(quiet=flags.quiet)
-    report.check_installed()
-    page = report.write(flags.runs, folders, flags.metric)
-    files.write_whole(output, page)
-    logger.info("report: %s, %.1f MB", output, len(page.encode()) / 1e6)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    found, studies = runs.read_all(flags.runs)
+    names = [run.name for run in found]
+    config, last = runs.differences(found), runs.last_values(found)
+    curves = runs.choose_metrics(found, flags.metric)
+    curves = curves if flags.metric else curves[:_CURVES]
+    if not curves and any(output.suffix == ".png" for output in outputs):
+        raise InputError("no run has a metric yet; wait for the first line of one")
+    rows = [
+        (kind, name, *values)
+        for kind, table in (("config", config), ("metrics", last))
+        for name, values in table.items()
+    ]
+    make = {
+        ".html": lambda: report.write(found, studies, folders, flags.metric),
+        ".png": lambda: plots.as_png(plots.draw_runs(found, curves)),
+        ".csv": lambda: tables.as_csv([("kind", "name", *names), *rows]),
+    }
+    for output in outputs:
+        files.write_whole(output, make[output.suffix]())
+        logger.info("written: %s", output)
+    if flags.format == "json":
+        said = {"runs": names, "config": config, "metrics": last}
+        print(json.dumps(said, indent=2, default=str))
+        return exit_codes.DONE
+    shown = {
+        name: ["" if x is None else runs.show_mean(name, [x]) for x in values]
+        for name, values in last.items()
+    }
+    console = Console()
+    console.print(as_table("config", names, config) if config else "The configs are the same.")
+    console.print(as_table("metrics", names, shown))
     return exit_codes.DONE
+
+
+def as_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:
+    """A row for each key or metric, and a column for each run."""
+    table = Table(*(Column(Text(name), overflow="fold") for name in (title, *names)))
+    for name, values in rows.items():
+        table.add_row(Text(name), *(Text(str(value)) for value in values))
+    return table

@@ -13,7 +13,7 @@ The runs of a study are its members. They run one after another in WORKDIR/MEMBE
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
 failure the remaining members still run, and the same command retries the failed one. The report is
-WORKDIR/study.md and study.json.
+WORKDIR/study.md, study.json and study.csv.
 
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
@@ -30,12 +30,11 @@ stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started
 """
 
 import argparse
+import os
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from vit_jax import files
 from vit_jax.commands.flags import (
@@ -51,15 +50,12 @@ from vit_jax.job import exit_codes
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-    from vit_jax.studies.members import Study
+    from vit_jax.studies import Study
     from vit_jax.studies.running import Call
 
-
-COSTS = {
-    "chip_hours": "chip-hours",
-    "tpu_core_days": "TPU-core-days",
-    "cost": "cost",
-}
+_EXAMPLE = (
+    "python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 --workdir=runs/cifar10"
+)
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,14 +87,11 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError("--price_per_chip_hour: only works with --plan=SLICE; leave it out")
 
     from vit_jax.run import terminal
-    from vit_jax.studies import running
+    from vit_jax.studies.running import conduct_study
 
-    study, config, call = prepare_study(flags)
+    study, call = prepare_study(flags)
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    for member in running.placed_members(study, config, call, {}):
-        running.check_member(config, call, member)
-    call.workdir.mkdir(parents=True, exist_ok=True)
-    return running.conduct_study(study, config, call)
+    return conduct_study(study, call)
 
 
 def plan_study(flags: argparse.Namespace) -> int:
@@ -110,67 +103,31 @@ def plan_study(flags: argparse.Namespace) -> int:
 
     from vit_jax.planning.estimates import USUAL_SHARE
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.studies.planned import Planner, plan_study_members
+    from vit_jax.studies.planned import Planner, plan_members
+    from vit_jax.studies.running import print_table
 
-    study, config, _ = prepare_study(flags, writes=False)
+    study, _ = prepare_study(flags, writes=False)
     target = Target(target_slice)
     start_planning(target)
-    rows = plan_study_members(study, config, Planner(target, price))
-    console = Console()
-    console.print(plan_table(rows, f"{config.study.name} on {target_slice.name}"))
-    for row in rows:
-        if "error" in row:
-            text = Text(f"not planned: {row['member']}: {row['error']}")
-            console.print(text, soft_wrap=True)
-    console.print(
+    title = f"{study.config.study.name} on {target_slice.name}"
+    print_table(plan_members(study, Planner(target, price)), title)
+    Console().print(
         f"By calculation: steps at {USUAL_SHARE:.0%} of the peak, or less where memory or the "
         "network bind; no start-up, input, evaluation or saving.", soft_wrap=True,
     )  # fmt: skip
     return exit_codes.DONE
 
 
-def plan_table(rows: "list[dict[str, Any]]", title: str) -> Table:
-    """A row for each member, and the total of those that could be planned."""
-    known = [row for row in rows if "error" not in row]
-    shown = [name for name in COSTS if any(row[name] is not None for row in known)]
-    name = Column("member", overflow="fold")
-    has_notes = not all(row.get("fits") for row in rows)
-    table = Table(name, "steps", "ms a step", *(COSTS[name] for name in shown), title=title)
-    if has_notes:
-        table.add_column("note", overflow="fold")
-    for row in rows:
-        if "error" in row:
-            table.add_row(row["member"], *[""] * (len(shown) + 2), "not planned")
-            continue
-        numbers = [f"{row[name]:.3g}" for name in shown]
-        note = ["" if row["fits"] else "does not fit"] if has_notes else []
-        step_ms = f"{row['step_s'] * 1e3:.3g}"
-        table.add_row(row["member"], f"{row['steps']:,}", step_ms, *numbers, *note)
-    totals = [f"{sum(row[name] for row in known):.4g}" for name in shown]
-    steps = f"{sum(row['steps'] for row in known):,}"
-    table.add_row(f"all {len(known)}", steps, "", *totals)
-    return table
-
-
-def prepare_study(
-    flags: argparse.Namespace, *, writes: bool = True
-) -> "tuple[Study, ConfigDict, Call]":
-    """The study that the flags ask for, its config, and how it was called; writes nothing.
+def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[Study, Call]":
+    """The study that the flags ask for, and how it was called; writes nothing.
 
     `writes`: whether its workdir will be written to, and must be writable.
 
     Raises:
       InputError: it is none, or naming what is wrong with it.
     """
-    example = (
-        "python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 "
-        "--workdir=runs/cifar10"
-    )
-    require_flags(flags, ("config", "workdir"), example)
-    try:
-        launcher = None if flags.launcher is None else shlex.split(flags.launcher)
-    except ValueError as e:
-        raise InputError(f"--launcher={flags.launcher}: {e}; quote it as a shell does") from None
+    require_flags(flags, ("config", "workdir"), _EXAMPLE)
+    launcher = None if flags.launcher is None else shlex.split(flags.launcher)
     if launcher == []:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
@@ -188,24 +145,17 @@ def prepare_study(
         )
     if name not in STUDIES:
         raise InputError(f"study.name={name!r}: {nearest(name, list(STUDIES))}")
-    study = STUDIES[name]
-    study.check(config)
-    sets = study.sets(config)
-    collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
-                    for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
+    study = STUDIES[name].of(config, os.fspath(workdir))
+    study.check()
+    collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
+                    for key, _ in flags.overrides if key in study.sets])  # fmt: skip
     if writes:
         check_writable(workdir)
-    call = running.Call(
-        flags.config,
-        flags.overrides,
-        workdir,
-        launcher,
-        flags.again,
-        flags.trust_plugins,
+    return study, running.Call(
+        flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins,
         flags.quiet,
-    )
-    return study, config, call
+    )  # fmt: skip
 
 
 def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
@@ -213,7 +163,7 @@ def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
 
     Its metric, unless given, is the accuracy of the first evaluator whose split is always there.
     """
-    from vit_jax.studies.members import accuracies
+    from vit_jax.studies.engine import accuracies
 
     if config.study.name not in (None, "sweep"):
         raise InputError(

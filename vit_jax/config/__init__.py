@@ -36,7 +36,7 @@ from vit_jax.config.base import (
 )
 from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
 from vit_jax.config.parts import Key, Part, Section, key
-from vit_jax.config.registries import LOSSES, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from vit_jax.config.registries import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SCHEDULES, SOURCES
 from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
@@ -53,12 +53,14 @@ __all__ = [
     "LAYOUT_KEYS",
     "LOSSES",
     "OBJECTIVES",
+    "OPS",
     "OPTIMIZERS",
     "POSITIVE",
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",
     "SCHEDULES",
     "SHARE",
+    "SOURCES",
     "Evaluator",
     "InputError",
     "Key",

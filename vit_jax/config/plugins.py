@@ -24,7 +24,6 @@ from etils import epath
 
 from vit_jax.errors import InputError, say_fault_of_file
 from vit_jax.files import write_whole
-from vit_jax.jax_private import has_devices
 
 _FOLDER, _DIGESTS = "plugins", "digests.json"
 _NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # name of a file or a module
@@ -94,6 +93,12 @@ def beside(folder: pathlib.Path) -> Iterator[None]:
 def named_by_command() -> tuple[str, ...]:
     """Plug-ins of the innermost `using`."""
     return _named.get()
+
+
+def has_devices() -> bool:
+    """Whether JAX has started its devices in this process. Does not import JAX."""
+    bridge = sys.modules.get("jax._src.xla_bridge")  # there is no public name
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 def find_plugin(name: str) -> Plugin:

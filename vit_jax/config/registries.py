@@ -3,10 +3,11 @@
 A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.config import sections
-from vit_jax.config.parts import Registry
+from vit_jax.config.parts import Registry, Section
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -56,4 +57,65 @@ SCHEDULES: Registry[Any] = Registry(
     },
 )
 
-REGISTRIES = (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)
+
+class DataSets(Registry[Any]):
+    """Names that are not listed are those of TFDS data sets, and of VTAB's tasks (`vtab/dtd`).
+
+    A config may have keys of several data sets, for mixtures and evaluators; each takes its own.
+    """
+
+    def find(self, name: str) -> type[Any]:
+        if name in self:
+            return super().find(name)
+        return super().find("vtab" if str(name).startswith("vtab/") else "tfds")
+
+    def make(self, values: Mapping[str, Any]) -> Any:
+        own = self.find(values["name"]).declared()
+        return super().make({k: v for k, v in values.items() if k == "name" or k in own})
+
+
+SOURCES = DataSets(
+    "data.name",
+    sections.Data,
+    {
+        "digits": "vit_jax.data.sources:Digits",
+        "folder": "vit_jax.data.images.folder:Folder",
+        "list": "vit_jax.data.images.list:List",
+        "pseudo": "vit_jax.data.pseudo:Pseudo",
+        "synthetic": "vit_jax.data.sources:Synthetic",
+        "tfds": "vit_jax.data.tfds:Tfds",
+        "unlabelled": "vit_jax.data.images.folder:Unlabelled",
+        "vtab": "vit_jax.data.vtab:Vtab",
+    },
+)
+
+OPS: Registry[Any] = Registry(
+    "op",
+    Section,
+    {
+        "decode": "vit_jax.data.host_ops:Decode",
+        "scaled_decode": "vit_jax.data.host_ops:ScaledDecode",
+        "inception_crop": "vit_jax.data.host_ops:InceptionCrop",
+        "scaled_inception_crop": "vit_jax.data.host_ops:ScaledInceptionCrop",
+        "resize": "vit_jax.data.host_ops:Resize",
+        "resize_small": "vit_jax.data.host_ops:ResizeSmall",
+        "torchvision_resize": "vit_jax.data.host_ops:TorchvisionResize",
+        "central_crop": "vit_jax.data.host_ops:CentralCrop",
+        "torchvision_crop": "vit_jax.data.host_ops:TorchvisionCrop",
+        "random_crop": "vit_jax.data.host_ops:RandomCrop",
+        "pad_crop": "vit_jax.data.host_ops:PadCrop",
+        "randaugment": "vit_jax.data.host_ops:RandAugment",
+        "autoaugment": "vit_jax.data.host_ops:AutoAugment",
+        "flip": "vit_jax.data.device_ops:Flip",
+        "erase": "vit_jax.data.device_ops:Erase",
+        "mixup": "vit_jax.data.device_ops:MixUp",
+        "cutmix": "vit_jax.data.device_ops:CutMix",
+        "mixup_or_cutmix": "vit_jax.data.device_ops:MixUpOrCutMix",
+        "color_jitter": "vit_jax.data.device_ops:ColorJitter",
+        "greyscale": "vit_jax.data.device_ops:Greyscale",
+        "blur": "vit_jax.data.device_ops:Blur",
+        "solarize": "vit_jax.data.device_ops:Solarize",
+    },
+)
+
+REGISTRIES = (SOURCES, OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # of sections; not of ops

@@ -130,11 +130,17 @@ class Data(Section):
         within=POSITIVE,
     )
     mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
-    order: str | None = key(None, "record or chunk; None: chunk for >= 100 million examples")
-    chunk_size: int = key(64, "consecutive records that `chunk` reads together")
-    streams: int | None = key(None, "parallel streams of `chunk`; None: up to 256, by batch size")
-    repeats: int = key(1, "views of each record in a batch (arXiv:1901.09335)")
-    reader: str | None = key(None, "TFDS: memory, offsets or array_record; None: by size")
+    order: str | None = key(
+        None, "None: chunk for >= 100 million examples", choices=("record", "chunk")
+    )
+    chunk_size: int = key(64, "consecutive records that `chunk` reads together", within=POSITIVE)
+    streams: int | None = key(
+        None, "parallel streams of `chunk`; None: up to 256, by batch size", within=POSITIVE
+    )
+    repeats: int = key(1, "views of each record in a batch (arXiv:1901.09335)", within=POSITIVE)
+    reader: str | None = key(
+        None, "of TFDS data sets; None: by size", choices=("memory", "offsets", "array_record")
+    )
     max_corrupt_fraction: float = key(
         0.1, "of the examples so far; the run stops above it", within=SHARE
     )
@@ -143,13 +149,14 @@ class Data(Section):
         0,
         "views of data.image_size that a batch has of each image, for objectives that learn "
         "from several; with views and without data.ops, a batch has no other image",
+        within="[0, 511]",
     )
     global_ops: str = key(
         "",
         'their ops; for each view, joined by ";", where they differ: the last hold for all that '
         "follow",
     )
-    num_local: int = key(0, "views of data.local_size")
+    num_local: int = key(0, "views of data.local_size", within="[0, 511]")
     local_ops: str = key("", "their ops, as in data.global_ops")
     local_size: Size = key(None, "int or (height, width), in pixels")
     mean: tuple[float, ...] = key(
@@ -332,7 +339,7 @@ class Study(Section):
         "all",
     )
     candidates: Texts = key(
-        (), 'tuned_grid: settings, "name: key=value; key=value"; each cell keeps the best one'
+        (), 'grid: settings, "name: key=value; key=value"; each cell keeps the best one'
     )
     choose_by: str | None = key(None, "metric that chooses among candidates")
     point: str = key("last", "step that counts: last, or best, as checkpoint.keep_best finds it")

@@ -1,15 +1,83 @@
-"""What a global batch holds, described once for the input, the training step and its plans."""
+"""What a global batch holds, and the images that host ops make of one record.
+
+The input, the training step and its plans share this description. A record gives one `image`, views
+(preprocessing.py), or both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from vit_jax.data.crops import Crops
-from vit_jax.data.ops import Op
+from vit_jax.data import order
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.ops import HostOp, check_crops
+from vit_jax.data.sources import Source
+from vit_jax.errors import InputError
+
+_OPS_OF_A_VIEW = 64  # at most; op i of view v draws from the key number 64 (v + 1) + i
+
+
+class Crops(NamedTuple):
+    """The images that a batch holds under one key.
+
+    key: the config key of their ops.
+    size: (height, width) of each.
+    host_ops: of each image.
+    first_view: number of the first one; None: there is one image, without an axis of views.
+    """
+
+    key: str
+    size: tuple[int, int]
+    host_ops: tuple[tuple[HostOp, ...], ...]
+    first_view: int | None = None
+
+    def make(self, image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        """The images of a record: uint8 (h, w, channels), or (views, h, w, channels).
+
+        Views are cut from pixels, so that a file is decoded once for all of them.
+        """
+        if self.first_view is None:
+            return _apply(self.host_ops[0], image, key, 0)
+        firsts = [_OPS_OF_A_VIEW * (self.first_view + v + 1) for v in range(len(self.host_ops))]
+        views = [
+            _apply(ops, image, key, first) for ops, first in zip(self.host_ops, firsts, strict=True)
+        ]
+        # Views of a wrong size would not stack; `check_made` finds the first of them.
+        wrong = [view for view in views if tuple(view.shape)[:2] != self.size]
+        return tf.stack(wrong[:1] or views)
+
+    @property
+    def distinct_ops(self) -> list[tuple[HostOp, ...]]:
+        """`host_ops`, without repetitions."""
+        return [*{tuple(op.text for op in ops): ops for ops in self.host_ops}.values()]
+
+    def shape(self, channels: int) -> tuple[int, ...]:
+        """The shape of the images of a record."""
+        views = () if self.first_view is None else (len(self.host_ops),)
+        return (*views, *self.size, channels)
+
+    def check(self, source: Source) -> None:
+        """Raise InputError if ops cannot start from the images of `source`, or crop too much."""
+        for ops in self.distinct_ops:
+            _check_first_op(source, ops, self.key)
+            check_crops(ops, self.key, source.image_shape and source.image_shape[:2])
+
+    def check_made(self, shape: Sequence[int | None], channels: int) -> None:
+        """Raise InputError unless `shape` is that of the images of a record."""
+        found, needed = tuple(shape)[-3:], (*self.size, channels)
+        if found != needed:
+            sized = "local_size" if self.key == "data.local_ops" else "image_size"
+            texts = "; ".join("|".join(op.text for op in ops) for ops in self.distinct_ops)
+            raise InputError(
+                f"{self.key}={texts!r} gives images of {found}; needed: {needed}, from "
+                f"data.{sized}; end the host ops with an op that fixes the size, such as 'resize'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +112,49 @@ class BatchSpec:
 
 
 def image_batch(
-    size: int, image_size: tuple[int, int], host_ops: Sequence[Op] = (), key: str = "data.ops"
+    size: int, image_size: tuple[int, int], host_ops: Sequence[HostOp] = (), key: str = "data.ops"
 ) -> BatchSpec:
     """A batch with one image (H, W) a row, made by `host_ops`; `key` is the ops' config key."""
     return BatchSpec(size, {"image": Crops(key, image_size, (tuple(host_ops),))})
+
+
+def decode_early(source: Source, image: tf.Tensor, *, for_views: bool = False) -> tf.Tensor:
+    """An encoded image before the first op: pixels, where all have one shape, or not 3 channels.
+
+    Otherwise the first op decodes it, perhaps only a window of it; `for_views`: pixels always.
+    """
+    if source.image_shape is None and source.channels == 3 and not for_views:
+        return image
+    pixels = to_pixels(image, source.channels)
+    return pixels if source.image_shape is None else tf.ensure_shape(pixels, source.image_shape)
+
+
+def make_all(
+    crops: Mapping[str, Crops], source: Source, image: tf.Tensor, key: tf.Tensor
+) -> dict[str, tf.Tensor]:
+    """{key of a batch: images} of a record, whose `image` is encoded or pixels."""
+    image = decode_early(source, image)
+    pixels = image
+    if any(crop.first_view is not None for crop in crops.values()):
+        pixels = decode_early(source, image, for_views=True)
+    return {
+        name: crop.make(image if crop.first_view is None else pixels, key)
+        for name, crop in crops.items()
+    }
+
+
+def _apply(host_ops, image, key, first):
+    for i, op in enumerate(host_ops, first):
+        image = op(image, order.fold_in(key, i))
+    return image
+
+
+def _check_first_op(source: Source, host_ops: Sequence[HostOp], key: str) -> None:
+    """Raise InputError if encoded images of any size are not decoded first."""
+    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
+    if source.encoded and source.image_shape is None and not takes_encoded:
+        first = repr(host_ops[0].text) if host_ops else "no host op"
+        raise InputError(
+            f"{key} begins with {first}, but the images of data.name={source.name!r} are "
+            "encoded; put 'decode' or 'inception_crop' first"
+        )

@@ -2,38 +2,42 @@
 
 from ml_collections import ConfigDict
 
-from vit_jax.data.device_ops import MIXING_OPS
+from vit_jax.config import image_hw
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
+from vit_jax.data.preprocessing import VIEWS, parse_view_ops
 from vit_jax.data.subset import check_classes, check_subset
-from vit_jax.data.tfds_readers import check_reader
-from vit_jax.data.views import check_views
 from vit_jax.errors import Faults
 
-_NUMBERS = {3: "three"}
-_OF_COLOURS = ("randaugment", "autoaugment", "color_jitter", "greyscale")
 _ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check everything that needs no data; crops are checked once the data are known."""
     d = config.data
-    for key in ("num_classes", "num_examples"):
-        faults.need_positive(f"data.{key}", d[key])
     ops = faults.check(parse_ops, d.ops, _ANY_SIZE, key="data.ops")
-    check_views(config, faults)
-    mixes = ops is not None and any(op.name in MIXING_OPS for op in ops[1])
+    of_views = {f"data.{kind}_ops": _check_views(config, kind, faults) for kind in VIEWS.values()}
+    faults.need(
+        not d.num_local or d.num_global,
+        f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",
+    )
+    parsed = {"data.ops": [ops] if ops else []} | of_views
+    for key, views in parsed.items():
+        found = {op.name for view in views for kind in view for op in kind if op.of_colours}
+        faults.need(
+            d.channels == 3 or not found,
+            f"data.channels={d.channels}: {', '.join(found)} needs three channels; leave it out of "
+            f"{key}",
+        )
     faults.check(
         check_order,
         d.order,
-        chunk_size=d.chunk_size,
         streams=d.streams,
         repeats=d.repeats,
         global_batch_size=config.global_batch_size,
-        mixes=mixes,
+        mixes=ops is not None and any(op.mixes for op in ops[1]),
     )
-    faults.check(check_reader, d.reader)
     faults.check(check_classes, d.classes)
     faults.check(check_subset, d.subset)
     faults.need(
@@ -41,46 +45,42 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         "data.soft_labels=True: needs classes that exclude each other, and data.multi_label=True "
         "says that they do not; set one of them to false",
     )
-    mixed = faults.check(parse_mix, d.mix)
+    faults.check(parse_mix, d.mix)
     if d.name == "synthetic":
-        faults.need(
-            d.classes is None,
-            f"data.classes={d.classes}: synthetic data take data.num_classes instead; leave it out",
-        )
-        faults.need(
-            d.subset is None,
-            f"data.subset={d.subset!r}: synthetic data take data.num_examples instead; leave it "
-            "out",
-        )
-        faults.need(not mixed, f"data.mix={d.mix!r}: synthetic data cannot be mixed with others")
+        for key, unset, instead in (
+            ("classes", None, "take data.num_classes instead"),
+            ("subset", None, "take data.num_examples instead"),
+            ("mix", "", "cannot be mixed with others"),
+        ):
+            faults.need(
+                d[key] == unset, f"data.{key}={d[key]!r}: synthetic data {instead}; leave it out"
+            )
     _check_pixels(config, faults)
+
+
+def _check_views(config: ConfigDict, kind: str, faults: Faults) -> list:
+    """(host ops, device ops) of each view of a kind; [] if there are none, or faults."""
+    d, number = config.data, config.data[f"num_{kind}"]
+    if number < 1:
+        return []
+    if kind == "local":
+        faults.check(image_hw, d.local_size, "data.local_size")
+    key = f"data.{kind}_ops"
+    return faults.check(parse_view_ops, d[f"{kind}_ops"], _ANY_SIZE, number, key) or []
 
 
 def _check_pixels(config: ConfigDict, faults: Faults) -> None:
     d = config.data
-    faults.need(
-        0 <= d.max_corrupt_fraction <= 1,
-        f"data.max_corrupt_fraction={d.max_corrupt_fraction}: needs a number from 0 to 1",
-    )
     for key in ("mean", "std"):
         numbers = len(d[key]) > 0 and all(isinstance(v, int | float) for v in d[key])
         alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are
-        fits = numbers and (len(d[key]) == d.channels or alike)
         faults.need(
-            fits,
-            f"data.{key}={d[key]}: needs {_NUMBERS.get(d.channels, d.channels)} numbers, one per "
-            "channel, for pixels in [0, 1]",
+            numbers and (len(d[key]) == d.channels or alike),
+            f"data.{key}={d[key]}: needs {d.channels} numbers, one per channel, for pixels in "
+            "[0, 1]",
         )
         positive = key == "mean" or not numbers or all(v > 0 for v in d.std)
         faults.need(positive, f"data.std={d.std}: needs numbers above 0")
-    faults.need_positive("data.channels", d.channels)
-    for key in ("ops", "global_ops", "local_ops"):
-        for name in _OF_COLOURS:
-            faults.need(
-                d.channels == 3 or name not in d[key],
-                f"data.channels={d.channels}: {name} needs three channels; leave it out of "
-                f"data.{key}",
-            )
 
 
 def check_eval_ops(config: ConfigDict, faults: Faults) -> None:

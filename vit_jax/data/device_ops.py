@@ -1,17 +1,14 @@
 """Preprocessing on the device: jnp ops on a whole batch, inside the jitted step.
 
-An op is called as op(batch, keys, pairs) and returns the batch: a dict of `image` uint8
-(B, H, W, 3), `label`, `mask` and `id` (each (B,)). `keys` holds a JAX key for each row, so random
-draws do not depend on the batch's sharding; `pairs` gives the rows that are mixed with each other.
-Images are pixels from 0 to 255 throughout, float32 after mixing; mixing ops take and return labels
-float32 (B, C). Wrong arguments raise ValueError.
+Images are pixels from 0 to 255 throughout, float32 after mixing and after ops on colours. The
+latter clip their results but do not round them between ops, where Pillow rounds to whole numbers;
+they need 3 channels.
 
 Axes: B images, H height, W width, C classes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -19,73 +16,44 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from vit_jax.data.colour_ops import COLOUR_OPS
+from vit_jax.config.parts import key
+from vit_jax.data.ops import DeviceOp, Pairs
 from vit_jax.errors import InputError
 from vit_jax.tree import Batch
 
+GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as Pillow's (ITU-R BT.601)
+_BLUR_REACH = 4  # pixels on each side; DINOv2's kernel of 9
 _FIRST_VIEW = 2**16  # number of the keys of views, beyond those of ops
 _ERASED_ASPECT = 0.3  # minimum of height / width; the maximum is 1 / 0.3
+_SHARE, _POSITIVE, _FROM_0 = "[0, 1]", "(0, inf)", "[0, inf)"
+_PROBABILITY = "share of the images that are changed"
+_BETA = "parameter of Beta(alpha, alpha)"
 
-DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
 DeviceTransform = Callable[[Batch, jax.Array], Batch]
 
 
 class ViewsOf(Protocol):
-    """Device ops of the views of one kind (views.py): their first number, and the ops of each."""
+    """Device ops of the views of one kind (preprocessing.py): their first number, and each's."""
 
     @property
     def first(self) -> int: ...
 
     @property
-    def device_ops(self) -> Sequence[Sequence[NamedOp]]: ...
+    def device_ops(self) -> Sequence[Sequence[DeviceOp]]: ...
 
 
-class NamedOp(Protocol):
-    """A device op from `parse_ops` with its key in DEVICE_OPS."""
-
-    @property
-    def name(self) -> str: ...
-
-    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs, /) -> Batch: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of rows that are mixed: within blocks of 2 D rows, row j with row j + D.
-
-    D is `order.pair_distance`. Pairs are fixed; if 2 D divides the number of rows on a device, both
-    rows lie on it and mixing moves no data between devices. The shuffled order of the data decides
-    which images meet.
-    """
-
-    distance: int = 1
-
-    def swapped(self, x: jax.Array) -> jax.Array:
-        """The value of each row's partner: (B, ...) -> (B, ...)."""
-        return jnp.flip(self._blocks(x), 1).reshape(x.shape)
-
-    def firsts(self, x: jax.Array) -> jax.Array:
-        """The value of each pair's first row, for both rows: (B, ...) -> (B, ...)."""
-        blocks = self._blocks(x)
-        return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
-
-    def _blocks(self, x):
-        return x.reshape(-1, 2, self.distance, *x.shape[1:])
-
-
-def flip() -> DeviceOp:
+class Flip(DeviceOp):
     """Flip images left to right, each with probability 1/2."""
 
-    def apply(batch, keys, pairs):
+    def __call__(self, batch, keys, pairs):
         images = batch["image"]
         flipped = jax.vmap(jax.random.bernoulli)(keys)
-        images = jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
-        return batch | {"image": images}
+        return batch | {
+            "image": jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
+        }
 
-    return apply
 
-
-def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> DeviceOp:
+class Erase(DeviceOp):
     """Fill a random rectangle with noise, in each image with `probability`.
 
     The area is `area_min` to `area_max` of the image. The aspect is log-uniform in 0.3 to 1 / 0.3,
@@ -95,16 +63,25 @@ def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> 
     Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, which instead draws aspect and
     position again until the rectangle fits.
     """
-    if not (_is_number(probability) and 0 <= probability <= 1):
-        raise ValueError(f"probability must be a number from 0 to 1, not {probability!r}")
-    is_number = _is_number(area_min) and _is_number(area_max)
-    if not (is_number and 0 < area_min <= area_max <= 1):
-        raise ValueError(f"needs 0 < area_min <= area_max <= 1, not {area_min!r}, {area_max!r}")
 
-    def draw(key, height, width, channels):
+    probability: float = key(..., _PROBABILITY, within=_SHARE)
+    area_min: float = key(0.02, "smallest share of the image", within="(0, 1]")
+    area_max: float = key(0.4, "largest share of the image", within="(0, 1]")
+
+    def check(self) -> list[str]:
+        low, high = self.area_min, self.area_max
+        return [f"area_min={low}: needs at most area_max={high}"] * (low > high)
+
+    def __call__(self, batch, keys, pairs):
+        images = batch["image"]
+        box, noise = jax.vmap(lambda key: self._draw(key, *images.shape[1:]))(keys)
+        return batch | {"image": jnp.where(box[..., None], noise.astype(images.dtype), images)}
+
+    def _draw(self, key, height, width, channels):
+        """(whether each pixel is erased, bool (H, W); its noise, uint8 (H, W, channels))."""
         box_key, noise_key = jax.random.split(key)
         chosen, area, aspect, top, left = jax.random.uniform(box_key, (5,))
-        area = (area_min + area * (area_max - area_min)) * height * width
+        area = (self.area_min + area * (self.area_max - self.area_min)) * height * width
         low = jnp.maximum(math.log(_ERASED_ASPECT), jnp.log(area / width**2))
         high = jnp.minimum(-math.log(_ERASED_ASPECT), jnp.log(height**2 / area))
         aspect = jnp.exp(low + aspect * (high - low))
@@ -115,17 +92,53 @@ def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> 
         bits = jax.random.bits(noise_key, (height, width), jnp.uint32)
         shifts = [8 * (i % 4) for i in range(channels)]
         noise = jnp.stack([bits >> shift for shift in shifts], axis=-1).astype(jnp.uint8)
-        return box & (chosen < probability), noise
-
-    def apply(batch, keys, pairs):
-        images = batch["image"]
-        box, noise = jax.vmap(lambda key: draw(key, *images.shape[1:]))(keys)
-        return batch | {"image": jnp.where(box[..., None], noise.astype(images.dtype), images)}
-
-    return apply
+        return box & (chosen < self.probability), noise
 
 
-def mixup(alpha: float) -> DeviceOp:
+class Mixing(DeviceOp):
+    """MixUp or CutMix; of both, one is drawn per pair."""
+
+    mixes = True
+
+    def alphas(self) -> tuple[float | None, float | None]:
+        """MixUp's and CutMix's alpha; None: without."""
+        raise NotImplementedError
+
+    def __call__(self, batch, keys, pairs):
+        images, labels, mask = batch["image"], batch["label"], batch["mask"]
+        _, height, width, _ = images.shape
+        sides = jnp.array([[height, width]], jnp.float32)
+        cuts, share, centre = jax.tree.map(pairs.firsts, jax.vmap(self._draw)(keys))
+        both_count = mask * pairs.swapped(mask) > 0  # a masked image is not mixed
+
+        half = jnp.floor(jnp.floor(jnp.sqrt(1 - share)[:, None] * sides) / 2)
+        centre = jnp.floor(centre * sides)
+        corner, opposite = jnp.maximum(centre - half, 0), jnp.minimum(centre + half, sides)
+        box = jax.vmap(_box, (None, None, 0, 0))(height, width, corner, opposite)
+        left_over = 1 - jnp.prod(opposite - corner, axis=1) / (height * width)
+
+        share = jnp.where(cuts, left_over, jnp.maximum(share, 1 - share))
+        share = jnp.where(both_count, share, 1.0)
+        own = jnp.where(cuts[:, None, None], ~box, share[:, None, None])
+        own = jnp.where(both_count[:, None, None], own, 1.0)[..., None]
+        others = pairs.swapped(images).astype(jnp.float32)
+        return batch | {
+            "image": own * images.astype(jnp.float32) + (1 - own) * others,
+            "label": share[:, None] * labels + (1 - share[:, None]) * pairs.swapped(labels),
+        }
+
+    def _draw(self, key):
+        """(whether the pair is cut, its lambda, the centre of the box (2,))."""
+        mixup, cutmix = self.alphas()
+        alphas = [alpha for alpha in (mixup, cutmix) if alpha is not None]
+        beta_key, choice_key, centre_key = jax.random.split(key, 3)
+        choice = jax.random.randint(choice_key, (), 0, len(alphas))
+        share = symmetric_beta(beta_key, jnp.asarray(alphas, jnp.float32)[choice])
+        cuts = (choice == len(alphas) - 1) & (cutmix is not None)
+        return cuts, share, jax.random.uniform(centre_key, (2,))
+
+
+class MixUp(Mixing):
     """Mix images and labels of pairs: lambda * own + (1 - lambda) * partner's.
 
     lambda ~ Beta(alpha, alpha) is drawn once per pair, and both rows use the larger of lambda and
@@ -134,10 +147,14 @@ def mixup(alpha: float) -> DeviceOp:
 
     Source: Zhang et al. 2017 (arXiv:1710.09412), equation 2.
     """
-    return _mixing(alpha, None)
+
+    alpha: float = key(..., _BETA, within=_POSITIVE)
+
+    def alphas(self):
+        return self.alpha, None
 
 
-def cutmix(alpha: float) -> DeviceOp:
+class CutMix(Mixing):
     """Replace a box of each image by its partner's, and mix the labels by the remaining area.
 
     The box has the image's shape and 1 - lambda of its area, with lambda ~ Beta(alpha, alpha). Its
@@ -146,28 +163,181 @@ def cutmix(alpha: float) -> DeviceOp:
 
     Source: Yun et al. 2019 (arXiv:1905.04899), equations 1 and 2.
     """
-    return _mixing(None, alpha)
+
+    alpha: float = key(..., _BETA, within=_POSITIVE)
+
+    def alphas(self):
+        return None, self.alpha
 
 
-def mixup_or_cutmix(mixup: float, cutmix: float) -> DeviceOp:
+class MixUpOrCutMix(Mixing):
     """Apply mixup(`mixup`) or cutmix(`cutmix`) to each pair, with equal probability.
 
     Source: Touvron et al. 2020 (arXiv:2012.12877), section 6, which draws one for a whole batch.
     """
-    return _mixing(mixup, cutmix)
+
+    mixup: float = key(..., f"{_BETA} of mixup", within=_POSITIVE)
+    cutmix: float = key(..., f"{_BETA} of cutmix", within=_POSITIVE)
+
+    def alphas(self):
+        return self.mixup, self.cutmix
 
 
-MIXING_OPS: dict[str, Callable[..., DeviceOp]] = {
-    "mixup": mixup,
-    "cutmix": cutmix,
-    "mixup_or_cutmix": mixup_or_cutmix,
-}
-DEVICE_OPS: dict[str, Callable[..., DeviceOp]] = {
-    "flip": flip,
-    "erase": erase,
-    **COLOUR_OPS,
-    **MIXING_OPS,
-}
+class ColourOp(DeviceOp):
+    """Changes each image by itself."""
+
+    probability: float = key(..., _PROBABILITY, within=_SHARE)
+
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
+        """The next image: float32 (H, W, 3) -> float32 (H, W, 3)."""
+        raise NotImplementedError
+
+    def __call__(self, batch, keys, pairs):
+        images = batch["image"].astype(jnp.float32)
+        return batch | {"image": jax.vmap(self.change)(images, keys)}
+
+
+class ColorJitter(ColourOp):
+    """Change the colours, in each image with `probability`, in a random order of the four changes.
+
+    `brightness`, `contrast` and `saturation` b draw a factor from 1 - b to 1 + b, at least 0, of
+    the image against black, its mean grey, or its grey image. `hue` h, at most 0.5, turns the hue
+    by -h to h of the colour circle.
+
+    Source: Chen et al. 2020 (arXiv:2002.05709), appendix A.
+    """
+
+    of_colours = True
+    brightness: float = key(..., "strength", within=_FROM_0)
+    contrast: float = key(..., "strength", within=_FROM_0)
+    saturation: float = key(..., "strength", within=_FROM_0)
+    hue: float = key(..., "share of the colour circle", within="[0, 0.5]")
+
+    def change(self, image, key):
+        factor_key, order_key, chosen_key = jax.random.split(key, 3)
+        draws = jax.random.uniform(factor_key, (4,), minval=-1.0)
+        strengths = (self.brightness, self.contrast, self.saturation)
+        factors = [jnp.maximum(1 + s * draws[i], 0) for i, s in enumerate(strengths)]
+        changes = [
+            lambda x: x * factors[0],
+            lambda x: _blend(to_grey(x).mean(), x, factors[1]),
+            lambda x: _blend(to_grey(x), x, factors[2]),
+            lambda x: turn_hue(x, self.hue * draws[3]),
+        ]
+        changed = image
+        for which in jax.random.permutation(order_key, 4):
+            changed = jnp.clip(jax.lax.switch(which, changes, changed), 0, 255)
+        return jnp.where(jax.random.uniform(chosen_key) < self.probability, changed, image)
+
+
+class Greyscale(ColourOp):
+    """Make images grey, each with `probability`."""
+
+    of_colours = True
+
+    def change(self, image, key):
+        grey = jnp.broadcast_to(to_grey(image), image.shape)
+        return jnp.where(jax.random.uniform(key) < self.probability, grey, image)
+
+
+class Blur(ColourOp):
+    """Blur images, each with `probability`, by a Gaussian of `sigma_min` to `sigma_max` pixels.
+
+    The kernel has 9 x 9 pixels; the image is mirrored at its borders. It needs 5 pixels a side.
+
+    Source: Chen et al. 2020 (arXiv:2002.05709), appendix A.
+    """
+
+    sigma_min: float = key(0.1, "smallest deviation, in pixels", within=_POSITIVE)
+    sigma_max: float = key(2.0, "largest deviation, in pixels", within=_POSITIVE)
+
+    def check(self) -> list[str]:
+        low, high = self.sigma_min, self.sigma_max
+        return [f"sigma_min={low}: needs at most sigma_max={high}"] * (low > high)
+
+    def change(self, image, key):
+        sigma_key, chosen_key = jax.random.split(key)
+        sigma = jax.random.uniform(sigma_key, minval=self.sigma_min, maxval=self.sigma_max)
+        offsets = jnp.arange(-_BLUR_REACH, _BLUR_REACH + 1)
+        weights = jax.nn.softmax(-0.5 * (offsets / sigma) ** 2)
+        blurred = image
+        for axis in (0, 1):
+            side = blurred.shape[axis]
+            padding = [(_BLUR_REACH, _BLUR_REACH) if i == axis else (0, 0) for i in range(3)]
+            padded = jnp.pad(blurred, padding, mode="reflect")
+            parts = [
+                weights[i] * jax.lax.slice_in_dim(padded, i, i + side, axis=axis)
+                for i in range(len(offsets))
+            ]
+            blurred = sum(parts[1:], parts[0])
+        return jnp.where(jax.random.uniform(chosen_key) < self.probability, blurred, image)
+
+
+class Solarize(ColourOp):
+    """Invert the values from `threshold` on, in each image with `probability`.
+
+    Source: Grill et al. 2020 (arXiv:2006.07733), appendix B.
+    """
+
+    threshold: float = key(128, "the least value that is inverted", within="[0, 256]")
+
+    def change(self, image, key):
+        inverted = jnp.where(image >= self.threshold, 255 - image, image)
+        return jnp.where(jax.random.uniform(key) < self.probability, inverted, image)
+
+
+def to_grey(image: jax.Array) -> jax.Array:
+    """0.299 R + 0.587 G + 0.114 B: (..., 3) -> (..., 1)."""
+    weights = jnp.reshape(jnp.asarray(GREY), (1,) * (image.ndim - 1) + (3,))
+    return (image * weights).sum(-1, keepdims=True)
+
+
+def turn_hue(image: jax.Array, turn: jax.Array) -> jax.Array:
+    """Turn the hue by `turn`, a share of the colour circle; value and saturation stay.
+
+    Shapes: (..., 3) -> (..., 3).
+    """
+    red, green, blue = image[..., 0], image[..., 1], image[..., 2]
+    value, low = image.max(-1), image.min(-1)
+    span = value - low
+    divisor = jnp.where(span > 0, span, 1.0)
+    of_red = (green - blue) / divisor
+    of_others = jnp.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
+    hue = jnp.where(value == red, of_red, of_others) + 6 * turn  # in sixths of the circle
+
+    def channel(n):
+        k = jnp.mod(n + hue, 6)
+        return value - span * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
+
+    return jnp.stack([channel(5), channel(3), channel(1)], axis=-1)
+
+
+def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
+    """One draw from Beta(alpha, alpha), computed from two uniform draws.
+
+    The method has no rejection loop, so devices need not wait for each other. With U and V uniform,
+    T = sqrt(2 alpha (U^(-1/alpha) - 1)) cos(2 pi V) has Student's t-distribution with 2 alpha
+    degrees of freedom, and 1/2 + T / (2 sqrt(2 alpha + T^2)) has Beta(alpha, alpha).
+
+    Source: Bailey 1994, "Polar generation of random variates with the t-distribution"; Devroye
+    1996, "Random variate generation in one line of code".
+    """
+    u, v = jax.random.uniform(key, (2,), minval=jnp.finfo(jnp.float32).tiny)
+    cos = jnp.cos(2 * jnp.pi * v)
+    odds = jnp.expm1(-jnp.log(u) / alpha) * cos**2  # T^2 / (2 alpha), infinite at most
+    return 0.5 + 0.5 * jnp.sign(cos) * jnp.sqrt(1 / (1 + 1 / odds))
+
+
+def _blend(other, image, factor):
+    """factor * image + (1 - factor) * other."""
+    return other + factor * (image - other)
+
+
+def _box(height, width, corner, opposite):
+    """The box from `corner` (included) to `opposite` (excluded), each (2,): bool (H, W)."""
+    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None]
+    rows = (y >= corner[0]) & (y < opposite[0])
+    return rows & (x >= corner[1]) & (x < opposite[1])
 
 
 def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
@@ -175,7 +345,7 @@ def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
 
     Raises: InputError if there are others.
     """
-    if len(values) != channels and len(set(values)) == 1:
+    if len(set(values)) == 1:
         return (values[0],) * channels
     if len(values) != channels:
         raise InputError(f"{tuple(values)}: needs {channels} numbers, one a channel, or all alike")
@@ -195,7 +365,7 @@ def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float
 
 
 def make_device_transform(
-    device_ops: Sequence[NamedOp],
+    device_ops: Sequence[DeviceOp],
     mean: Sequence[float],
     std: Sequence[float],
     *,
@@ -221,7 +391,7 @@ def make_device_transform(
     """
     pairs = Pairs(distance)
 
-    def of_view(image: jax.Array, keys: jax.Array, ops: Sequence[NamedOp]) -> jax.Array:
+    def of_view(image: jax.Array, keys: jax.Array, ops: Sequence[DeviceOp]) -> jax.Array:
         for i, op in enumerate(ops):
             image = op({"image": image}, _fold_in(keys, i), pairs)["image"]
         return image.astype(jnp.float32)
@@ -235,7 +405,7 @@ def make_device_transform(
 
     def transform(batch: Batch, row_keys: jax.Array) -> Batch:
         for i, op in enumerate(device_ops):
-            if op.name in MIXING_OPS and batch["label"].ndim == 1:
+            if op.mixes and batch["label"].ndim == 1:
                 batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}
             batch = op(batch, _fold_in(row_keys, i), pairs)
         made = {name: of_views(batch[name], row_keys, v) for name, v in (views or {}).items()}
@@ -248,70 +418,3 @@ def make_device_transform(
 
 def _fold_in(keys: jax.Array, number: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-
-
-def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
-    """One draw from Beta(alpha, alpha), computed from two uniform draws.
-
-    The method has no rejection loop, so devices need not wait for each other. With U and V uniform,
-    T = sqrt(2 alpha (U^(-1/alpha) - 1)) cos(2 pi V) has Student's t-distribution with 2 alpha
-    degrees of freedom, and 1/2 + T / (2 sqrt(2 alpha + T^2)) has Beta(alpha, alpha).
-
-    Source: Bailey 1994, "Polar generation of random variates with the t-distribution"; Devroye
-    1996, "Random variate generation in one line of code".
-    """
-    u, v = jax.random.uniform(key, (2,), minval=jnp.finfo(jnp.float32).tiny)
-    cos = jnp.cos(2 * jnp.pi * v)
-    odds = jnp.expm1(-jnp.log(u) / alpha) * cos**2  # T^2 / (2 alpha), infinite at most
-    return 0.5 + 0.5 * jnp.sign(cos) * jnp.sqrt(1 / (1 + 1 / odds))
-
-
-def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
-    """MixUp or CutMix; given both alphas, one is drawn per pair."""
-    alphas = [alpha for alpha in (mixup_alpha, cutmix_alpha) if alpha is not None]
-    for alpha in alphas:
-        if not (_is_number(alpha) and 0 < alpha < math.inf):
-            raise ValueError(f"the parameter of Beta must be a number above 0, not {alpha!r}")
-
-    def draw(key):
-        beta_key, choice_key, centre_key = jax.random.split(key, 3)
-        choice = jax.random.randint(choice_key, (), 0, len(alphas))
-        share = symmetric_beta(beta_key, jnp.asarray(alphas, jnp.float32)[choice])
-        cuts = (choice == len(alphas) - 1) & (cutmix_alpha is not None)
-        return cuts, share, jax.random.uniform(centre_key, (2,))
-
-    def apply(batch, keys, pairs):
-        images, labels, mask = batch["image"], batch["label"], batch["mask"]
-        _, height, width, _ = images.shape
-        sides = jnp.array([[height, width]], jnp.float32)
-        cuts, share, centre = jax.tree.map(pairs.firsts, jax.vmap(draw)(keys))
-        both_count = mask * pairs.swapped(mask) > 0  # a masked image is not mixed
-
-        half = jnp.floor(jnp.floor(jnp.sqrt(1 - share)[:, None] * sides) / 2)
-        centre = jnp.floor(centre * sides)
-        corner, opposite = jnp.maximum(centre - half, 0), jnp.minimum(centre + half, sides)
-        box = jax.vmap(_box, (None, None, 0, 0))(height, width, corner, opposite)
-        left_over = 1 - jnp.prod(opposite - corner, axis=1) / (height * width)
-
-        share = jnp.where(cuts, left_over, jnp.maximum(share, 1 - share))
-        share = jnp.where(both_count, share, 1.0)
-        own = jnp.where(cuts[:, None, None], ~box, share[:, None, None])
-        own = jnp.where(both_count[:, None, None], own, 1.0)[..., None]
-        others = pairs.swapped(images).astype(jnp.float32)
-        return batch | {
-            "image": own * images.astype(jnp.float32) + (1 - own) * others,
-            "label": share[:, None] * labels + (1 - share[:, None]) * pairs.swapped(labels),
-        }
-
-    return apply
-
-
-def _box(height, width, corner, opposite):
-    """The box from `corner` (included) to `opposite` (excluded), each (2,): bool (H, W)."""
-    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None]
-    rows = (y >= corner[0]) & (y < opposite[0])
-    return rows & (x >= corner[1]) & (x < opposite[1])
-
-
-def _is_number(value) -> bool:
-    return type(value) in (int, float)

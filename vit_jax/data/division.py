@@ -1,10 +1,10 @@
-"""Which of the user's pictures a run trains on and which it holds out, by their names.
+"""Which of the user's images a run trains on and which it holds out, by their names.
 
-A name is the path of a picture from the folder of the data, or from the folder of the list, with
-forward slashes. A run divides its pictures once, before step 0, and keeps the result:
+A name is the path of an image from the folder of the data, or from the folder of the list, with
+forward slashes. A run divides its images once, before step 0, and keeps the result:
 
-    WORKDIR/pictures.csv.gz   name,split: `train` or `val`. With the split `elsewhere` the name is
-                              the hash of a picture that is held out in what the run started from
+    WORKDIR/images.csv.gz     name,split: `train` or `val`. With the split `elsewhere` the name is
+                              the hash of an image that is held out in what the run started from
     MODEL.held_out.npy        beside an exported model: the sorted hashes of the held-out names
 """
 
@@ -18,42 +18,41 @@ import logging
 import os
 import types
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.data.pictures import shown, warn_once
+from vit_jax.data.images.files import few, warn_once
 from vit_jax.errors import InputError
 
-FILE = "pictures.csv.gz"
+FILE = "images.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file
 
 # {name: group}. A name without a group is a group of its own; with None for all groups nothing more
-# is held out, as the validation pictures lie elsewhere.
+# is held out, as the validation images lie elsewhere.
 Groups = Mapping[str, str] | None
 
 _ELSEWHERE = "elsewhere"
 _SMALL = 5  # groups; a smaller class has less than half a group to hold out
-_SHOWN = 5  # names in a message
 
 logger = logging.getLogger("vit_jax")
 
 
 class Division(NamedTuple):
-    """How the pictures of a run, or of the run behind an export, are divided.
+    """How the images of a run, or of the run behind an export, are divided.
 
-    splits: {name: split} of the run's pictures; {} for an export, which has no names.
-    hashes: of the held-out pictures of an export, and of what a run started from.
+    splits: {name: split} of the run's images; {} for an export, which has no names.
+    hashes: of the held-out images of an export, and of what a run started from.
     """
 
     splits: Mapping[str, str] = types.MappingProxyType({})
     hashes: frozenset[int] = frozenset()
 
     def held_out(self) -> frozenset[int]:
-        """The hashes of all held-out pictures."""
+        """The hashes of all held-out images."""
         return self.hashes | {
             hash_of(name) for name, split in self.splits.items() if split == "val"
         }
@@ -96,8 +95,8 @@ def divide_anew(
     several groups is held out. Hashes of the names choose, so the result depends neither on the
     place nor on the order of the files, and a class of 5 groups or more not on the other classes.
 
-    In a class from which `known` holds out pictures, exactly these are held out; in the others no
-    picture that `known` trained on, if it holds out some at all.
+    In a class from which `known` holds out images, exactly these are held out; in the others no
+    image that `known` trained on, if it holds out some at all.
     """
     held = {name for name in classes if known.holds_out(name)}
     if groups is None:
@@ -130,18 +129,18 @@ def divide_anew(
 
 
 class Divider:
-    """Divides the pictures of a model and of other folders.
+    """Divides the images of a model and of other folders.
 
-    divider(folder for messages, {name: class}, groups) -> {name: `train` or `val`}. Pictures
+    divider(folder for messages, {name: class}, groups) -> {name: `train` or `val`}. Images
     without an entry are in neither split.
 
     Args:
-      known: how the pictures of the model are divided.
+      known: how the images of the model are divided.
       model: its name in messages; "" for the run that goes on.
-      anew: for a new run, which may train on pictures that `known` does not name. Otherwise
-        pictures are divided exactly as `known` says, but for a folder that it does not know.
+      anew: for a new run, which may train on images that `known` does not name. Otherwise
+        images are divided exactly as `known` says, but for a folder that it does not know.
 
-    decided: {name: split} of all pictures divided so far.
+    decided: {name: split} of all images divided so far.
     """
 
     def __init__(self, known: Division = UNKNOWN, model: str = "", *, anew: bool = False):
@@ -161,16 +160,16 @@ class Divider:
         return found
 
     def begun_with(self) -> Collection[str]:
-        """The names of the pictures that the run began with; none for a new run."""
+        """The names of the images that the run began with; none for a new run."""
         return () if self._anew else self._known.splits.keys()
 
     def warn_of_trained(self, where: str, names: Collection[str]) -> None:
-        """Warns of those of the user's own validation or test pictures that the run trained on."""
+        """Warns of those of the user's own validation or test images that the run trained on."""
         known = {} if self._anew else self._known.splits
         if trained := sorted(name for name in names if known.get(name) == "train"):
             warn_once(
                 f"{where}: {self._model or 'this run'} was trained on {len(trained):,} of these "
-                f"pictures: {say_names(trained)}; put them back into train"
+                f"images: {few(trained)}; put them back into train"
             )
 
     def settled(self) -> Division:
@@ -180,24 +179,24 @@ class Divider:
         )
 
     def find_missing(self) -> list[str]:
-        """The pictures that `known` trained on and that were not there; once the data are open."""
+        """The images that `known` trained on and that were not there; once the data are open."""
         splits = {} if self._anew else self._known.splits
         return sorted(n for n, s in splits.items() if s == "train" and n not in self.decided)
 
     def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
-        """Warns if `known` may have the same pictures from another folder on."""
+        """Warns if `known` may have the same images from another folder on."""
         if any(name in self._known.splits for name in names):
             return
         tails = {_tail(name) for name in self._known.splits}
         if same := sum(_tail(name) in tails for name in names):
             warn_once(
-                f"{where}: {same:,} pictures seem to be those of {self._model} under other names; "
-                "val is a new tenth, which may have pictures that the initial weights were trained "
+                f"{where}: {same:,} images seem to be those of {self._model} under other names; "
+                "val is a new tenth, which may have images that the initial weights were trained "
                 "on; give the data as that run had them"
             )
 
     def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
-        """As `known` says; {} if it knows none of the pictures."""
+        """As `known` says; {} if it knows none of the images."""
         known, hashes, model = self._known, self._known.hashes, self._model or "this run"
         if not any(name in known.splits for name in names):  # an export does not know them all
             found = {name: "val" if hash_of(name) in hashes else "train" for name in names}
@@ -207,15 +206,15 @@ class Divider:
         found = {name: known.splits[name] for name in names if name in known.splits}
         if new := sorted({*names} - {*found}):
             warn_once(
-                f"{where}: {len(new):,} pictures are not among those that {model} began "
-                f"with, so they are neither in train nor in val: {say_names(new)}; for other "
-                "pictures of the same names take --config.evals.NAME.split=all"
+                f"{where}: {len(new):,} images are not among those that {model} began "
+                f"with, so they are neither in train nor in val: {few(new)}; for other "
+                "images of the same names take --config.evals.NAME.split=all"
             )
         held = (name for name, split in known.splits.items() if split == "val")
         if gone := sorted(name for name in held if name not in found):
             warn_once(
-                f"{where}: {len(gone):,} pictures that {model} holds out are missing, so "
-                f"results may not be comparable: {say_names(gone)}"
+                f"{where}: {len(gone):,} images that {model} holds out are missing, so "
+                f"results may not be comparable: {few(gone)}"
             )
         return found
 
@@ -230,19 +229,19 @@ class Divider:
         all_of_them = "the split all is all of them (--config.evals.NAME.split=all)"
         if self._model and any(self._known):
             warn_once(
-                f"{where}: holds none of the pictures that {self._model} holds out; val is a tenth "
+                f"{where}: holds none of the images that {self._model} holds out; val is a tenth "
                 f"({number:,} of {len(found):,}), on which the model may have been trained; if it "
                 f"was not, {all_of_them}"
             )
         else:
-            logger.info("%s: val is %d of %d pictures; %s", where, number, len(found), all_of_them)
+            logger.info("%s: val is %d of %d images; %s", where, number, len(found), all_of_them)
         return found
 
 
 def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
     """The division of the run of `config` in `workdir`; an empty one if it has none.
 
-    Raises: InputError if its file is damaged, or missing though the run trains on own pictures.
+    Raises: InputError if its file is damaged, or missing though the run trains on own images.
     """
     path, d = workdir / FILE, config.data
     divides = d.split == "train" and d.name in ("folder", "list", "unlabelled")
@@ -252,7 +251,7 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
         return Division.from_bytes(path.read_bytes())
     except (OSError, EOFError, ValueError, zlib.error) as e:
         raise InputError(
-            f"{path}: cannot be read ({e}); restore it, as it says which pictures are held out"
+            f"{path}: cannot be read ({e}); restore it, as it says which images are held out"
         ) from None
 
 
@@ -264,12 +263,6 @@ def side_file(model: epath.Path) -> epath.Path:
 def _tail(name: str) -> str:
     """The name from the last folder on."""
     return "/".join(name.split("/")[-2:])
-
-
-def say_names(names: Sequence[str]) -> str:
-    """The first few of `names` for a message."""
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(shown, names[:_SHOWN])) + more
 
 
 def hashes_to_bytes(hashes: Collection[int]) -> bytes:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vit_jax.data.crops import Crops, decode_early, make_all
+from vit_jax.data.batch import Crops, decode_early, make_all
 from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf
-from vit_jax.data.ops import Op
-from vit_jax.data.record_files import stored_records
+from vit_jax.data.ops import HostOp
+from vit_jax.data.records import stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -166,7 +166,7 @@ def _load_encoded(source, crops, arranged, careful):
 def _name_broken(
     batches: Iterator[Batch],
     source: Source,
-    all_ops: Sequence[Sequence[Op]],
+    all_ops: Sequence[Sequence[HostOp]],
     refuse_small: str | None,
     consequence: str,
 ) -> Iterator[Batch]:
@@ -195,7 +195,7 @@ def _name_broken(
         yield batch
 
 
-def why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
+def why_masked(source: Source, host_ops: Sequence[HostOp], record: int) -> str:
     """The reason why a record is masked, such as "not a readable image"."""
     fault = source.why_unreadable(record)
     return _describe(fault) if fault else _find_small(source, host_ops, record) or _UNREADABLE
@@ -206,13 +206,15 @@ def _describe(fault: str) -> str:
     return f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE
 
 
-def _find_small_for_any(source: Source, all_ops: Sequence[Sequence[Op]], record: int) -> str | None:
+def _find_small_for_any(
+    source: Source, all_ops: Sequence[Sequence[HostOp]], record: int
+) -> str | None:
     """The result of `_find_small` for the first of `all_ops` that has a crop too large."""
     found = (_find_small(source, ops, record) for ops in all_ops)
     return next((small for small in found if small is not None), None)
 
 
-def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | None:
+def _find_small(source: Source, host_ops: Sequence[HostOp], record: int) -> str | None:
     """The sizes of a readable image and of the crop that exceeds it; reads the record again.
 
     None if the image cannot be read, or if no crop exceeds it.

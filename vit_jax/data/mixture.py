@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
-from vit_jax.data.record_files import RecordFiles
+from vit_jax.data.records import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
 

@@ -1,6 +1,7 @@
 """Preprocessing strings: "inception_crop|flip", "decode|resize(72, antialias=True)|central_crop".
 
-A string joins small ops by "|"; arguments are literals. Host ops come first and run in tf.data
+A string joins small ops by "|"; arguments are literals. An op is a part: one class, whose fields
+are its arguments, and one line in `registries.OPS`. Host ops come first and run in tf.data
 (host_ops.py); device ops come last and run inside the jitted step (device_ops.py). Parsing finds
 every fault without TensorFlow.
 """
@@ -8,77 +9,156 @@ every fault without TensorFlow.
 from __future__ import annotations
 
 import ast
-import collections
 import dataclasses
-import difflib
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
-from vit_jax.data.host_ops import (
-    CUTS,
-    FULL_SIZE,
-    HOST_OPS,
-    RESIZES_BEFORE_CROP,
-    TAKES_ENCODED,
-    HostOp,
-)
-from vit_jax.errors import InputError
+import jax
+import jax.numpy as jnp
+
+from vit_jax.config import image_hw
+from vit_jax.config.parts import Part, find_faults, key
+from vit_jax.config.registries import OPS
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.tree import Batch
 
 _MOST_OPS = 100  # of a string; each makes the pipeline's graph, or the step's program, longer
 
-# A view of both tables; plug-ins add to either.
-OPS: Mapping[str, Callable[..., HostOp] | Callable[..., DeviceOp]]
-OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
+Size = int | tuple[int, int] | None
+Hw = tuple[int, int]
+SIZE = "(height, width), or one number for both; None: data.image_size"
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """One op of a string.
+class Op(Part):
+    """An op of a preprocessing string; its fields are its arguments, in order.
 
+    of_colours: whether it needs images of three channels.
     text: the op as the user typed it.
-    name: its key in OPS.
-    apply: the function itself.
-    arguments: (name, value) of each argument, with defaults filled in; ops with equal names and
-      arguments do the same.
     """
 
-    text: str
-    name: str
-    apply: HostOp | DeviceOp
-    arguments: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.apply(*args)
+    of_colours: ClassVar[bool] = False
+    text: ClassVar[str] = ""
 
     @property
-    def takes_encoded(self) -> bool:
-        """Whether the op can start from JPEG or PNG bytes."""
-        return self.name in TAKES_ENCODED
+    def name(self) -> str:
+        """Its key in OPS."""
+        return self.text.partition("(")[0].strip()
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Its arguments with their defaults."""
+        fields = inspect.signature(cls).parameters.values()
+        bare = (f.replace(kind=f.POSITIONAL_OR_KEYWORD, annotation=f.empty) for f in fields)
+        return inspect.Signature([*bare])
+
+
+class HostOp(Op):
+    """An op on the host, on one image in tf.data.
+
+    takes_encoded: whether it can start from JPEG or PNG bytes.
+    cuts: whether it keeps a part of the image only.
+    full_size: the name of the op that does the same, where this one scales JPEGs as it decodes
+      them; "": it does not.
+    """
+
+    takes_encoded: ClassVar[bool] = False
+    cuts: ClassVar[bool] = False
+    full_size: ClassVar[str] = ""
+
+    def __call__(self, image, seed):
+        """The next image: uint8 pixels (h, w, 3) of such pixels; results are rounded and clipped.
+
+        seed: int64 (2,), for TensorFlow's stateless ops.
+        """
+        raise NotImplementedError
 
     @property
-    def gives(self) -> tuple[int, int] | None:
-        """The minimum (height, width) of a host op's results; None if it keeps the size."""
-        assert isinstance(self.apply, HostOp)
-        return self.apply.gives
+    def gives(self) -> Hw | None:
+        """The minimum (height, width) of its results; None if it keeps the image's size."""
+        return None
 
     @property
-    def needs(self) -> tuple[int, int] | None:
-        """The minimum (height, width) of a host op's input; None if it takes any size."""
-        assert isinstance(self.apply, HostOp)
-        return self.apply.needs
+    def needs(self) -> Hw | None:
+        """The minimum (height, width) of its input; None if it takes any size."""
+        return None
 
-    def takes(self, size: tuple[int, int] | None) -> bool:
-        """Whether a host op takes images of `size` (height, width); True if the size is unknown."""
+    @property
+    def decodes_for(self) -> Hw | None:
+        """The largest (height, width) to which a resize after it may resize.
+
+        None if it decodes no JPEGs at a fraction of their size, or resizes them itself.
+        """
+        return None
+
+    def takes(self, size: Hw | None) -> bool:
+        """Whether it takes images of `size` (height, width); True if the size is unknown."""
         return size is None or self.needs is None or all(map(operator.ge, size, self.needs))
 
 
+class SizedOp(HostOp):
+    """A host op with a size."""
+
+    size: Size = key(None, SIZE)
+
+    def check(self) -> list[str]:
+        image_hw(self.size, "size")
+        return []
+
+    @property
+    def hw(self) -> Hw:
+        """The size as (height, width)."""
+        return image_hw(self.size, "size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs of rows that are mixed: within blocks of 2 D rows, row j with row j + D.
+
+    D is `order.pair_distance`. Pairs are fixed; if 2 D divides the number of rows on a device, both
+    rows lie on it and mixing moves no data between devices. The shuffled order of the data decides
+    which images meet.
+    """
+
+    distance: int = 1
+
+    def swapped(self, x: jax.Array) -> jax.Array:
+        """The value of each row's partner: (B, ...) -> (B, ...)."""
+        return jnp.flip(self._blocks(x), 1).reshape(x.shape)
+
+    def firsts(self, x: jax.Array) -> jax.Array:
+        """The value of each pair's first row, for both rows: (B, ...) -> (B, ...)."""
+        blocks = self._blocks(x)
+        return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
+
+    def _blocks(self, x):
+        return x.reshape(-1, 2, self.distance, *x.shape[1:])
+
+
+class DeviceOp(Op):
+    """An op on the device, on a whole batch inside the jitted step.
+
+    mixes: whether it mixes pairs of images and their labels; labels are then float32 (B, C).
+    """
+
+    mixes: ClassVar[bool] = False
+
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
+        """The next batch: `image` (B, H, W, 3), `label`, `mask` and `id` (each (B,)).
+
+        Images are pixels from 0 to 255, uint8 or float32.
+
+        keys: a JAX key for each row, so that draws do not depend on the batch's sharding.
+        pairs: the rows that are mixed with each other.
+        """
+        raise NotImplementedError
+
+
 def parse_ops(
-    string: str, image_size: tuple[int, int], *, key: str = "data.ops"
-) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    string: str, image_size: Hw, *, key: str = "data.ops"
+) -> tuple[tuple[HostOp, ...], tuple[DeviceOp, ...]]:
     """The host ops and the device ops of a preprocessing string.
 
     Args:
@@ -89,26 +169,26 @@ def parse_ops(
     Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments, or if there
       are too many.
     """
-    texts = [text.strip() for text in string.split("|") if text.strip()]
-    if len(texts) > _MOST_OPS:
-        raise InputError(f"{key}: has {len(texts):,} ops; needs at most {_MOST_OPS}")
-    ops = [_parse_op(text, image_size, key) for text in texts]
-    host_ops = tuple(op for op in ops if op.name in HOST_OPS)
-    device_ops = tuple(op for op in ops if op.name in DEVICE_OPS)
+    calls = parse_calls(string, key)
+    if len(calls) > _MOST_OPS:
+        raise InputError(f"{key}: has {len(calls):,} ops; needs at most {_MOST_OPS}")
+    ops = [make_op(*call, image_size, key) for call in calls]
+    host_ops = tuple(op for op in ops if isinstance(op, HostOp))
+    device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
     for before, op in itertools.pairwise(ops):
-        if op.name in HOST_OPS and before.name in DEVICE_OPS:
+        if isinstance(op, HostOp) and isinstance(before, DeviceOp):
             raise InputError(
                 f"{key}: {op.text!r} runs on the host, but {before.text!r} before it runs on the "
                 f"device; put the device ops last: "
-                f"{'|'.join(op.text for op in host_ops + device_ops)!r}"
+                f"{'|'.join(op.text for op in (*host_ops, *device_ops))!r}"
             )
-        if FULL_SIZE.get(op.name, op.name) == "decode":
+        if isinstance(op, HostOp) and (op.full_size or op.name) == "decode":
             raise InputError(
                 f"{key}: {op.text!r} comes after {before.text!r}, which already gives pixels; "
                 "put it first"
             )
     _check_scaled(host_ops, key)
-    mixing = [op.text for op in device_ops if op.name in MIXING_OPS]
+    mixing = [op.text for op in device_ops if op.mixes]
     if len(mixing) > 1:
         raise InputError(
             f"{key}: {' and '.join(mixing)} would mix images twice; keep one, or use "
@@ -117,7 +197,7 @@ def parse_ops(
     return host_ops, device_ops
 
 
-def _check_scaled(host_ops: Sequence[Op], key: str) -> None:
+def _check_scaled(host_ops: Sequence[HostOp], key: str) -> None:
     """Raise InputError unless what is decoded at a fraction of its size is resized to that size.
 
     A crop would show another part of large JPEGs than of small ones, and a larger resize would
@@ -125,40 +205,36 @@ def _check_scaled(host_ops: Sequence[Op], key: str) -> None:
     """
     scaled, limit = None, (0, 0)
     for op in host_ops:
-        assert isinstance(op.apply, HostOp)
         if op.gives is not None and scaled is not None:
-            if op.name in CUTS or not all(map(operator.le, op.gives, limit)):
+            if op.cuts or not all(map(operator.le, op.gives, limit)):
                 raise InputError(
                     f"{key}: {scaled.text!r} decodes large JPEGs at a fraction of their size, for "
                     f"a resize to at most {_by(limit)} pixels, but {op.text!r} follows it; replace "
                     "it by 'decode'"
                 )
             scaled = None
-        if op.apply.decodes_for is not None:
-            scaled, limit = op, op.apply.decodes_for
+        if op.decodes_for is not None:
+            scaled, limit = op, op.decodes_for
 
 
-def do_the_same(a: Sequence[Op], b: Sequence[Op]) -> bool:
-    """Whether the ops `a` and `b`, from `parse_ops`, do the same, whatever their spelling."""
-    return [(op.name, op.arguments) for op in a] == [(op.name, op.arguments) for op in b]
+def full_size(name: str) -> str:
+    """The name of the op that does the same as the op `name` with JPEGs at their full size."""
+    return getattr(OPS.find(name), "full_size", "") or name
 
 
-def at_full_size(ops: Sequence[Op]) -> tuple[Op, ...]:
+def at_full_size(ops: Sequence[HostOp]) -> tuple[HostOp, ...]:
     """`ops`, from `parse_ops`, with JPEGs decoded at their full size instead of scaled."""
-    return tuple(_at_full_size(op) if op.name in FULL_SIZE else op for op in ops)
+    return tuple(_at_full_size(op) if op.full_size else op for op in ops)
 
 
-def _at_full_size(op: Op) -> Op:
-    name = FULL_SIZE[op.name]
-    taken = inspect.signature(OPS[name]).parameters
-    arguments = {key: value for key, value in op.arguments if key in taken}
-    text = op.text.replace(op.name, name) if arguments else name
-    return Op(text, name, OPS[name](**arguments), tuple(arguments.items()))
+def _at_full_size(op: HostOp) -> HostOp:
+    keys = OPS.find(op.full_size).declared()
+    kept = {name: getattr(op, name) for name in keys}
+    text = op.text.replace(op.name, op.full_size) if kept else op.full_size
+    return make_op(text, op.full_size, [], kept, (1, 1), "ops")
 
 
-def check_crops(
-    host_ops: Sequence[Op], key: str, image_size: tuple[int, int] | None = None
-) -> None:
+def check_crops(host_ops: Sequence[HostOp], key: str, image_size: Hw | None = None) -> None:
     """Refuse a crop that is larger than its images, unless it pads.
 
     Args:
@@ -170,10 +246,9 @@ def check_crops(
     """
     size, made_by = image_size, "the data give"
     for op in host_ops:
-        needs = op.needs
-        if size is not None and needs is not None and not op.takes(size):
+        if size is not None and op.needs is not None and not op.takes(size):
             raise InputError(
-                f"{key}: {op.text!r} takes {_by(needs)} pixels, but {made_by} images of "
+                f"{key}: {op.text!r} takes {_by(op.needs)} pixels, but {made_by} images of "
                 f"{_by(size)}, which would need a black border; enlarge the resize before it "
                 "(resize_small(crop=0.875) follows data.image_size), or allow the border with "
                 f"{op.name}(pad=True)"
@@ -182,43 +257,23 @@ def check_crops(
             size, made_by = op.gives, f"{op.text!r} gives"
 
 
-def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]:
-    """(name, arguments, keyword arguments) of each op of a preprocessing string, as written.
-
-    Raises: InputError if a piece of the string is not an op.
-    """
-    return [_parse_call(text.strip(), key) for text in string.split("|") if text.strip()]
-
-
-def _by(size: tuple[int, int]) -> str:
+def _by(size: Hw) -> str:
     return "{} x {}".format(*size)
 
 
-def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
-    name, args, kwargs = _parse_call(text, key)
-    if name not in OPS:
-        close = difflib.get_close_matches(name, OPS, n=1)
-        meant = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"{key}: unknown op {text!r}; {meant}Known: {', '.join(OPS)}")
-    signature = inspect.signature(OPS[name])
-    try:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        if call.arguments.get("size", image_size) is None:
-            call.arguments["size"] = image_size
-        apply = OPS[name](*call.args, **call.kwargs)
-        arguments = dict(call.arguments)
-        if name in RESIZES_BEFORE_CROP:  # `crop` only sets the size
-            arguments |= {"size": getattr(apply, "gives", None), "crop": 1.0}
-        return Op(text, name, apply, tuple(arguments.items()))
-    except (TypeError, ValueError) as error:
-        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        usage = f"{name}({', '.join(map(str, bare))})"
-        raise InputError(f"{key}: {text!r}: {error}; usage: {usage}") from error
+def parse_calls(string: str, key: str) -> list[tuple[str, str, list, dict[str, Any]]]:
+    """(text, name, arguments, keyword arguments) of each op of a preprocessing string.
+
+    'decode|resize(72, crop=0.8)' -> ('decode', 'decode', [], {}), ('resize(72, crop=0.8)',
+    'resize', [72], {'crop': 0.8})
+
+    Raises: InputError if a piece of the string is not an op.
+    """
+    texts = [text.strip() for text in string.split("|") if text.strip()]
+    return [(text, *_parse_call(text, key)) for text in texts]
 
 
 def _parse_call(text: str, key: str) -> tuple[str, list, dict[str, Any]]:
-    """'resize(72, antialias=True)' -> ('resize', [72], {'antialias': True})."""
     try:
         match ast.parse(text, mode="eval").body:
             case ast.Name(id=name):
@@ -232,3 +287,33 @@ def _parse_call(text: str, key: str) -> tuple[str, list, dict[str, Any]]:
         f"{key}: {text!r} is not an op; needed: a name such as flip, or a call with literal "
         "arguments such as resize(72, antialias=True)"
     )
+
+
+def make_op(
+    text: str, name: str, args: list, kwargs: dict[str, Any], image_size: Hw, key: str
+) -> Any:
+    """The op of a call from `parse_calls`; `image_size` and `key` as for `parse_ops`."""
+    try:
+        made = OPS.find(name)
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from None
+    keys = made.declared()
+    try:
+        values = made.signature().bind(*args, **kwargs).arguments
+        if "size" in keys and values.get("size") is None:
+            values["size"] = image_size
+        faults = [
+            f"{k}={value!r}: needs {keys[k].kind.__name__}"
+            for k, value in values.items()
+            if not _has_type(value, keys[k].kind)
+        ]
+        op = made(**values)
+        collect_faults(faults or find_faults(op))
+    except (TypeError, InputError) as error:
+        raise InputError(f"{key}: {text!r}: {error}; usage: {name}{made.signature()}") from error
+    object.__setattr__(op, "text", text)
+    return op
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    return kind is object or type(value) in ((int, float) if kind is float else (kind,))

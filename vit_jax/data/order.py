@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from vit_jax.data.host_tf import tf
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import InputError
 
 _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlate by 0.65
 _DRAWS = 2**48  # range of a random draw; its remainder mod k is a nearly uniform draw from k
@@ -79,7 +79,6 @@ def pair_distance(name: str, streams: int | None, *, global_batch_size: int, rep
 def check_order(
     name: str | None,
     *,
-    chunk_size: int,
     streams: int | None,
     repeats: int,
     global_batch_size: int | None,
@@ -88,62 +87,42 @@ def check_order(
     """Raise InputError naming the keys if `make_order` cannot take these values.
 
     If `mixes`, i.e. data.ops mixes images, a batch must also consist of pairs that are
-    `pair_distance` apart; a `name` of None is then checked as `record`, which requires less. A
-    `global_batch_size` of None or below 1 is reported by another check.
+    `pair_distance` apart; a `name` of None is then checked as `record`, which requires less. Values
+    that are out of their range are reported by another check.
     """
-    faults = []
-    if name is not None and name not in ORDERS:
-        faults.append(f"data.order={name!r}: {nearest(name, ORDERS)}")
-    if chunk_size < 1:
-        faults.append(f"data.chunk_size={chunk_size}: needs a positive number of records")
-    for key, value in (("repeats", repeats), ("streams", streams)):
-        if value is not None and value < 1:
-            faults.append(f"data.{key}={value}: needs a positive number")
     if name == "record" and streams is not None:
-        faults.append(
+        raise InputError(
             f"data.streams={streams}: data.order='record' has no streams; leave it out, or set "
             "data.order=chunk"
         )
-    if global_batch_size is not None and global_batch_size > 0 and repeats > 0:
-        faults += _batch_faults(name, streams, repeats, global_batch_size, mixes)
-    if faults:
-        raise InputError(*faults)
-
-
-def _batch_faults(
-    name: str | None, streams: int | None, repeats: int, global_batch_size: int, mixes: bool
-) -> list[str]:
-    """The first fault in dividing a batch into repeats, streams and pairs; [] if there is none."""
-    records = global_batch_size // repeats
-    if global_batch_size % repeats:
-        return [
+    if min(global_batch_size or 0, repeats, 1 if streams is None else streams) < 1:
+        return
+    assert global_batch_size is not None
+    records, rest = divmod(global_batch_size, repeats)
+    if rest:
+        raise InputError(
             f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
             "that a batch holds all repeats of a record; change one of them"
-        ]
-    if streams is not None and streams > 0 and records % streams:
-        return [
+        )
+    if streams is not None and records % streams:
+        raise InputError(
             f"data.streams={streams}: must divide the {records} records of a batch "
-            f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave "
-            "it out"
-        ]
+            f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave it out"
+        )
     if mixes and records % 2:
-        block = 2 * repeats
-        of = "" if repeats == 1 else f", 2 x data.repeats={repeats}"
-        return [
-            f"global_batch_size={global_batch_size}: data.ops mixes pairs of images, so it "
-            f"needs a multiple of {block}{of}; try {max(global_batch_size // block, 1) * block}"
-        ]
-    if mixes and name == "chunk" and (streams is None or streams > 0):
+        raise InputError(
+            f"global_batch_size={global_batch_size}: data.ops mixes pairs of images, so it needs a "
+            f"multiple of 2 x data.repeats={repeats}; try {max(records // 2, 1) * 2 * repeats}"
+        )
+    if mixes and name == "chunk":
         how = {"global_batch_size": global_batch_size, "repeats": repeats}
         _, dealt = resolve_order(name, streams, num_examples=0, **how)
         if dealt is not None and dealt % 2:
-            return [
-                f"data.streams={dealt}: data.ops mixes the images of one stream with those "
-                "of the next, so data.order=chunk needs an even number that divides the "
-                f"{records} records of a batch (global_batch_size / data.repeats); try "
-                f"{2 * dealt}"
-            ]
-    return []
+            raise InputError(
+                f"data.streams={dealt}: data.ops mixes the images of one stream with those of the "
+                "next, so data.order=chunk needs an even number that divides the "
+                f"{records} records of a batch; try {2 * dealt}"
+            )
 
 
 def make_order(

@@ -5,7 +5,7 @@
 
 A batch is a dict of arrays; B is the global batch size, b the number of this process's rows:
 
-    image  uint8 (B, H, W, 3); left out where a batch has only views (views.py)
+    image  uint8 (B, H, W, 3); left out where a batch has only views (preprocessing.py)
     label  int32 (B,)     meaningless where mask is 0
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding

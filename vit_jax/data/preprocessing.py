@@ -1,17 +1,111 @@
-"""The image size and the preprocessing ops of a config, parsed once."""
+"""The image size, the preprocessing ops and the views of a config, parsed once.
 
+Views are several differently augmented crops of every image of a batch:
+
+    global_views  uint8 (B, G, H, W, channels)   data.num_global, data.global_ops, data.image_size
+    local_views   uint8 (B, L, h, w, channels)   data.num_local, data.local_ops, data.local_size
+
+A view is a function of (seed, position, its number) only. The local views have their own range of
+numbers, so that neither kind depends on how many views the other has.
+
+Source: Caron et al. 2020 (arXiv:2006.09882), section 3.3.
+"""
+
+from __future__ import annotations
+
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw
-from vit_jax.data.batch import BatchSpec
-from vit_jax.data.crops import Crops
-from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, make_device_transform
-from vit_jax.data.ops import Op, parse_ops
+from vit_jax.data.batch import BatchSpec, Crops
+from vit_jax.data.device_ops import DeviceTransform, make_device_transform
+from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
-from vit_jax.data.views import Views, parse_views
+from vit_jax.errors import InputError
+
+_FIRST_LOCAL = 512  # number of the first local view
+VIEWS = {"global_views": "global", "local_views": "local"}
+
+
+class Views(NamedTuple):
+    """The views of one kind.
+
+    key: the config key of their ops.
+    size: (height, width).
+    first: number of the first one; the others follow.
+    host_ops, device_ops: of each view.
+    """
+
+    key: str
+    size: tuple[int, int]
+    first: int
+    host_ops: tuple[tuple[HostOp, ...], ...]
+    device_ops: tuple[tuple[DeviceOp, ...], ...]
+
+    @property
+    def crops(self) -> Crops:
+        """What the host makes."""
+        return Crops(self.key, self.size, self.host_ops, self.first)
+
+
+def parse_views(config: ConfigDict) -> dict[str, Views]:
+    """{key of a batch: its views} for the kinds that `config` has.
+
+    Raises:
+      InputError: the ops of one kind are wrong.
+    """
+    found = {}
+    for name, kind in VIEWS.items():
+        number = config.data[f"num_{kind}"]
+        if not number:
+            continue
+        key, sized = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
+        size = image_hw(config.data[sized], f"data.{sized}")
+        of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
+        first = _FIRST_LOCAL if kind == "local" else 0
+        found[name] = Views(key, size, first, *zip(*of_views, strict=True))
+    return found
+
+
+def parse_view_ops(
+    string: str, size: tuple[int, int], number: int, key: str
+) -> list[tuple[tuple[HostOp, ...], tuple[DeviceOp, ...]]]:
+    """(host ops, device ops) of each of `number` views; the last string holds for all that follow.
+
+    Args:
+      string: one string of ops, or one for each of the first views, joined by ";".
+      size: (height, width), the default for an op's `size`.
+      number: how many views there are, at least 1.
+      key: the config key, named in errors.
+
+    Raises:
+      InputError: there are more strings than views, an op is wrong, or it mixes images.
+    """
+    strings = string.split(";")
+    if len(strings) > number:
+        raise InputError(
+            f"{key}={string!r}: has the ops of {len(strings)} views, but there are {number}; leave "
+            "out some, or add views"
+        )
+    parsed = [parse_ops(part, size, key=key) for part in strings]
+    for op in itertools.chain.from_iterable(device_ops for _, device_ops in parsed):
+        if op.mixes:
+            raise InputError(f"{key}: {op.text!r} mixes images, which views are not; leave it out")
+    return parsed + [parsed[-1]] * (number - len(parsed))
+
+
+def fingerprint_of_views(config: ConfigDict) -> list[str]:
+    """What decides the bytes of the views; [] if there are none."""
+    d, found = config.data, []
+    if d.num_global:
+        found.append(f"{d.num_global} global views: {d.global_ops}")
+    if d.num_local:
+        size = image_hw(d.local_size, "data.local_size")
+        found.append(f"{d.num_local} local views of {size}: {d.local_ops}")
+    return found
 
 
 class Preprocessing(NamedTuple):
@@ -20,19 +114,19 @@ class Preprocessing(NamedTuple):
     image_size: (height, width) of the model's input images.
     host_ops, device_ops: ops for training.
     eval_ops: {name: host ops} for each entry of `evals`.
-    views: {key of a batch: its views}; see views.py.
+    views: {key of a batch: its views}.
     """
 
     image_size: tuple[int, int]
-    host_ops: tuple[Op, ...]
-    device_ops: tuple[Op, ...]
-    eval_ops: Mapping[str, tuple[Op, ...]]
+    host_ops: tuple[HostOp, ...]
+    device_ops: tuple[DeviceOp, ...]
+    eval_ops: Mapping[str, tuple[HostOp, ...]]
     views: Mapping[str, Views] = {}
 
     @property
     def mixes(self) -> bool:
         """Whether a device op mixes pairs of images."""
-        return any(op.name in MIXING_OPS for op in self.device_ops)
+        return any(op.mixes for op in self.device_ops)
 
 
 def parse_preprocessing(config: ConfigDict) -> Preprocessing:
@@ -66,7 +160,7 @@ def make_transform(config: ConfigDict, preprocessing: Preprocessing) -> DeviceTr
     rows = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
     order, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **rows)
     mixes = preprocessing.mixes
-    check_order(order, chunk_size=d.chunk_size, streams=streams, **rows, mixes=mixes)
+    check_order(order, streams=streams, **rows, mixes=mixes)
     return make_device_transform(
         ops,
         d.mean,

@@ -1,11 +1,11 @@
-"""Pseudo labels: a data set's pictures with the labels that a model gave them.
+"""Pseudo labels: a data set's images with the labels that a model gave them.
 
 A file of pseudo labels, written by `inference.pseudo_labels`, holds in NumPy's format .npz:
 
-    record  int64 (m,)      records of the pictures' data set, sorted; one may come several times
+    record  int64 (m,)      records of the images' data set, sorted; one may come several times
     label   int32 (m,), or float16 (m, C): the probabilities of the classes
-    pictures  how own pictures are divided: the bytes of `division.FILE`, or none
-    facts   JSON: name, split and data_dir of the pictures, their fingerprint, the class names, and
+    images  how own images are divided: the bytes of `division.FILE`, or none
+    facts   JSON: name, split and data_dir of the images, their fingerprint, the class names, and
             the teacher's loss
 """
 
@@ -16,15 +16,17 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
+from vit_jax.config.registries import SOURCES
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.sources import DataSet, Request, Source, fingerprint
+from vit_jax.data.subset import give_channels, keep_records
 from vit_jax.errors import InputError
 
 
@@ -35,14 +37,14 @@ class PseudoLabels:
     record: np.ndarray
     label: np.ndarray
     facts: dict[str, Any]
-    pictures: bytes = b""
+    images: bytes = b""
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
         file = io.BytesIO()
-        pictures = np.frombuffer(self.pictures, np.uint8)
+        images = np.frombuffer(self.images, np.uint8)
         facts = json.dumps(self.facts)
-        np.savez(file, record=self.record, label=self.label, pictures=pictures, facts=facts)
+        np.savez(file, record=self.record, label=self.label, images=images, facts=facts)
         return file.getvalue()
 
 
@@ -54,93 +56,64 @@ def read_pseudo_labels(path: str) -> PseudoLabels:
     try:
         with np.load(io.BytesIO(epath.Path(path).read_bytes()), allow_pickle=False) as stored:
             facts = json.loads(str(stored["facts"]))
-            pictures = stored["pictures"].tobytes()
-            return PseudoLabels(stored["record"], stored["label"], facts, pictures)
+            images = stored["images"].tobytes()
+            return PseudoLabels(stored["record"], stored["label"], facts, images)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
         raise InputError(
             f"data.split={path!r}: not a file of pseudo labels ({e}); `vit_jax label` writes one"
         ) from None
 
 
-def pseudo(
-    make_source: Callable[..., Source], *, split: str, data_dir: str | None, **keywords: Any
-) -> Source:
-    """The pictures and pseudo labels of the file `split`.
+class Pseudo(DataSet):
+    """The images and pseudo labels of the file `split`.
 
-    The pictures are in `data_dir` unless the file names another folder. `keywords` go to
-    `make_source`, which opens the pictures.
-
-    Raises: InputError if the file or the pictures are missing, or the pictures have changed.
+    The images are in `data_dir` unless the file names another folder.
     """
-    found = read_pseudo_labels(split)
-    facts = found.facts
-    keywords = keywords | {key: facts[key] for key in ("num_classes", "num_examples")}
-    keywords["max_corrupt_fraction"] = 1.0  # pictures that cannot be read have no label
-    division = Division.from_bytes(found.pictures) if found.pictures else Division()
-    keywords["divider"] = Divider(division, split)
-    pictures = make_source(
-        facts["name"], split=facts["split"], data_dir=facts["data_dir"] or data_dir, **keywords
-    )
-    if pictures.fingerprint != facts["fingerprint"]:
-        raise InputError(
-            f"data.split={split!r}: {facts['name']} {facts['split']} has changed since its "
-            "pictures were labelled; label them again"
+
+    def open(self, request: Request) -> Source:
+        """Raises InputError if the file or the images are missing, or the images have changed."""
+        found = read_pseudo_labels(request.split)
+        facts = found.facts
+        division = Division.from_bytes(found.images) if found.images else Division()
+        images = SOURCES.find(facts["name"])().open(
+            dataclasses.replace(
+                request,
+                **{key: facts[key] for key in ("name", "split", "num_classes", "num_examples")},
+                data_dir=facts["data_dir"] or request.data_dir,
+                divider=Divider(division, request.split),
+                max_corrupt_fraction=1.0,  # images that cannot be read have no label
+            )
         )
-    records = tf.constant(found.record, tf.int64)
-    labels = tf.constant(found.label)
-    digest = hashlib.sha256(found.record.tobytes() + found.label.tobytes()).hexdigest()
+        images = give_channels(images, request.channels)
+        if images.fingerprint != facts["fingerprint"]:
+            raise InputError(
+                f"data.split={request.split!r}: {facts['name']} {facts['split']} has changed since "
+                "its images were labelled; label them again"
+            )
+        of_records = keep_records(images, found.record)
+        labels, adds_up = tf.constant(found.label), facts["loss"] != "sigmoid"
 
-    adds_up = facts["loss"] != "sigmoid"
+        def read(record_ids):
+            label = tf.gather(labels, record_ids)
+            if labels.shape.rank == 2:
+                label = tf.cast(label, tf.float32)
+                if adds_up:  # but for the rounding to float16
+                    label /= tf.reduce_sum(label, axis=-1, keepdims=True)
+            return of_records.read(record_ids) | {"label": label}
 
-    def read(record_ids):
-        example = pictures.read(tf.gather(records, record_ids))
-        label = tf.gather(labels, record_ids)
-        if labels.shape.rank == 2:
-            label = tf.cast(label, tf.float32)
-            if adds_up:  # but for the rounding to float16
-                label /= tf.reduce_sum(label, axis=-1, keepdims=True)
-        return example | {"label": label}
-
-    names = facts["class_names"]
-    return dataclasses.replace(
-        pictures,
-        name="pseudo",
-        split=split,
-        num_examples=len(found.record),
-        num_classes=facts["of_model"],
-        class_names=None if names is None else tuple(names),
-        fingerprint=fingerprint("pseudo", pictures.fingerprint, digest),
-        read=read,
-        record_name=lambda record: pictures.record_name(int(found.record[record])),
-        why_unreadable=lambda record: pictures.why_unreadable(int(found.record[record])),
-        record_files=None,
-        file_names=None,
-        multi_label=False,
-        soft_labels=found.label.ndim == 2,
-        part_sizes=(len(found.record),),
-    )
-
-
-def soften(source: Source) -> Source:
-    """`source` with labels float32 (C,): 1 for the class, unless they are probabilities already."""
-    if source.soft_labels:
-        return source
-
-    def with_soft(example):
-        return example | {"label": tf.one_hot(example["label"], source.num_classes)}
-
-    files = source.record_files
-    if files is not None:
-        parse = files.parse
-        files = dataclasses.replace(
-            files, parse=lambda stored, record_id: with_soft(parse(stored, record_id))
+        names = facts["class_names"]
+        digest = hashlib.sha256(found.record.tobytes() + found.label.tobytes()).hexdigest()
+        return dataclasses.replace(
+            of_records,
+            name="pseudo",
+            split=request.split,
+            num_classes=facts["of_model"],
+            class_names=None if names is None else tuple(names),
+            fingerprint=fingerprint("pseudo", images.fingerprint, digest),
+            read=read,
+            multi_label=False,
+            soft_labels=found.label.ndim == 2,
         )
-    return dataclasses.replace(
-        source,
-        read=lambda record_ids: with_soft(source.read(record_ids)),
-        record_files=files,
-        soft_labels=True,
-    )
 
 
 def select(

@@ -1,7 +1,7 @@
 """`Source`, the pipeline's interface to a data set: records read by their index.
 
-This module also defines the sources `digits` and `synthetic`. Image folders are in image_folder.py,
-TFDS data sets in prepared_tfds.py, mixtures in mixture.py.
+This module also defines the data sets `digits` and `synthetic`. Image folders and lists are in
+images/, TFDS data sets in tfds.py, mixtures in mixture.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import math
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from vit_jax.config.parts import Part
+from vit_jax.data.division import Divider
+from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
-from vit_jax.data.record_files import RecordFiles
+from vit_jax.data.records import RecordFiles, stored_labels
 from vit_jax.errors import InputError
 
-
-def _unknown(record: int) -> str:
-    return ""
+_LABELS_AT_ONCE = 4096
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class Source:
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
     encoded: bool = False
-    why_unreadable: Callable[[int], str] = _unknown
+    why_unreadable: Callable[[int], str] = lambda record: ""
     record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
     channels: int = 3
@@ -88,9 +90,73 @@ class Source:
         return self.multi_label or self.soft_labels
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The split that a data set is asked for, and what the config says of all data sets.
+
+    name: as in data.name.
+    split: `train`, `test`, `val`, ..., depending on the data set; TFDS's notation for TFDS sets.
+    image_size: (H, W) of synthetic images; others ignore it.
+    data_dir: the folder of the images, or of TFDS data sets (None: TFDS's default).
+    divider: divides the user's own images without a split `val`.
+    exif: whether own images are turned by their EXIF orientation.
+    multi_label: whether images must have several labels (True) or one (False); None: either.
+    channels: number of channels of the pipeline's images.
+    num_classes: number of classes of synthetic data; for other data the expected number, or None.
+    num_examples: number of examples in this split, likewise.
+    reader: for TFDS data sets; see tfds.py.
+    max_corrupt_fraction: own images are refused if a larger share of the files is missing.
+    """
+
+    name: str
+    split: str
+    image_size: tuple[int, int]
+    data_dir: str | None = None
+    divider: Divider = dataclasses.field(default_factory=lambda: Divider(anew=True))
+    exif: bool = True
+    multi_label: bool | None = False
+    channels: int = 3
+    num_classes: int | None = None
+    num_examples: int | None = None
+    reader: str | None = None
+    max_corrupt_fraction: float = 1.0
+
+
+class DataSet(Part):
+    """A data set that `data.name` chooses; its fields are keys of `data` that only it reads."""
+
+    def open(self, request: Request) -> Source:
+        """The split that is asked for; raises InputError if it cannot be had."""
+        raise NotImplementedError
+
+
 def fingerprint(*identity) -> str:
     """The digest (32 hex digits) of a data set's identity: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def in_memory(
+    request: Request,
+    images: np.ndarray,
+    labels: np.ndarray,
+    class_names: tuple[str, ...],
+    identity: Sequence[Any] = (),
+) -> Source:
+    """The source of n labelled images in memory, uint8 (n, H, W, 3) and (n,).
+
+    identity: what else than the name, the split, n and the classes decides the images.
+    """
+    return Source(
+        name=request.name,
+        split=request.split,
+        num_examples=len(images),
+        num_classes=len(class_names),
+        class_names=class_names,
+        image_shape=images.shape[1:],
+        fingerprint=fingerprint(request.name, request.split, len(images), class_names, *identity),
+        read=read_tensors(images, labels, np.ones(len(images))),
+        record_name=numbered(request.name, request.split),
+    )
 
 
 def numbered(name: str, split: str) -> Callable[[int], str]:
@@ -113,7 +179,7 @@ def read_tensors(
     return lambda record_ids: {k: tf.gather(column, record_ids) for k, column in columns.items()}
 
 
-def digits(*, split: str, **_) -> Source:
+class Digits(DataSet):
     """scikit-learn's 1,797 handwritten digits, grey 8 x 8; every fifth is in the test split.
 
     Splits: `train` (1,437) and `test` (360: index % 5 == 0). Grey values 0..16 become 0..255, the
@@ -121,25 +187,17 @@ def digits(*, split: str, **_) -> Source:
 
     Source: https://archive.ics.uci.edu/dataset/80 (the test set of optdigits).
     """
-    if split not in ("train", "test"):
-        raise InputError(f"data.split={split!r}: digits has the splits 'train' and 'test'")
-    pixels, labels = _read_digits()
-    is_test = np.arange(len(pixels)) % 5 == 0
-    chosen = is_test if split == "test" else ~is_test
-    grey = np.rint(pixels[chosen] * (255 / 16)).astype(np.uint8)
-    images = np.repeat(grey[..., None], 3, axis=-1)
-    class_names = tuple(str(digit) for digit in range(10))
-    return Source(
-        name="digits",
-        split=split,
-        num_examples=len(images),
-        num_classes=len(class_names),
-        class_names=class_names,
-        image_shape=images.shape[1:],
-        fingerprint=fingerprint("digits", split, len(images), class_names),
-        read=read_tensors(images, labels[chosen], np.ones(len(images))),
-        record_name=numbered("digits", split),
-    )
+
+    def open(self, request: Request) -> Source:
+        split = request.split
+        if split not in ("train", "test"):
+            raise InputError(f"data.split={split!r}: digits has the splits 'train' and 'test'")
+        pixels, labels = _read_digits()
+        chosen = (np.arange(len(pixels)) % 5 == 0) == (split == "test")
+        grey = np.rint(pixels[chosen] * (255 / 16)).astype(np.uint8)
+        images = np.repeat(grey[..., None], 3, axis=-1)
+        class_names = tuple(str(digit) for digit in range(10))
+        return in_memory(request, images, labels[chosen], class_names)
 
 
 @functools.cache
@@ -157,46 +215,82 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
-def synthetic(
-    *,
-    split: str,
-    image_size: tuple[int, int],
-    num_classes: int | None,
-    num_examples: int | None,
-    channels: int = 3,
-    **_,
-) -> Source:
+class Synthetic(DataSet):
     """Noise that costs nothing to generate, for benchmarks and trial runs; takes any split name.
 
     Each split has one noise image. Image i is that image plus the three lowest bytes of i, one per
     channel in turn (modulo 256); its label is i % num_classes.
     """
-    for key, value in (("num_classes", num_classes), ("num_examples", num_examples)):
-        if value is None or value < 1:
+
+    def open(self, request: Request) -> Source:
+        num_classes, num_examples = request.num_classes, request.num_examples
+        if not num_classes or not num_examples:
             raise InputError(
-                f"data.{key}={value}: synthetic data need a positive number; "
-                f"set --config.data.{key}"
+                f"data.num_classes={num_classes}, data.num_examples={num_examples}: synthetic data "
+                "need both; set --config.data.num_classes=... --config.data.num_examples=..."
             )
-    assert num_classes is not None and num_examples is not None
-    image_shape = (*image_size, channels)
-    seed = zlib.crc32(split.encode())
-    noise = tf.constant(np.random.Generator(np.random.Philox(seed)).bytes(math.prod(image_shape)))
-    noise = tf.reshape(tf.io.decode_raw(noise, tf.uint8), image_shape)
+        image_shape = (*request.image_size, request.channels)
+        generator = np.random.Generator(np.random.Philox(zlib.crc32(request.split.encode())))
+        noise = tf.io.decode_raw(tf.constant(generator.bytes(math.prod(image_shape))), tf.uint8)
+        noise = tf.reshape(noise, image_shape)
 
-    def read(record_ids):
-        tint = tf.stack([record_ids // 256 ** (i % 3) for i in range(channels)], -1) % 256
-        tint = tf.cast(tint, tf.uint8)[..., None, None, :]
-        label = tf.cast(record_ids % num_classes, tf.int32)
-        return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
+        def read(record_ids):
+            tint = [record_ids // 256 ** (i % 3) for i in range(request.channels)]
+            tint = tf.cast(tf.stack(tint, -1) % 256, tf.uint8)[..., None, None, :]
+            label = tf.cast(record_ids % num_classes, tf.int32)
+            return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
 
-    return Source(
-        name="synthetic",
-        split=split,
-        num_examples=num_examples,
-        num_classes=num_classes,
-        class_names=None,
-        image_shape=image_shape,
-        fingerprint=fingerprint("synthetic", split, num_examples, num_classes, image_shape),
-        read=read,
-        record_name=numbered("synthetic", split),
-    )
+        identity = ("synthetic", request.split, num_examples, num_classes, image_shape)
+        return Source(
+            name="synthetic",
+            split=request.split,
+            num_examples=num_examples,
+            num_classes=num_classes,
+            class_names=None,
+            image_shape=image_shape,
+            fingerprint=fingerprint(*identity),
+            read=read,
+            record_name=numbered("synthetic", request.split),
+        )
+
+
+def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
+    """The labels of the records start, ..., stop - 1: int32 (stop - start,).
+
+    Images are not decoded; sources that store labels separately, such as a folder, do not read
+    them either. A record whose label cannot be read gets the label -1.
+    """
+
+    def label_of(record_ids):  # in the map that reads, so that TensorFlow prunes the image
+        return record_ids, source.read(record_ids)["label"]
+
+    ids = tf.data.Dataset.range(start, stop)
+    by_batch = ids.batch(_LABELS_AT_ONCE)
+    if not source.encoded:
+        found = by_batch.map(label_of).unbatch()
+    elif source.record_files is None:
+        found = ids.map(label_of, PARALLEL_CALLS).ignore_errors()
+    else:
+        found = stored_labels(source.record_files, by_batch)
+    labels = np.full(stop - start, -1, np.int32)
+    for record_ids, label in Elements(found.batch(_LABELS_AT_ONCE)):
+        labels[record_ids - start] = label
+    return labels
+
+
+def count_labels(source: Source) -> np.ndarray:
+    """How many records of `source` have each label, without decoding images.
+
+    int64 (C,); for label vectors the sum over all records, float64 (C,), as a record of soft labels
+    counts partly for several classes.
+    """
+    if not source.has_label_vectors:
+        labels = read_labels(source, 0, source.num_examples)
+        return np.bincount(labels[labels >= 0], minlength=source.num_classes)
+
+    ids = tf.data.Dataset.range(source.num_examples)
+    found = ids.map(lambda record_id: source.read(record_id)["label"], PARALLEL_CALLS)
+    counts = np.zeros(source.num_classes, np.float64)
+    for labels in Elements(found.batch(_LABELS_AT_ONCE)):
+        counts += labels.sum(axis=0, dtype=np.float64)
+    return counts

@@ -1,4 +1,4 @@
-"""Data sets made from others: some classes, a part, a model's labels, other channels."""
+"""Data sets made from others: some classes, a part, other labels or channels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.data.host_ops import with_channels
 from vit_jax.data.host_tf import tf
-from vit_jax.data.labels import read_labels
-from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.images.formats import with_channels
+from vit_jax.data.sources import Source, fingerprint, read_labels
 from vit_jax.errors import InputError
 
 
@@ -30,16 +29,15 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
 
     Raises: InputError naming the classes of `source` that `names` lack.
     """
-    assert source.class_names is not None
-    old_names = source.class_names
-    unknown = [name for name in source.class_names if name not in names]
+    old_names = source.class_names or ()
+    unknown = [name for name in old_names if name not in names]
     if unknown:
         raise InputError(
             f"the classes {', '.join(map(repr, unknown))} are none of the model's, which are "
             f"{', '.join(map(repr, names))}; rename their folders or labels as the model's, "
             "or leave them out"
         )
-    if source.class_names == tuple(names):
+    if old_names == tuple(names):
         return source
     new_labels = tf.constant([names.index(name) for name in old_names], tf.int32)
     columns = [old_names.index(name) if name in old_names else len(old_names) for name in names]
@@ -88,7 +86,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         raise InputError(f"{where} holds no record of these classes; choose another split")
     new_labels = np.zeros(source.num_classes, np.int32)
     new_labels[list(classes)] = np.arange(len(classes))
-    labels_tensor, part = tf.constant(new_labels), _keep_records(source, kept)
+    labels_tensor, part = tf.constant(new_labels), keep_records(source, kept)
 
     def read(record_ids):
         example = part.read(record_ids)
@@ -123,14 +121,14 @@ def subset_size(size: str, whole: int | None, where: str) -> int:
     is_share = found is not None and found[2] == "%"
     if number <= 0 or (number > 100 if is_share else not number.is_integer()):
         raise InputError(
-            f"data.subset={size!r}: needs a number of pictures such as 1000, or a share such as 10%"
+            f"data.subset={size!r}: needs a number of images such as 1000, or a share such as 10%"
         )
     if whole is None:
         return 0
     count = max(round(number * whole / 100), 1) if is_share else int(number)
     if count > whole:
         raise InputError(
-            f"data.subset={size!r}: {where} has only {whole:,} pictures; choose fewer, or leave it "
+            f"data.subset={size!r}: {where} has only {whole:,} images; choose fewer, or leave it "
             "out for all"
         )
     return count
@@ -163,7 +161,7 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
     kept = np.sort(drawn[: subset_size(size, len(drawn), where)])
     which = hashlib.sha256(kept.tobytes()).hexdigest()
     return dataclasses.replace(
-        _keep_records(source, kept),
+        keep_records(source, kept),
         fingerprint=fingerprint("subset", source.fingerprint, which),
     )
 
@@ -177,12 +175,12 @@ def _rank_in_class(labels: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _keep_records(source: Source, kept: np.ndarray) -> Source:
+def keep_records(source: Source, kept: np.ndarray) -> Source:
     """The records `kept` of `source`, with its labels and its fingerprint.
 
     The new source reads each record separately, neighbours too.
     """
-    kept_tensor = tf.constant(kept, tf.int64)
+    kept_tensor, names = tf.constant(kept, tf.int64), source.file_names
 
     def read(record_ids):
         return source.read(tf.gather(kept_tensor, record_ids))
@@ -191,8 +189,8 @@ def _keep_records(source: Source, kept: np.ndarray) -> Source:
         wanted = kept[start:stop]
         if not len(wanted):
             return []
-        assert source.file_names is not None  # else this function is not used
-        found = source.file_names(int(wanted[0]), int(wanted[-1]) + 1)
+        assert names is not None  # else this function is not used
+        found = names(int(wanted[0]), int(wanted[-1]) + 1)
         return [found[i - wanted[0]] for i in wanted]
 
     return dataclasses.replace(
@@ -202,7 +200,7 @@ def _keep_records(source: Source, kept: np.ndarray) -> Source:
         record_name=lambda record: source.record_name(int(kept[record])),
         why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
         record_files=None,
-        file_names=None if source.file_names is None else file_names,
+        file_names=None if names is None else file_names,
         part_sizes=(len(kept),),
     )
 
@@ -218,7 +216,7 @@ def give_channels(source: Source, channels: int) -> Source:
     if source.encoded:
         if channels not in (1, 3, 4):
             raise InputError(
-                f"data.channels={channels}: {source.name} has files of pictures, which are decoded "
+                f"data.channels={channels}: {source.name} has files of images, which are decoded "
                 "to 1, 3 or 4; choose one of these"
             )
         shape = None if shape is None else (*shape[:2], channels)
@@ -239,3 +237,25 @@ def give_channels(source: Source, channels: int) -> Source:
 
     shape = (*shape[:2], channels)
     return dataclasses.replace(source, channels=channels, image_shape=shape, read=read)
+
+
+def soften(source: Source) -> Source:
+    """`source` with labels float32 (C,): 1 for the class, unless they are probabilities already."""
+    if source.soft_labels:
+        return source
+
+    def with_soft(example):
+        return example | {"label": tf.one_hot(example["label"], source.num_classes)}
+
+    files = source.record_files
+    if files is not None:
+        parse = files.parse
+        files = dataclasses.replace(
+            files, parse=lambda stored, record_id: with_soft(parse(stored, record_id))
+        )
+    return dataclasses.replace(
+        source,
+        read=lambda record_ids: with_soft(source.read(record_ids)),
+        record_files=files,
+        soft_labels=True,
+    )

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.labels import read_labels
-from vit_jax.data.prepared_tfds import View, tfds_source
-from vit_jax.data.sources import Source, fingerprint
-from vit_jax.data.tfds_folder import prepared_folder
+from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_labels
+from vit_jax.data.tfds import View, open_prepared, prepared_folder
 from vit_jax.errors import InputError, nearest
 
 logger = logging.getLogger("vit_jax")
@@ -143,59 +141,40 @@ TASKS: dict[str, Task] = {
 # fmt: on
 
 
-def vtab_source(
-    name: str,
-    *,
-    split: str,
-    data_dir: str | None,
-    reader: str | None,
-    **_,
-) -> Source:
+class Vtab(DataSet):
     """A split of the task `vtab/TASK`, from its TFDS data set below `data_dir`.
 
     Warns of classes without any training image, and of a test split whose size differs from VTAB's,
     because its results are not comparable.
-
-    Raises: InputError if the task or split is unknown, if the TFDS data set is missing (the message
-      says how to get it), or if its classes or training images differ from VTAB's.
     """
-    task_name = name.removeprefix("vtab/")
-    if task_name not in TASKS:
-        raise InputError(f"data.name={name!r}: no such task; {nearest(task_name, list(TASKS))}")
-    task = TASKS[task_name]
-    if split not in task.splits:
-        raise InputError(f"data.split={split!r} of {name}: {nearest(split, list(task.splits))}")
-    try:
-        source = tfds_source(
-            task.tfds_name,
-            split=task.splits[split],
-            data_dir=data_dir,
-            reader=reader,
-            view=task.view,
-        )
-    except InputError as e:
-        raise InputError(*(f"data.name={name!r}: {fault}" for fault in e.faults)) from None
-    if source.num_classes != task.num_classes:
-        raise InputError(
-            f"data.name={name!r}: {task.tfds_name} has {source.num_classes} classes, but VTAB's "
-            f"has {task.num_classes}; use the version of the TFDS catalogue"
-        )
-    if source.num_examples != task.sizes[split]:
-        said = (
-            f"{name} {split} ({task.tfds_name} {task.splits[split]}) has {source.num_examples} "
-            f"examples, but VTAB's has {task.sizes[split]}"
-        )
-        if split != "test":
-            raise InputError(f"data.name={name!r}: {said}; use the version of the TFDS catalogue")
-        logger.warning("%s; the results are not comparable with VTAB's", said)
-    if split in ("train800", "train800val200"):
-        _warn_of_absent(source, name, split)
-    return dataclasses.replace(
-        source,
-        name=name,
-        split=split,
-        fingerprint=fingerprint(name, split, source.fingerprint),
-    )
+
+    def open(self, request: Request) -> Source:
+        """Raises InputError if the task or split is unknown, if the TFDS data set is missing (the
+        message says how to get it), or if its classes or training images differ from VTAB's.
+        """
+        name, split = request.name, request.split
+        task_name = name.removeprefix("vtab/")
+        if task_name not in TASKS:
+            raise InputError(f"data.name={name!r}: no such task; {nearest(task_name, list(TASKS))}")
+        task = TASKS[task_name]
+        if split not in task.splits:
+            raise InputError(f"data.split={split!r} of {name}: {nearest(split, list(task.splits))}")
+        of_tfds = dataclasses.replace(request, name=task.tfds_name, split=task.splits[split])
+        try:
+            source = open_prepared(of_tfds, task.view)
+        except InputError as e:
+            raise InputError(*(f"data.name={name!r}: {fault}" for fault in e.faults)) from None
+        needed = {"classes": task.num_classes, "examples": task.sizes[split]}
+        found = {"classes": source.num_classes, "examples": source.num_examples}
+        if found != needed:
+            said = f"{name} {split} ({task.tfds_name}) has {found}, but VTAB's has {needed}"
+            if split != "test" or found["classes"] != needed["classes"]:
+                raise InputError(f"data.name={name!r}: {said}; use the version of TFDS's catalogue")
+            logger.warning("%s; the results are not comparable with VTAB's", said)
+        if split in ("train800", "train800val200"):
+            _warn_of_absent(source, name, split)
+        identity = fingerprint(name, split, source.fingerprint)
+        return dataclasses.replace(source, name=name, split=split, fingerprint=identity)
 
 
 def _warn_of_absent(source: Source, name: str, split: str) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.data import Source, eval_batches, image_batch, to_value_range
-from vit_jax.data.ops import Op
+from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch, PyTree
@@ -43,7 +43,7 @@ class EvalInputs:
     model: nn.Module
     mesh: Mesh
     sources: Mapping[str, Source]
-    host_ops: Sequence[Op]
+    host_ops: Sequence[HostOp]
     image_size: tuple[int, int]
     folder: epath.Path | None = None
     see: Callable[[Any], Any] | None = None

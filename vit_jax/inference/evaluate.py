@@ -52,8 +52,7 @@ from vit_jax.run.validation import (
     validate,
 )
 from vit_jax.run.workdir import check_store
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of
+from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
 
@@ -265,8 +264,8 @@ class _OfSource:
         fields = check_fields(family, config_lib.model_fields(config), "config.model")
         model = source.model.clone(**fields, image_size=preprocessing.image_size)
         model = choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
-        self._params = transfer.init_params(source, model, resize, keep_head=True)
-        self._model_state = transfer.init_model_state(source, model, resize)
+        variables = transfer.init_variables(source, model, resize, keep_head=True)
+        self._params, self._model_state = variables
         return model, {**self._params, **self._model_state}
 
     def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:

@@ -23,15 +23,14 @@ from rich.progress import track
 from vit_jax import files, transfer, tree
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
+from vit_jax.data.images.given import open_images
 from vit_jax.data.loading import why_masked
-from vit_jax.data.ops import Op
-from vit_jax.data.pictures_in_memory import open_images
+from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
-from vit_jax.transfer.images import class_names, ops_for
-from vit_jax.transfer.pretrained import Pretrained, loss_of
+from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
 
 logger = logging.getLogger("vit_jax")
 
@@ -258,7 +257,7 @@ def _is_hashable(model: nn.Module) -> bool:
     return True
 
 
-def _host_ops(pretrained: Pretrained, source: Source) -> tuple[Op, ...]:
+def _host_ops(pretrained: Pretrained, source: Source) -> tuple[HostOp, ...]:
     spec, shape = pretrained.spec, source.image_shape
     return parse_ops(ops_for(spec, shape and shape[:2]), spec.image_size, key="preprocessing")[0]
 

@@ -31,7 +31,7 @@ from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.models.contract import about
 from vit_jax.run.sources import find_places
 from vit_jax.transfer import Pretrained
-from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.pretrained import ops_for
 
 logger = logging.getLogger("vit_jax")
 

@@ -1,114 +1,263 @@
-"""Pictures of tables and curves, as PNG."""
+"""The figures of a model: images, each with its numbers in a file of the same name.
 
-from __future__ import annotations
+A model that lacks what a figure shows is told so by a text instead of the figure's files.
+"""
 
+import dataclasses
+import functools
 import io
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import flax.linen as nn
 import numpy as np
+from etils import epath
+
+from vit_jax import files, tree
+from vit_jax.evaluators.features import principal_components
+from vit_jax.insight import plots
+from vit_jax.insight.attention_maps import name_of_shares, patch_distances
+from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
+from vit_jax.insight.tables import as_csv
+from vit_jax.models.contract import CONSTANTS, about
+from vit_jax.transfer.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LONGEST_NAME = 24  # letters
-_DPI = 120
-_NUMBERED = 20  # a heat map of more columns has no numbers in its cells
+MAX_COMPONENTS = 28  # of the filters
+OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
+
+# What a function gives: a figure, or several by name; its numbers, as arrays or as rows of a table.
+Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Sequence[Any]]]
 
 
-def draw_heat_map(
-    counts: np.ndarray, row_names: Sequence[str], column_names: Sequence[str]
-) -> bytes:
-    """A confusion matrix: the colour is the share of the row, the number is the count.
+@dataclasses.dataclass
+class Subject:
+    """What figures are made of.
 
-    `counts`: int (rows, columns), images by true class and predicted class.
+    name, other_name: of the models, in labels.
+    seen: measurements over images; None: none were given. other: those of a second model.
     """
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    rows, columns = counts.shape
-    figure = _figure(3 + 0.42 * columns, 2.2 + 0.36 * rows)
-    axes = figure.add_subplot()
-    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(columns), map(_short, column_names), rotation=45, ha="right",
-                    rotation_mode="anchor")  # fmt: skip
-    axes.set_yticks(range(rows), map(_short, row_names))
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    if columns <= _NUMBERED:
-        for (i, j), count in np.ndenumerate(counts):
-            if count:
-                color = "white" if share[i, j] > 0.5 else "black"
-                axes.text(j, i, f"{count:,}", ha="center", va="center", color=color, fontsize=8)
-    figure.colorbar(image, label="share of the true class", shrink=0.8)
-    return _png(figure)
+
+    pretrained: Pretrained
+    name: str = "model"
+    seen: Measured | None = None
+    other: Measured | None = None
+    other_name: str = ""
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        return with_size(self.pretrained)
+
+    @property
+    def measured(self) -> Measured:
+        assert self.seen is not None  # figures that need images are not asked for without them
+        return self.seen
 
 
-def draw_pairs(pairs: Sequence[tuple[str, str, int]], num_pairs: int) -> bytes:
-    """Bars for the most frequent confusions (true class, predicted class, images), in that order.
+def filters_of(pretrained: Pretrained) -> np.ndarray | str:
+    """The filters that see the pixels, float32 (filters, height, width, channels), as applied.
 
-    `num_pairs`: the number of different confusions, drawn or not.
+    Those of a ViT are the columns of its patch embedding, those of hybrids, BiTs and EfficientNets
+    the kernels of the root convolution. A text says why a model has none.
     """
-    figure = _figure(8, 1.2 + 0.26 * max(len(pairs), 1))
-    axes = figure.add_subplot()
-    names = [f"{_short(true)} → {_short(predicted)}" for true, predicted, _ in pairs]
-    axes.barh(range(len(pairs)), [count for _, _, count in pairs])
-    axes.set_yticks(range(len(pairs)), names)
-    axes.invert_yaxis()
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("images")
-    axes.set_title(f"most frequent of {num_pairs:,} confusions: true class → predicted class",
-                   fontsize=10)  # fmt: skip
-    return _png(figure)
+    found = about(pretrained.model).filters(pretrained.params)
+    return found if isinstance(found, str) else np.moveaxis(np.asarray(found, np.float32), -1, 0)
 
 
-def _figure(width: float, height: float) -> Figure:
-    """A figure of that size in inches."""
-    from matplotlib.figure import Figure  # takes a second to import
+def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
+    """The position embeddings of the patches, {"stem" or "layer N": float32 (S, D)}.
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _png(figure: Figure) -> bytes:
-    png = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # letters that the font lacks are drawn as boxes
-        figure.savefig(png, format="png", dpi=_DPI)
-    return png.getvalue()
-
-
-def _short(name: str, longest: int = _LONGEST_NAME) -> str:
-    """`name` for a tick: cut if it is long; a dollar sign would begin a formula."""
-    name = " ".join(name.encode(errors="backslashreplace").decode().split())
-    name = name if len(name) <= longest else name[: longest - 1] + "…"
-    return name.replace("$", r"\$")
-
-
-def draw_runs(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], names: Sequence[str]
-) -> bytes:
-    """A panel for each metric with the curves of all runs over the step.
-
-    `panels`: {metric: {run: [(step, value)]}}; `names`: all runs, which keep their colours.
+    A text says why the model has none.
     """
-    columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
-    figure = _figure(5.5 * columns, 3.4 * rows + 0.35 + 0.22 * len(names))
-    lines = {}
-    for i, (metric, curves) in enumerate(panels.items()):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        for name, points in curves.items():
-            steps, values = zip(*points, strict=True)
-            color = f"C{names.index(name) % 10}"
-            style = ("-", "--", ":", "-.")[names.index(name) // 10 % 4]
-            marker = "o" if len(points) < 20 else None  # a single point has no line
-            (lines[name],) = axes.plot(
-                steps, values, style, color=color, marker=marker, markersize=3
-            )
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_title(metric, fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    shown = [name for name in names if name in lines]
-    figure.legend([lines[name] for name in shown], [_short(name, 60) for name in shown],
-                  loc="outside lower center", fontsize=9)  # fmt: skip
-    return _png(figure)
+    model, image_size = pretrained.model, pretrained.spec.image_size
+    if why := about(model).why_no_positions:
+        return why
+    if image_size is None:
+        return "the model takes images of any size; choose one with --image_size"
+    leaves = pretrained.params | {
+        name.removeprefix(f"{CONSTANTS}/"): leaf
+        for name, leaf in pretrained.model_state.items()
+        if name.startswith(f"{CONSTANTS}/")
+    }
+    positions = model.positions(image_size)
+    of_layer = [f"encoder/layer_{i}/" for i in range(model.depth)]
+    places = {f"layer {i}": place for i, place in enumerate(of_layer)}
+    if model.positions_at != "layers":
+        places = {"stem": ""}
+    found = {}
+    for name, place in places.items():
+        tables = {
+            leaf.removeprefix(place): value
+            for leaf, value in leaves.items()
+            if leaf.startswith(f"{place}pos_embedding")
+        }
+        given = tree.unflatten_names(tables).get("pos_embedding")
+        table_ND = np.asarray(positions.build(given))[0]
+        found[name] = table_ND[model.num_prefix_tokens :]
+    return found
+
+
+def _filters(subject: Subject) -> Made | str:
+    found = filters_of(subject.pretrained)
+    if isinstance(found, str):
+        return found
+    rows = found.reshape(len(found), -1)
+    components, shares = principal_components(rows, MAX_COMPONENTS)
+    if not len(components):
+        return "all its filters are the same"
+    components = components.reshape(-1, *found.shape[1:])
+    figure = plots.draw_filters(components, shares, len(found))
+    return figure, {"components": components, "share_of_variance": shares, "filters": found}
+
+
+def _positions(subject: Subject) -> Made | str:
+    from sklearn.metrics.pairwise import cosine_similarity
+
+    found = positions_of(subject.pretrained)
+    if isinstance(found, str):
+        return found
+    similarity = {name: cosine_similarity(x).astype(np.float32) for name, x in found.items()}
+    name, first = next(iter(similarity.items()))
+    title = "" if name == "stem" else f"positions of {name} of {len(found)}"
+    figure = plots.draw_positions(first, subject.model.grid, title)
+    arrays = {name.replace(" ", "_"): x for name, x in similarity.items()}
+    return figure, {"grid": np.array(subject.model.grid), **arrays}
+
+
+def _distance(subject: Subject) -> Made:
+    seen, model = subject.measured, subject.model
+    uniform = float(patch_distances(model.grid, model.token_stride).mean())
+    height, width = model.image_size
+    labels = "uniform attention", f"attention distance (px of {width} x {height})"
+    shares = seen.shares.mean(axis=0)
+    return _by_head("distance_px", seen.distances, uniform, labels, prefix_share=shares)
+
+
+def _entropy(subject: Subject) -> Made:
+    rows, columns = subject.model.grid
+    num_tokens = subject.model.num_prefix_tokens + rows * columns
+    labels = f"uniform over {num_tokens:,} tokens", "entropy of attention (bits)"
+    uniform = float(np.log2(num_tokens))
+    return _by_head("entropy_bits", subject.measured.entropies, uniform, labels)
+
+
+def _by_head(
+    name: str, values_ILH: np.ndarray, uniform: float, labels: tuple[str, str], **others: np.ndarray
+) -> Made:
+    """Mean and deviation of the values NAME_UNIT; the table has `others` (L, H) too."""
+    mean = values_ILH.mean(axis=0)
+    spread = values_ILH.std(axis=0, ddof=min(1, len(values_ILH) - 1))  # 0 for a single image
+    columns = {name: mean, f"deviation_{name.rpartition('_')[2]}": spread, **others}
+    rows = [(*place, *(x[place] for x in columns.values())) for place in np.ndindex(mean.shape)]
+    figure = plots.draw_heads_by_layer(mean, spread, uniform, *labels)
+    return figure, [("layer", "head", *columns), *rows]
+
+
+def _rollout(subject: Subject) -> Made:
+    seen = subject.measured
+    figure = plots.draw_rollouts(seen.images, seen.rollouts, name_of_shares(subject.model))
+    return figure, {"rollout": seen.rollouts} | seen.shown
+
+
+def _heads(subject: Subject) -> Made:
+    seen, where = subject.measured, name_of_shares(subject.model)
+    figures = {
+        f"heads_{i}": plots.draw_heads(image, of_heads, where)
+        for i, (image, of_heads) in enumerate(zip(seen.images, seen.heads, strict=True), start=1)
+    }
+    return figures, {"attention": seen.heads} | seen.shown
+
+
+def _features(subject: Subject) -> Made | str:
+    seen = subject.measured
+    rows = seen.features.reshape(-1, seen.features.shape[-1])
+    components, shares = principal_components(rows, 3)
+    if len(components) < 3:
+        return f"its {len(rows)} patches span fewer than three directions; give more images"
+    projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T
+    projected = projected.reshape(*seen.features.shape[:3], 3)
+    figure = plots.draw_features(seen.images, projected)
+    return figure, {"components": projected, "share_of_variance": shares} | seen.shown
+
+
+def _norms(subject: Subject) -> Made:
+    table = norm_table(subject.measured.norms, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
+    rows = enumerate(zip(*table.values(), strict=True))
+    figure = plots.draw_norms(table, OUTLIER_FACTOR)
+    return figure, [("layer", *table), *((i, *row) for i, row in rows)]
+
+
+def _similarity(subject: Subject) -> Made | str:
+    others = subject.other or subject.measured
+    found = alignment(subject.measured.grams, others.grams)
+    if found is None:
+        return f"needs {MIN_IMAGES} readable images in a batch; give more"
+    names = ("layer", "layer")
+    if subject.other is not None:
+        names = (f"layer of {subject.name}", f"layer of {subject.other_name}")
+    rows = ((*place, value) for place, value in np.ndenumerate(found))
+    return plots.draw_similarity(found, names), [("layer", "other_layer", "cka"), *rows]
+
+
+FIGURES: dict[str, Callable[[Subject], Made | str]] = {
+    "filters": _filters,
+    "positions": _positions,
+    "distance": _distance,
+    "rollout": _rollout,
+    "heads": _heads,
+    "features": _features,
+    "entropy": _entropy,
+    "norms": _norms,
+    "similarity": _similarity,
+}
+_OF_PARAMETERS = ("filters", "positions")
+_OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
+
+
+def needs_images(names: Iterable[str]) -> bool:
+    """Whether any of the figures `names` shows what a model does with images."""
+    return any(name not in _OF_PARAMETERS for name in names)
+
+
+def write_figures(
+    subject: Subject, names: Iterable[str], output: epath.Path
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Write the figures `names` into the folder `output`.
+
+    Returns:
+      ({figure: names of its files}, {figure left out: reason}).
+    """
+    no_attention = about(subject.pretrained.model).why_no_weights
+    written, reasons = {}, {}
+    for name in names:
+        if name in _OF_ATTENTION and no_attention:
+            reasons[name] = no_attention
+            continue
+        if needs_images([name]) and subject.seen is None:
+            reasons[name] = "needs images; give files, folders or --data=NAME:SPLIT"
+            continue
+        with plots.paper_style():
+            made = FIGURES[name](subject)
+            if isinstance(made, str):
+                reasons[name] = made
+                continue
+            drawn, numbers = made
+            named = drawn if isinstance(drawn, dict) else {name: drawn}
+            contents = {f"{file}.png": plots.as_png(figure) for file, figure in named.items()}
+        if isinstance(numbers, list):
+            contents[f"{name}.csv"] = as_csv(numbers)
+        else:
+            contents[f"{name}.npz"] = _npz(numbers)
+        output.mkdir(parents=True, exist_ok=True)
+        for file, content in contents.items():
+            files.write_whole(output / file, content)
+        written[name] = sorted(contents)
+    return written, reasons
+
+
+def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    return content.getvalue()

@@ -1,6 +1,6 @@
-"""What a model does with pictures, layer by layer: one pass over them, batch by batch.
+"""What a model does with images, layer by layer: one pass over them, batch by batch.
 
-Axes: I images, L layers, H heads, N tokens, B images of a batch, D width.
+Axes: I images, L and M layers, H heads, N tokens, B images of a batch, D width, F features.
 """
 
 import dataclasses
@@ -14,40 +14,45 @@ import numpy as np
 
 from vit_jax import tree
 from vit_jax.data import Source, to_value_range
+from vit_jax.errors import InputError
 from vit_jax.inference import layers
 from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps
-from vit_jax.insight.similarity import MIN_IMAGES, alignment, gram_matrix
 from vit_jax.models.contract import about
 from vit_jax.models.watched import watch
 from vit_jax.transfer.pretrained import Pretrained
 
+MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
+
 
 @dataclasses.dataclass
 class Measured:
-    """What a model does with I images; the first few of them are shown.
+    """What a model does with I readable images; the first few of them are shown.
 
     names: of all images; those of the shown ones come first.
-    distances, entropies, shares: (I, L, H), see `attention_maps`; None: no attention.
     norms: for each layer the lengths of its output's tokens (I, N), prefix tokens first.
-    grams: for each batch `similarity.gram_matrix` of every layer, (L, B, B), unreadable images
-      included; readable: for each batch, (B,).
-    pictures: the shown images as the model gets them, uint8 (n, height, width, C).
-    rollouts: (n, rows, columns); heads: (n, L, H, rows, columns); None: no attention.
+    grams: for each batch `gram_matrix` of every layer, (L, B, B).
+    images: the shown images as the model gets them, uint8 (n, height, width, C).
     features: (n, rows, columns, D): the patches of the encoder's output.
+    distances, entropies, shares: (I, L, H), see `attention_maps`; None: no attention.
+    rollouts: (n, rows, columns); heads: (n, L, H, rows, columns); None: no attention.
     """
 
     names: list[str]
     norms: list[np.ndarray]
     grams: list[np.ndarray]
-    readable: list[np.ndarray]
-    pictures: np.ndarray
+    images: np.ndarray
     features: np.ndarray
     distances: np.ndarray | None = None
     entropies: np.ndarray | None = None
     shares: np.ndarray | None = None
     rollouts: np.ndarray | None = None
     heads: np.ndarray | None = None
+
+    @property
+    def shown(self) -> dict[str, np.ndarray]:
+        """The shown images and their names."""
+        return {"image": self.images, "name": np.array(self.names[: len(self.images)])}
 
 
 def with_size(pretrained: Pretrained) -> nn.Module:
@@ -64,57 +69,50 @@ def measure(
     pretrained: Pretrained,
     source: Source,
     *,
-    record_ids: np.ndarray,
+    examples: int,
     batch_size: int,
     shown: int,
     progress: bool = True,
 ) -> Measured:
-    """Run the model over the records and measure what `Measured` holds.
+    """Run the model over images and measure what `Measured` holds.
 
     Args:
       pretrained: the model, with an image size in its spec.
-      source, record_ids: the images, int64 (n,).
+      source: the images; at most `examples` of them, evenly spaced.
       batch_size: a multiple of the number of devices.
       shown: number of images to keep maps of, from the first batch.
 
     Raises:
-      InputError: if the model takes images of any size and none was chosen.
+      InputError: if the model takes images of any size and none was chosen, or no image can be
+        read.
     """
-    program = make_program(with_size(pretrained), pretrained.spec, min(shown, batch_size))
+    count = min(examples, source.num_examples)
+    record_ids = np.arange(count, dtype=np.int64) * source.num_examples // count
     found = computed(
         pretrained,
         source,
-        program,
+        make_program(with_size(pretrained), pretrained.spec, shown),
         batch_size=batch_size,
         record_ids=record_ids,
         progress=progress,
         keys=("image", "mask"),
         consequence="not in the figures",
     )
-    parts: dict[str, list[Any]] = {}
-    grams, readable, names, first = [], [], [], {}
-    for results, batch in found:
-        kept = batch["mask"] > 0
-        ids = record_ids[sum(map(len, readable)) :][: len(kept)]
-        names += [source.record_name(int(i)) for i in ids[kept]]
-        if not readable:
-            of_shown = kept[:shown]
-            first = {
-                name: np.asarray(x)[: len(of_shown)][of_shown]
-                for name, x in results["shown"].items()
-            }
-            first["pictures"] = batch["image"][:shown][of_shown]
-        readable.append(kept)
-        grams.append(results["grams"][:, : len(kept), : len(kept)])
-        for name, values in results["each"].items():
-            whole = [x[: len(kept)][kept] for x in values]
-            parts.setdefault(name, []).append(whole)
-    norms = [np.concatenate(of_layer) for of_layer in zip(*parts.pop("norms"), strict=True)]
-    by_head = {
-        name: np.concatenate([np.stack(of_layers, axis=1) for of_layers in batches])
-        for name, batches in parts.items()
-    }
-    return Measured(names, norms, grams, readable, **first, **by_head)
+    names, grams, each, first = [], [], [], {}
+    for i, (results, batch) in enumerate(found):
+        kept = np.flatnonzero(batch["mask"] > 0)
+        ids = record_ids[i * batch_size :][kept]
+        names += [source.record_name(int(record)) for record in ids]
+        grams.append(results["grams"][:, kept][:, :, kept])
+        each.append(jax.tree.map(lambda x, kept=kept: x[kept], results["each"]))
+        if i == 0:
+            few = kept[kept < shown]
+            first = {name: np.asarray(x)[few] for name, x in results["shown"].items()}
+            first["images"] = batch["image"][few]
+    if not len(first["images"]):
+        raise InputError("none of the first images could be read; give others")
+    whole = jax.tree.map(lambda *batches: np.concatenate(batches), *each)
+    return Measured(names=names, grams=grams, **whole, **first)
 
 
 def make_program(
@@ -145,46 +143,82 @@ def make_program(
             }
             return by_head, maps.over_patches(few, token_shares, grid)
 
+        each, few = {}, {}
         with watch() as found:
             if has_attention:
                 seen = layers.watch_attention(model, params, x, see, model_state)
+                by_head, heads = zip(*seen, strict=True)
+                each = jax.tree.map(lambda *of_layers: jnp.stack(of_layers, axis=1), *by_head)
+                few["heads"] = jnp.stack(heads, axis=1)
+                few["rollouts"] = maps.over_patches(rolled[-1], token_shares, grid)
             else:
-                seen = []
                 layers.layer_outputs(model, params, x, model_state)
-        each = {"norms": [_norms(layer) for layer in found.layers]}
-        few = {"features": layers.as_map(model, found.tokens[:shown], spec.image_size)}
-        if has_attention:
-            for name in seen[0][0]:
-                each[name] = [by_head[name] for by_head, _ in seen]
-            few["heads"] = jnp.stack([of_heads for _, of_heads in seen], axis=1)
-            few["rollouts"] = maps.over_patches(rolled[-1], token_shares, grid)
+        outputs = [layer.astype(jnp.float32) for layer in found.layers]
+        lengths = [jnp.linalg.norm(layer, axis=-1) for layer in outputs]
+        each["norms"] = [norm.reshape(len(norm), -1) for norm in lengths]
+        few["features"] = layers.as_map(model, found.tokens[:shown], spec.image_size)
         few = {name: values.astype(jnp.float32) for name, values in few.items()}
-        grams = jnp.stack([gram_matrix(layer) for layer in found.layers])
-        return {"each": each, "shown": few, "grams": grams}
+        return {"each": each, "shown": few, "grams": jnp.stack([*map(gram_matrix, outputs)])}
 
     return program
 
 
-def _norms(x: jax.Array) -> jax.Array:
-    """The lengths of tokens (B, ..., D), float32 (B, N)."""
-    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1).reshape(x.shape[0], -1)
+def gram_matrix(x: jax.Array) -> jax.Array:
+    """The inner products of the images' features, float32 (B, B), for features (B, ...).
 
-
-def align(ours: Measured, theirs: Measured | None = None) -> np.ndarray | None:
-    """The centred kernel alignment (L, M) of the layers of one model, or of two on the same images.
-
-    None if no batch has enough images that both could read.
+    The mean over the images is taken off first, for precision.
     """
-    others = ours if theirs is None else theirs
-    both = [a & b for a, b in zip(ours.readable, others.readable, strict=True)]
-    enough = [i for i, kept in enumerate(both) if kept.sum() >= MIN_IMAGES]
-    if not enough:
+    x_BF = x.reshape(x.shape[0], -1).astype(jnp.float32)
+    x_BF -= x_BF.mean(axis=0, keepdims=True)
+    return jnp.matmul(x_BF, x_BF.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def alignment(batches: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The centred kernel alignment (CKA) of each pair of layers, float64 (L, M).
+
+    1 for representations that are equal up to rotation, shift and scale; about 0 for independent
+    ones, with the sign of the noise. HSIC is averaged over the batches before it is divided. None
+    if no batch has at least 4 images.
+
+    Args:
+      batches: the `gram_matrix` of each layer, (L, B, B), for every batch of images.
+      others: those of the same or another model for the same images, (M, B, B).
+
+    Source: Kornblith et al. 2019 (arXiv:1905.00414); by batches, with the unbiased estimate:
+      Nguyen et al. 2020 (arXiv:2010.15327), Eqs. 3-5.
+    """
+    pairs = [
+        (_centred(ours), _centred(theirs))
+        for ours, theirs in zip(batches, others, strict=True)
+        if ours.shape[-1] >= MIN_IMAGES
+    ]
+    if not pairs:
         return None
+    between_LM = np.sum([ours @ theirs.T for ours, theirs in pairs], axis=0)
+    own_L, own_M = (
+        np.sum([np.square(rows).sum(axis=1) for rows in of_model], axis=0)
+        for of_model in zip(*pairs, strict=True)
+    )
+    scale_LM = np.sqrt(own_L[:, None] * own_M[None])
+    return np.divide(between_LM, scale_LM, out=np.full_like(scale_LM, np.nan), where=scale_LM > 0)
 
-    def grams(model: Measured) -> Sequence[np.ndarray]:
-        return [model.grams[i][:, both[i]][:, :, both[i]] for i in enough]
 
-    return alignment(grams(ours), grams(others))
+def _centred(grams_LBB: np.ndarray) -> np.ndarray:
+    """Rows whose inner products are unbiased estimates of HSIC, float64 (L, B B).
+
+    Source: Song et al. 2012, Feature Selection via Dependence Maximization, Eq. 5: the terms are
+    collected in U-centred matrices, of which the diagonal is 0.
+    """
+    grams = np.array(grams_LBB, np.float64)
+    num = grams.shape[-1]
+    diagonal = np.arange(num)
+    grams[:, diagonal, diagonal] = 0
+    sums_LB = grams.sum(axis=-1)
+    total_L = sums_LB.sum(axis=-1)
+    grams -= (sums_LB[:, :, None] + sums_LB[:, None]) / (num - 2)
+    grams += (total_L / ((num - 1) * (num - 2)))[:, None, None]
+    grams[:, diagonal, diagonal] = 0
+    return grams.reshape(len(grams), -1) / np.sqrt(num * (num - 3))
 
 
 def norm_table(norms: list[np.ndarray], num_prefix: int, factor: float) -> dict[str, np.ndarray]:
@@ -198,14 +232,9 @@ def norm_table(norms: list[np.ndarray], num_prefix: int, factor: float) -> dict[
     rows = []
     for of_layer in norms:
         prefix, patches = of_layer[:, :num_prefix], of_layer[:, num_prefix:]
-        median = np.median(patches)
-        low, high = np.percentile(patches, (5, 95))
-        rows.append({
-            "median": median,
-            "p5": low,
-            "p95": high,
-            "largest": patches.max(),
-            "outlier_share": (patches > factor * median).mean(),
-            "prefix": prefix.mean() if num_prefix else np.nan,
-        })  # fmt: skip
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        low, median, high = np.percentile(patches, (5, 50, 95))
+        outlier_share = (patches > factor * median).mean()
+        of_prefix = prefix.mean() if num_prefix else np.nan
+        rows.append((median, low, high, patches.max(), outlier_share, of_prefix))
+    names = ("median", "p5", "p95", "largest", "outlier_share", "prefix")
+    return dict(zip(names, np.array(rows).T, strict=True))

@@ -10,29 +10,40 @@ only the scripts with a digest in the page's Content-Security-Policy run.
 from __future__ import annotations
 
 import base64
+import csv
 import datetime
 import hashlib
 import importlib.util
-import math
+import io
+import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
 import vit_jax
+from vit_jax import files
 from vit_jax.errors import InputError
-from vit_jax.insight import charts, compare
-from vit_jax.insight import report_data as data
-from vit_jax.run.terminal import is_accuracy
+from vit_jax.insight import plots
+from vit_jax.insight.runs import (
+    Run,
+    choose_metrics,
+    differences,
+    evaluated,
+    group_seeds,
+    seconds_by_kind,
+    short_names,
+)
 
 if TYPE_CHECKING:
     import markupsafe
 
+PNG = b"\x89PNG\r\n\x1a\n"
 _CURVES = 12  # charts, unless metrics are chosen
-_BARS = 24  # runs whose times are drawn
-_CONSTANT = "/num_examples"
 _SPEEDS = ("time/images_per_s", "time/mfu")
+_MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
+_ROWS = 10  # of the tables of classes and confusions
 
 
 def check_installed() -> None:
@@ -45,110 +56,65 @@ def check_installed() -> None:
 
 
 def write(
-    workdirs: Sequence[str], figures: Sequence[epath.Path] = (), metrics: Sequence[str] = ()
+    runs: Sequence[Run],
+    studies: Sequence[Mapping[str, Any]],
+    figures: Sequence[epath.Path] = (),
+    metrics: Sequence[str] = (),
 ) -> str:
-    """The report on the runs and studies in `workdirs`, as HTML.
+    """The report on runs and studies, as HTML.
 
     Args:
-      workdirs: of runs, finished or not, and of studies.
+      runs, studies: as `read_all` gives them.
       figures: folders with more PNGs, or with results by class.
       metrics: what to draw; () chooses.
 
     Raises:
-      InputError: if a workdir holds neither run nor study, or no run has one of `metrics`.
+      InputError: if no run has one of `metrics`, or the packages for reports are not installed.
     """
-    runs, studies = data.read_all(workdirs)
-    alone = [run for run in runs if run.workdir.parent not in {s.workdir for s in studies}]
-    records = [run.record for run in runs]
-    chosen = choose_metrics(records, metrics)
-    curves = charts.draw_curves(records, chosen)
-    speeds = [name for name in _SPEEDS if any(name in record.curves for record in records)]
-    speed_curves = charts.draw_curves(records, speeds)
-    times = {run.name: data.seconds_by_kind(run.record) for run in runs}
-    times = {name: seconds for name, seconds in times.items() if seconds}
-    bars = [charts.draw_times(list(times), list(times.values()))] if times else []
-    bars = bars if len(times) <= _BARS else []
-    drawn = [*curves, *speed_curves, *bars]
-    divs, script, library = charts.embed(drawn)
-    shown = {chart.title: div for chart, div in zip(drawn, divs, strict=True)}
-    return render(
-        runs=runs,
-        studies=studies,
-        alone=alone,
-        styles=[charts.style(i) for i in range(len(runs))],
-        groups=data.group_seeds(runs),
-        evaluated=data.evaluated(runs),
-        curves=curves,
-        speeds=speed_curves,
-        bars=bars,
-        divs=shown,
-        left_out=count_left_out(records, chosen),
-        times=times,
-        kinds=list(dict.fromkeys(kind for seconds in times.values() for kind in seconds)),
-        differences=compare.differences(records),
-        figures=data.read_figures(runs, figures),
-        classes=data.read_classes(runs, figures),
-        smoothed=charts.SMOOTHED,
-        scripts=[library, script],
-        version=vit_jax.__version__,
-        now=datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
-    )
-
-
-def choose_metrics(runs: Sequence[compare.RunRecord], asked: Sequence[str]) -> list[str]:
-    """The metrics to draw: those `asked` for, else at most 12, those of `compare` first.
-
-    Metrics of the clock and those that never change are left out.
-
-    Raises:
-      InputError: if no run has a metric that is asked for.
-    """
-    if not any(run.curves for run in runs) and not asked:
-        return []
-    first = compare.choose_curves(runs, asked)
-    if asked:
-        return first
-    return [*first, *(name for name in _changing(runs) if name not in first)][:_CURVES]
-
-
-def count_left_out(runs: Sequence[compare.RunRecord], chosen: Sequence[str]) -> int:
-    """The number of changing metrics that are not among the chosen."""
-    return len({*_changing(runs)} - {*chosen})
-
-
-def _changing(runs: Sequence[compare.RunRecord]) -> list[str]:
-    """Metrics, without the clock's, that take more than one value; evaluators' first."""
-    values: dict[str, set[float]] = {}
-    for run in runs:
-        for metric, points in run.curves.items():
-            values.setdefault(metric, set()).update(value for _, value in points)
-    names = [
-        metric
-        for metric, found in values.items()
-        if len(found) > 1 and not metric.startswith("time/") and not metric.endswith(_CONSTANT)
-    ]
-    return sorted(names, key=lambda name: (name.startswith("train/"), name))
-
-
-def render(*, scripts: Sequence[str], **fields: Any) -> str:
-    """Fill the template; `scripts` are the JavaScript of Bokeh and of the charts."""
+    check_installed()
     import jinja2
     from markupsafe import Markup
 
+    known = choose_metrics(runs)
+    chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]
+    curves = plots.chart_curves(runs, chosen)
+    folders = dict(zip(dict.fromkeys(figures), short_names([*dict.fromkeys(figures)]), strict=True))
+    present = [name for name in _SPEEDS if any(name in run.curves for run in runs)]
+    speeds = plots.chart_curves(runs, present)
+    times = {run.name: found for run in runs if (found := seconds_by_kind(run))}
+    drawn = [*curves, *speeds]
+    divs, script, library = plots.embed(drawn)
     loader = jinja2.PackageLoader("vit_jax.insight", "page")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"metric": show_metric, "value": show_value, "broken": break_name}
-    source = {name: loader.get_source(environment, name)[0] for name in ("page.css", "page.js")}
-    scripts = [script.replace("</script", "<\\/script") for script in (*scripts, source["page.js"])]
-    fields["divs"] = {title: Markup(div) for title, div in fields["divs"].items()}
+    environment.filters |= {"broken": break_name, "number": show_number}
+    css, own_script = (loader.get_source(environment, f"page.{x}")[0] for x in ("css", "js"))
+    scripts = [x.replace("</script", "<\\/script") for x in (library, script, own_script)]
     return environment.get_template("page.html").render(
-        css=Markup(source["page.css"]),
+        runs=runs,
+        studies=studies,
+        study_images=[read_images(study["workdir"], "*.png") for study in studies],
+        alone=[run for run in runs if run.workdir.parent not in {s["workdir"] for s in studies}],
+        styles=[plots.style(i) for i in range(len(runs))],
+        groups=group_seeds(runs),
+        evaluated=evaluated(runs),
+        curves=curves,
+        speeds=speeds,
+        divs={chart.title: Markup(div) for chart, div in zip(drawn, divs, strict=True)},
+        left_out=len({*known} - {*chosen}),
+        times=times,
+        kinds=list(dict.fromkeys(kind for seconds in times.values() for kind in seconds)),
+        differences=differences(runs),
+        figures=read_figures(runs, folders),
+        classes=read_classes(runs, folders),
+        smoothed=plots.SMOOTHED,
+        css=Markup(css),
         scripts=[Markup(script) for script in scripts],
         digests=[_digest(script) for script in scripts],
-        **fields,
+        version=vit_jax.__version__,
+        now=datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
     )
 
 
@@ -159,25 +125,85 @@ def break_name(name: str) -> markupsafe.Markup:
     return markupsafe.Markup(re.sub(r"([_./])", r"\1<wbr>", str(markupsafe.escape(name))))
 
 
+def show_number(value: float) -> str:
+    """A count in full, another number with six digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
 def _digest(script: str) -> str:
     """The digest of a script, as a Content-Security-Policy names it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def show_metric(found: dict[str, float | None], name: str) -> str:
-    """A mean with its deviation over seeds, if there are several: accuracies in percent."""
-    mean, std = found["mean"], found["std"]
-    if mean is None:
-        return ""
-    if is_accuracy(name):
-        return f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if std is not None else "") + " %"
-    if float(mean).is_integer() and not std:
-        return f"{mean:,.0f}"
-    return f"{mean:.4g}" + (f" ± {std:.2g}" if std is not None else "")
+class Image(NamedTuple):
+    """A PNG: its caption, and its content as base64."""
+
+    caption: str
+    content: str
 
 
-def show_value(value: Any) -> str:
-    """A value of a config, summary or start as text."""
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+class ClassResults(NamedTuple):
+    """Results by class that `evaluate --output` wrote.
+
+    weakest: classes by accuracy or average precision, the lowest first. confusions: pairs of
+    classes, the most frequent first. Both are tables; their first row names the columns.
+    """
+
+    name: str
+    images: Sequence[Image]
+    weakest: Sequence[Sequence[str]]
+    confusions: Sequence[Sequence[str]]
+
+
+def find(folder: epath.Path, *patterns: str) -> list[epath.Path]:
+    """The files below `folder` that match any of `patterns`, by name."""
+    return sorted({path for p in patterns for path in files.LiteralPath(folder).glob(p)})
+
+
+def read_images(folder: epath.Path, *patterns: str) -> list[Image]:
+    """The PNGs below `folder`; captions are their names below it."""
+    images = []
+    for path in find(folder, *patterns):
+        content = path.read_bytes()
+        if content.startswith(PNG):
+            caption = os.path.relpath(path, folder).removesuffix(".png")
+            images.append(Image(caption, base64.b64encode(content).decode()))
+    return images
+
+
+def read_figures(
+    runs: Sequence[Run], folders: Mapping[epath.Path, str]
+) -> list[tuple[str, list[Image]]]:
+    """(name, images) of each RUN/figures and of each of `folders`, one folder deep or less."""
+    of_runs = {run.workdir / "figures": run.name for run in runs}
+    found = []
+    for place, name in (of_runs | folders | of_runs).items():
+        images = [
+            image
+            for image in read_images(place, "*.png", "*/*.png")
+            if not image.caption.endswith("confusion")
+        ]
+        if images:
+            found.append((name, images))
+    return found
+
+
+def read_classes(runs: Sequence[Run], folders: Mapping[epath.Path, str]) -> list[ClassResults]:
+    """What `evaluate --output` wrote into the workdirs, one or two folders deep, or `folders`."""
+    found = []
+    for place, name in ({run.workdir: run.name for run in runs} | folders).items():
+        for path in find(place, "classes.csv", "*/classes.csv", "*/*/classes.csv"):
+            head, *rows = _read_csv(path)
+            for at in [head.index(measure) for measure in _MEASURES if measure in head]:
+                rows = sorted((row for row in rows if row[at]), key=lambda row: float(row[at]))
+            found.append(ClassResults(
+                f"{name}: {os.path.relpath(path.parent, place)}",
+                read_images(path.parent, "confusion.png"),
+                [head, *rows[:_ROWS]],
+                _read_csv(path.parent / "confusions.csv")[: _ROWS + 1],
+            ))  # fmt: skip
+    return found
+
+
+def _read_csv(path: epath.Path) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(path.read_text(), newline=""))) if path.exists() else []

@@ -120,7 +120,7 @@ def _open_locked(workdir: epath.Path, flags: int) -> int | None:
             os.close(file)
             return None
         os.close(file)
-    raise InputError(_refusal(workdir, _read(workdir)))
+    raise _refusal(workdir)
 
 
 def check_free(workdir: epath.Path) -> None:
@@ -157,15 +157,14 @@ def _wait_for_heartbeat(workdir: epath.Path, has_locks: bool) -> None:
             return
         before, age = age, _heartbeat_age(workdir)
         if age < before:
-            raise InputError(_refusal(workdir, _read(workdir)))
+            raise _refusal(workdir)
 
 
-def _refusal(workdir: epath.Path, holder: Holder | None) -> str:
-    trains = "a job is beginning" if holder is None else f"{holder} has been training"
-    since = "" if holder is None else f" for {holder.age}"
-    return (
-        f"--workdir={workdir}: {trains} there{since}; wait until it ends, end it, or use another "
-        "--workdir"
+def _refusal(workdir: epath.Path) -> InputError:
+    holder = _read(workdir)
+    who = f"{holder} has been training there for {holder.age}" if holder else "a job begins there"
+    return InputError(
+        f"--workdir={workdir}: {who}; wait until it ends, end it, or use another --workdir"
     )
 
 
@@ -193,18 +192,13 @@ class Lock:
         self._path = workdir / _FILE
         self._holder = Holder(socket.gethostname(), os.getpid(), time.time(), uuid.uuid4().hex)
         self._ended, self._kept = threading.Event(), False
-        with _naming_the_disk(workdir):
+        with _naming_the_disk(workdir), contextlib.ExitStack() as undo:
             self._file = _open_locked(workdir, os.O_CREAT)
-            try:
-                _wait_for_heartbeat(workdir, has_locks=self._file is not None)
-                try:
-                    self._write()
-                except OSError:
-                    self._path.unlink(missing_ok=True)
-                    raise
-            except BaseException:
-                self._close()
-                raise
+            undo.callback(self._close)
+            _wait_for_heartbeat(workdir, has_locks=self._file is not None)
+            undo.callback(self._path.unlink, missing_ok=True)
+            self._write()
+            undo.pop_all()
         self._was_ours, self._confirmed_at = True, time.monotonic()
         self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
         self._thread.start()
@@ -245,16 +239,14 @@ class Lock:
     def _keep_beating(self) -> None:
         while not self._ended.wait(_BEAT_S):
             try:
-                if self._look():  # unread, the file may be another's, which a beat would overwrite
-                    self._beat()
+                if not self._look():  # unread, it may be another's, which a beat would overwrite
+                    continue
+                if "://" in os.fspath(self._path):
+                    self._write()
+                else:
+                    os.utime(self._path)
             except Exception as e:  # as in `is_ours`
                 logger.warning("%s: heartbeat failed: %s", self._path, e)
-
-    def _beat(self) -> None:
-        if "://" in os.fspath(self._path):
-            self._write()
-        else:
-            os.utime(self._path)
 
     def check(self, *, fresh: bool) -> None:
         """Raises LostLockError if another process has taken the workdir meanwhile.
@@ -264,16 +256,14 @@ class Lock:
         """
         if self.is_ours() if fresh else self._was_ours:
             return
-        raise LostLockError(
-            f"--workdir={self._path.parent}: {self._say_loss()}; this process ends without saving"
-        )
-
-    def _say_loss(self) -> str:
         try:
             now = _read(self._path.parent)
+            why = f"{now} trains there now" if now else f"{_FILE} was removed"
         except Exception as e:
-            return f"{_FILE} cannot be read: {getattr(e, 'strerror', None) or e}"
-        return f"{now} trains there now" if now else f"{_FILE} was removed"
+            why = f"{_FILE} cannot be read: {e}"
+        raise LostLockError(
+            f"--workdir={self._path.parent}: {why}; this process ends without saving"
+        )
 
     def keep(self) -> None:
         """Keep the lock, heartbeat included, until this process ends; `release` then does nothing.

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax._src import clusters, distributed  # no public names; see tests/test_jax_private.py
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import InputError
-from vit_jax.jax_private import distributed_state, find_cluster
 from vit_jax.job.exit_codes import FAILED
 
 _VERDICT_S = 10  # for process 0 to report missing processes after the timeout
@@ -38,6 +38,30 @@ _called_from_c: list[Any] = []  # keeps the handlers alive; C holds no reference
 
 class ProcessError(RuntimeError):
     """Another process of the job is missing."""
+
+
+def distributed_state() -> Any:
+    """The state of `jax.distributed`: process_id, num_processes, coordinator_address, client.
+
+    `client` is the connection to the key-value store of the job, None in a job of one process.
+    """
+    return distributed.global_state
+
+
+def client() -> Any:
+    """The connection to the store; None in a job of one process."""
+    return distributed_state().client
+
+
+def find_cluster() -> Any:
+    """The cluster that `jax.distributed.initialize` would detect; None: there is none.
+
+    It has `name` and `get_process_count()`, which may raise anything.
+    """
+    for cluster in clusters.ClusterEnv._cluster_types:
+        if not cluster.opt_in_only_method and cluster.is_env_present():
+            return cluster
+    return None
 
 
 def on_abort(speak: Callable[[], int]) -> None:
@@ -90,11 +114,10 @@ def start(
     Raises:
       InputError: if some of the arguments are missing, or the cluster's size is different.
     """
-    method: str | None = "deactivate"
     if _is_alone(coordinator, num_processes, process_id):
         return
     if coordinator is None:
-        num_processes, method = None, None  # JAX gets all three from the cluster
+        num_processes = None  # JAX gets all three from the cluster
 
     def speak() -> int:
         say(
@@ -110,7 +133,7 @@ def start(
         coordinator,
         num_processes,
         process_id,
-        cluster_detection_method=method,
+        cluster_detection_method=None if coordinator is None else "deactivate",
         initialization_timeout=join_deadline_s,
         heartbeat_timeout_seconds=heartbeat_s,
     )
@@ -118,22 +141,18 @@ def start(
 
 def _is_alone(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
     """Whether this is the only process of its job; raises InputError like `start`."""
-    given = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [name for name, value in given.items() if value is None]
+    names = ("--coordinator", "--num_processes", "--process_id")
     if coordinator is None and process_id is None:
         found = 1 if num_processes == 1 else _detected_processes()
         if num_processes not in (None, found):
             raise InputError(
                 f"--num_processes={num_processes}: the job has {found}; start as many processes, "
-                f"or give {', '.join(given)} to each"
+                f"or give {', '.join(names)} to each"
             )
         return found == 1
-    if missing:
-        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}")
+    given = zip(names, (coordinator, num_processes, process_id), strict=True)
+    if missing := [name for name, value in given if value is None]:
+        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(names)}")
     if not 0 <= process_id < num_processes:
         raise InputError(
             f"--process_id={process_id}: must be from 0 to {num_processes - 1}, since "
@@ -166,11 +185,6 @@ def check_devices(num_devices: int | None) -> None:
             f"{jax.local_device_count()} of them here; start one process per host, and let each "
             "see all devices of its host"
         )
-
-
-def client():
-    """The connection to the store; None in a job of one process."""
-    return distributed_state().client
 
 
 def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
@@ -218,20 +232,14 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     missing = [i for i, digest in digests.items() if digest is None]
     if missing or len(set(digests.values())) == 1:
         return missing, []
-    by_digest: dict[str, list[int]] = {}
-    for i, digest in digests.items():
-        by_digest.setdefault(digest, []).append(i)
-    said = [
-        (numbers, json.loads(client().key_value_try_get(f"{prefix}/facts/{numbers[0]}")))
-        for numbers in by_digest.values()
-    ]
+    said = [json.loads(client().key_value_try_get(f"{prefix}/facts/{i}")) for i in everyone]
     differences = []
-    for key in sorted(set().union(*(facts for _, facts in said))):
+    for key in sorted(set().union(*said)):
         by_value: dict[str, list[int]] = {}
-        for numbers, facts in said:
-            by_value.setdefault(facts.get(key, "missing"), []).extend(numbers)
+        for i, facts in enumerate(said):
+            by_value.setdefault(facts.get(key, "missing"), []).append(i)
         if len(by_value) > 1:
-            values = (f"{value} on {_processes(sorted(n))}" for value, n in by_value.items())
+            values = (f"{value} on {_processes(numbers)}" for value, numbers in by_value.items())
             differences.append(f"{key}: {'; '.join(values)}")
     return [], differences
 
@@ -286,37 +294,34 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
     """Raise InputError if a process cannot see what process 0 writes to `workdir`."""
     if jax.process_count() == 1:
         return
-    key = f"agree/{_next_comparison()} token"
-    if jax.process_index() == 0:
-        made = not workdir.exists()
-        token = workdir / f".seen-by-all-{uuid.uuid4().hex}"
+    is_first, made = jax.process_index() == 0, not workdir.exists()
+
+    def write() -> str:
+        name = f".seen-by-all-{uuid.uuid4().hex}"
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            token.write_text("")
+            (workdir / name).write_text("")
         except OSError as e:
             raise InputError(
                 f"--workdir={workdir}: {e.strerror or e}; choose another directory"
             ) from None
-        client().key_value_set(key, token.name)
-        seen = True
-    else:
-        name = _wait_for(key, timeout_s)
-        if name is None:
-            raise ProcessError(f"process 0 did not write to --workdir within {timeout_s:.0f} s")
-        until = time.monotonic() + _SHARED_WITHIN_S
-        while not (seen := (workdir / name).exists()) and time.monotonic() < until:
-            time.sleep(0.1)
+        return name
+
+    token = workdir / say_to_all("what it wrote to --workdir", write, timeout_s)
+    until = time.monotonic() + _SHARED_WITHIN_S
+    while not (seen := token.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
     own = f"{workdir} on {socket.gethostname()}, another folder than on process 0"
     place = "shared" if seen else own
     try:
         agree("workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
     except InputError:
-        if jax.process_index() == 0 and made:
+        if is_first and made:
             workdir.rmtree()
         raise
     finally:
-        if jax.process_index() == 0 and token.exists():
-            token.unlink()
+        if is_first:
+            token.unlink(missing_ok=True)
 
 
 class PreemptionGuard:

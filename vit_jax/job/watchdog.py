@@ -24,7 +24,6 @@ import jax
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Faults
-from vit_jax.jax_private import distributed_state
 from vit_jax.job import processes
 from vit_jax.job.exit_codes import FAILED
 
@@ -75,17 +74,13 @@ class Board:
         self._process, self._client = process, processes.client()
         self._publishing: threading.Thread | None = None
 
-    def publish(self, report: Report) -> None:
-        """Publish this process's report, unless an earlier one is still on its way."""
-        if self._publishing is not None and self._publishing.is_alive():
+    def publish(self, report: Report, timeout_s: float | None = None) -> None:
+        """Publish this process's report, unless an earlier one is still on its way.
+
+        With `timeout_s`: a last report, which is waited for so long.
+        """
+        if timeout_s is None and self._publishing is not None and self._publishing.is_alive():
             return
-        self._publishing = self._put(report)
-
-    def publish_last(self, report: Report, timeout_s: float) -> None:
-        """Publish a last report and wait until it has arrived, for at most `timeout_s`."""
-        self._put(report).join(timeout_s)
-
-    def _put(self, report: Report) -> threading.Thread:
         text = json.dumps(dataclasses.asdict(report))
 
         def put():
@@ -93,8 +88,9 @@ class Board:
                 key = f"watchdog/{name}/{self._process}"
                 self._client.key_value_set(key, text, allow_overwrite=True)
 
-        thread, _ = self._ask(put)
-        return thread
+        self._publishing, _ = self._ask(put)
+        if timeout_s is not None:
+            self._publishing.join(timeout_s)
 
     def read(self, name: str, timeout_s: float) -> dict[int, Report] | None:
         """Read reports by process: "report" for all, "failed" for processes that end.
@@ -174,7 +170,7 @@ class Watchdog:
         """Publish that this process ends, and why."""
         self.failure, self.exit_code = failure, exit_code
         if self._board is not None:
-            self._board.publish_last(self.report(), _SILENT_BEATS * self.interval_s)
+            self._board.publish(self.report(), timeout_s=_SILENT_BEATS * self.interval_s)
 
     def report(self) -> Report:
         """Report of this process."""
@@ -199,13 +195,15 @@ class Watchdog:
                 self._end(f"no progress: {self.report()}")
             return
         self._board.publish(self.report())
-        failed = self._failed()
+        failed = {i for i, report in self._ask("failed").items() if i != self._process}
         if failed and self._failed_at is None:
             self._failed_at = self._lived
         # Reports read now will explain JAX's own message about a missed heartbeat.
         waits = self._seen[1] == "step" and self._waited > self._deadlines["step"] / 2
         if self.answered and (late or failed or self.failure or waits):
-            self._look()
+            for i, report in self._ask("report").items():
+                if i not in self._heard or self._heard[i][0].beat != report.beat:
+                    self._heard[i] = (report, self._lived)
         if self.failure:
             return  # already ending
         if failed and self._lived - self._failed_at > 2 * _SILENT_BEATS * self.interval_s:
@@ -214,17 +212,10 @@ class Watchdog:
         elif late and not failed and (verdict := self._judge()):
             self._end(verdict)
 
-    def _failed(self) -> dict[int, Report]:
-        found = self._board.read("failed", _ANSWER_BEATS * self.interval_s)
+    def _ask(self, name: str) -> dict[int, Report]:
+        found = self._board.read(name, _ANSWER_BEATS * self.interval_s)
         self.answered = found is not None
-        return {i: report for i, report in (found or {}).items() if i != self._process}
-
-    def _look(self) -> None:
-        found = self._board.read("report", _ANSWER_BEATS * self.interval_s)
-        self.answered = found is not None
-        for i, report in (found or {}).items():
-            if i not in self._heard or self._heard[i][0].beat != report.beat:
-                self._heard[i] = (report, self._lived)
+        return found or {}
 
     def _silent(self) -> dict[int, Report | None]:
         """Processes whose watchdog is silent, with their last report; None if never seen."""
@@ -259,19 +250,14 @@ class Watchdog:
         if not self.answered or any(r is None or r.phase == "step" for r in silent.values()):
             return self.describe_others()
         reports = {i: report for i, (report, _) in self._heard.items()}
-        if any(
-            r.phase != "step" and r.waited_s <= self._deadlines.get(r.phase, math.inf)
-            for r in reports.values()
-        ):
-            return ""
+        for r in reports.values():
+            if r.phase != "step" and r.waited_s <= self._deadlines.get(r.phase, math.inf):
+                return ""
         first, last = (pick(r.step for r in reports.values()) for pick in (min, max))
         if first == last:
             return f"all processes have arrived, but none makes progress: {self.report()}"
-        late = "; ".join(
-            f"process {i} has not passed {report}"
-            for i, report in reports.items()
-            if report.step == first
-        )
+        behind = {i: report for i, report in reports.items() if report.step == first}
+        late = "; ".join(f"process {i} has not passed {report}" for i, report in behind.items())
         return f"{late}; the others wait for it, the first at step {last}"
 
 
@@ -283,15 +269,11 @@ def start(job: ConfigDict) -> None:
     """Start the watchdog of this process; `job` is that section of the config."""
     global _watchdog
     num_processes = jax.process_count()
+    compiling, saving = job.compile_deadline_s, job.save_deadline_s
+    deadlines = {"start": compiling, "compile": compiling, "save": saving, "leave": saving}
+    deadlines["step"] = step_deadline(job, num_processes)
     watchdog = _watchdog = Watchdog(
-        {
-            "step": step_deadline(job, num_processes),
-            "start": job.compile_deadline_s,
-            "compile": job.compile_deadline_s,
-            "evaluation": job.evaluation_deadline_s,
-            "save": job.save_deadline_s,
-            "leave": job.save_deadline_s,
-        },
+        deadlines | {"evaluation": job.evaluation_deadline_s},
         process=jax.process_index(),
         num_processes=num_processes,
         board=Board(jax.process_index()) if num_processes > 1 else None,
@@ -344,8 +326,7 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         _watchdog.fail(f"{type(error).__name__}: {first_line}", code)
         time.sleep(2 * _SILENT_BEATS * _watchdog.interval_s)
-        others = _watchdog.describe_others()
-        if others:
+        if others := _watchdog.describe_others():
             processes.say(others)
         _has_spoken.set()
     _exit(code)
@@ -384,7 +365,7 @@ def _speak_on_abort() -> int:
 
 
 def _coordinator_listens() -> bool:
-    host, _, port = distributed_state().coordinator_address.rpartition(":")
+    host, _, port = processes.distributed_state().coordinator_address.rpartition(":")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
         return True
     return False

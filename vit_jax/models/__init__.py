@@ -16,6 +16,7 @@ from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
 from vit_jax.models.fields import check_fields, field_defaults
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
+from vit_jax.models.resnet import STEM_WIDTH, map_stride
 from vit_jax.models.t2t import T2T_NAMES, T2TViT, t2t_fields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 from vit_jax.models.vit import ViT
@@ -192,6 +193,33 @@ def token_stride(name: str) -> tuple[int, int]:
     if "pos_embed" in field_names(family.module):
         fields["pos_embed"] = "none"  # then no image size is needed
     return family.module(**fields).token_stride
+
+
+def tiny_fields(name: str) -> dict[str, Any]:
+    """{key of `config.model`: value} of a tiny model with the family and token stride of `name`.
+
+    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
+    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
+    sizes of the variant mu.
+
+    Raises:
+      InputError: for an unknown name.
+    """
+    has, tiny = fields_of(name), dict[str, Any](name=name)
+    if "token_module" in has:
+        return tiny | VIT_VARIANTS["mu"]._asdict() | {"token_width": 16}
+    if "width_factor" in has:
+        return tiny | {"width_factor": 0.125, "depth_factor": 0.1}
+    if "patch_size" in has:
+        without_patch, _, patch = name.rpartition("/")
+        tiny["name"] = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
+    if "stages" in has:
+        tiny["stem_width"] = STEM_WIDTH // 2
+        if find_family(name).parse(name)["stages"]:
+            tiny["stages"] = (1,)
+            if "patch_size" in has:
+                tiny["patch_size"] = token_stride(name)[0] // map_stride((1,))
+    return tiny
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:

@@ -77,8 +77,8 @@ class AxialViT(ViT):
     sums_of_block = 4
 
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        faults = super()._find_faults()
+    def find_faults(self) -> list[str]:
+        faults = super().find_faults()
         if self.pool == "token":
             faults.append("pool='token': an Axial-ViT has no class token; choose gap or map")
         if self.class_token:

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults
-from vit_jax.models.contract import Model, SplitLayer
-from vit_jax.models.fields import check_image_shape, find_class_faults, find_unknown
+from vit_jax.errors import InputError
+from vit_jax.models.contract import SplitLayer
+from vit_jax.models.fields import check_image_shape
 from vit_jax.models.forms import Constrain, unconstrained
-from vit_jax.models.layers import REMAT_POLICIES
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,
@@ -25,14 +24,12 @@ from vit_jax.models.resnet import (
     OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
+    ResNetModel,
     StdConv,
     apply_stages,
-    convolution_dtypes,
     find_stage_faults,
     group_norm,
     map_stride,
-    runs_in_loop,
-    split_units,
 )
 
 
@@ -96,7 +93,7 @@ class Trunk(nn.Module):
         return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
 
 
-class BiT(Model):
+class BiT(ResNetModel):
     """ResNet-v2: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
     With `num_classes` None the model has no head and `__call__` returns the features. With
@@ -172,28 +169,16 @@ class BiT(Model):
         return BIT.standardize(jnp.asarray(params["trunk/conv_root/kernel"]))
 
     @nn.nowrap
-    def dtypes_in_use(self, name):
-        return convolution_dtypes(name, self.dtype) or super().dtypes_in_use(name)
-
-    @nn.nowrap
-    def reads_again(self, name):
-        return runs_in_loop(name, self.stages, self.scan) or super().reads_again(name)
-
-    @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         del tokens
-        assert self.image_size is not None
-        units = split_units(self.image_size, self.stages, self.stem_width, self.remat != "none")
-        return [unit._replace(part=1 + i) for i, unit in enumerate(units)]
+        return [unit._replace(part=1 + i) for i, unit in enumerate(self.split_units())]
 
-    def __post_init__(self):
-        faults = find_stage_faults(self.stages, self.stem_width)
+    @nn.nowrap
+    def find_faults(self) -> list[str]:
+        faults = super().find_faults() + find_stage_faults(self.stages, self.stem_width)
         if not self.stages:
             faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
-        faults += find_unknown(self, {"remat": tuple(REMAT_POLICIES)})
-        faults += find_class_faults(self.num_classes)
-        collect_faults(faults)
-        super().__post_init__()
+        return faults
 
 
 BIT_NAMES = tuple(

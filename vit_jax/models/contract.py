@@ -7,14 +7,16 @@ of that name. No code outside this folder asks which family a model is; only the
 """
 
 import functools
-import inspect
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from vit_jax.errors import collect_faults
+from vit_jax.models.fields import REMATS, WITHOUT, field_names, find_field_faults
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 
@@ -58,15 +60,22 @@ class Model(nn.Module):
     """The answers of a model that says nothing else; `about` gives them for any Linen module."""
 
     # The behaviour of a model without fields of these names.
-    dtype = "float32"
-    remat = "none"
-    scan = False
-    channels = 3
+    dtype = WITHOUT["dtype"]
+    remat = WITHOUT["remat"]
+    remat_layers = WITHOUT["remat_layers"]
+    scan = WITHOUT["scan"]
+    channels = WITHOUT["channels"]
 
-    @property
-    def remat_layers(self) -> int | None:
-        """The number of layers that the backward pass computes again, under `remat`; None: all."""
-        return None
+    choices: ClassVar[dict[str, Sequence[str]]] = {"remat": REMATS}  # {field: known values}
+
+    @nn.nowrap
+    def find_faults(self) -> list[str]:
+        """The faults of its fields: each one's, and those that contradict each other."""
+        return find_field_faults(self, self.choices)
+
+    def __post_init__(self):
+        collect_faults(self.find_faults())
+        super().__post_init__()
 
     @property
     def stacks_layers(self) -> bool:
@@ -204,6 +213,7 @@ def _as_model(module: type[nn.Module]) -> type[Model]:
     own: dict[str, Any] = {"__module__": module.__module__, "__doc__": module.__doc__}
     # Fields without a default would be hidden by the properties.
     own |= {name: getattr(module, name, None) for name in field_names(module)}
+    own["find_faults"] = lambda self: []  # of its fields nothing is known
     return type(module.__name__, (module, Model), own)
 
 
@@ -214,11 +224,6 @@ def about(model: nn.Module) -> Model:
     module = type(model)
     fields = {name: getattr(model, name) for name in field_names(module)}
     return _as_model(module)(**fields)  # type: ignore[arg-type] # mypy wants a hash of instances
-
-
-def field_names(module: type[nn.Module]) -> list[str]:
-    """The names of a module's fields, without Flax's own."""
-    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
 
 
 def with_known(model: nn.Module, **fields: Any) -> nn.Module:

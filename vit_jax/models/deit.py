@@ -66,8 +66,8 @@ class DeiT(ViT):
         return 2 if self.distillation_head else 1
 
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        faults = super()._find_faults()
+    def find_faults(self) -> list[str]:
+        faults = super().find_faults()
         if self.pool != "token":
             faults.append(f"pool={self.pool!r}: a DeiT needs token")
         if self.hidden_head:

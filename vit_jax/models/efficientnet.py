@@ -17,18 +17,12 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.fields import (
-    check_image_shape,
-    find_class_faults,
-    find_no_rates,
-    find_unknown,
-)
+from vit_jax.models.fields import check_image_shape
 from vit_jax.models.forms import Constrain, unconstrained
-from vit_jax.models.layers import REMAT_POLICIES
 from vit_jax.models.resnet import CONVOLUTION_REMAT_POLICIES
 
 
@@ -357,20 +351,6 @@ class EfficientNet(Model):
                 part, recomputed = 1 + len(layers), self.remat != "none"
                 layers.append(SplitLayer(part, recomputed, (output,), (before,)))
         return layers
-
-    def __post_init__(self):
-        faults = [
-            f"{field}={getattr(self, field)}: needs a positive number; 1 gives the size of B0"
-            for field in ("width_factor", "depth_factor")
-            if not 0 < getattr(self, field) < math.inf
-        ]
-        if not self.norm_eps > 0:
-            faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
-        faults += find_no_rates(self, ("dropout", "stochastic_depth", "norm_momentum"))
-        faults += find_unknown(self, {"remat": tuple(REMAT_POLICIES)})
-        faults += find_class_faults(self.num_classes)
-        collect_faults(faults)
-        super().__post_init__()
 
 
 class Variant(NamedTuple):

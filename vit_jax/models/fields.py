@@ -5,6 +5,7 @@ Importing this module loads no family, so every family may import it.
 
 import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,17 +17,21 @@ import jax.numpy as jnp
 
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.models.contract import Model, field_names
 
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "full")
 
 
-# What a family that lacks one of these fields accepts for it.
-_WITHOUT = {
-    "dtype": Model.dtype, "remat": Model.remat, "remat_layers": None, "scan": Model.scan,
-    "channels": Model.channels,
+# The behaviour of a model that lacks one of these fields.
+WITHOUT: dict[str, Any] = {
+    "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
 }  # fmt: skip
 _NOTHING = object()  # equals no value
+
+
+def field_names(module: type[nn.Module]) -> list[str]:
+    """The names of a module's fields, without Flax's own."""
+    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
 
 
 def field_defaults(module: type[nn.Module]) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
         a wrong type.
     """
     known, family = field_names(module), module.__name__
-    fields = {f: v for f, v in fields.items() if f in known or v != _WITHOUT.get(f, _NOTHING)}
+    fields = {f: v for f, v in fields.items() if f in known or v != WITHOUT.get(f, _NOTHING)}
     to_choose = [f for f in known if f not in ("forms", "constrain")]
     collect_faults(
         [
@@ -105,33 +110,41 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     return checked
 
 
-def find_unknown(model: nn.Module, known: Mapping[str, Sequence[str]]) -> list[str]:
-    """One fault for each field of `model` whose value is not in `known`."""
-    values = {field: getattr(model, field) for field in known}
+_RULES = (
+    (
+        ("width", "depth", "mlp_dim", "num_heads", "channels", "token_width"),
+        "a positive int",
+        lambda value: value >= 1,
+    ),
+    (
+        ("dropout", "attention_dropout", "stochastic_depth", "norm_momentum"),
+        "a rate in [0, 1)",
+        lambda value: 0 <= value < 1,
+    ),
+    (("norm_eps",), "a positive number", lambda value: value > 0),
+    (("num_classes",), "a positive int, or None", lambda value: value is None or value >= 1),
+    (("layer_scale",), "a positive number, or None", lambda value: value is None or value > 0),
+    (
+        ("width_factor", "depth_factor"),
+        "a positive number; 1 gives the size of B0",
+        lambda value: 0 < value < math.inf,
+    ),
+)
+
+
+def find_field_faults(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> list[str]:
+    """One fault for each field of `model` that is out of range, or not in `choices`."""
+    values = {field: getattr(model, field) for field in field_names(type(model))}
     return [
-        f"{field}={value!r}: {nearest(str(value), known[field])}"
-        for field, value in values.items()
-        if value not in known[field]
+        f"{field}={values[field]!r}: {nearest(str(values[field]), known)}"
+        for field, known in choices.items()
+        if values[field] not in known
+    ] + [
+        f"{field}={values[field]}: needs {needed}"
+        for fields, needed, is_good in _RULES
+        for field in fields
+        if field in values and not is_good(values[field])
     ]
-
-
-def find_not_positive(model: nn.Module, fields: Sequence[str]) -> list[str]:
-    """One fault for each of `fields` that is below 1."""
-    values = {field: getattr(model, field) for field in fields}
-    return [f"{field}={v}: needs a positive int" for field, v in values.items() if v < 1]
-
-
-def find_no_rates(model: nn.Module, fields: Sequence[str]) -> list[str]:
-    """One fault for each of `fields` that is not a rate in [0, 1)."""
-    values = {field: getattr(model, field) for field in fields}
-    return [f"{f}={v}: needs a rate in [0, 1)" for f, v in values.items() if not 0.0 <= v < 1.0]
-
-
-def find_class_faults(num_classes: int | None) -> list[str]:
-    """One fault if `num_classes` is neither None nor positive."""
-    if num_classes is None or num_classes >= 1:
-        return []
-    return [f"num_classes={num_classes}: needs a positive int, or None"]
 
 
 def check_image_shape(

@@ -21,14 +21,12 @@ from vit_jax.models.resnet import (
     OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
+    ResNetModel,
     StdConv,
     apply_stages,
-    convolution_dtypes,
     find_stage_faults,
     group_norm,
     map_stride,
-    runs_in_loop,
-    split_units,
 )
 from vit_jax.models.variants import parse_vit_name
 from vit_jax.models.vit import ViT
@@ -94,7 +92,7 @@ class Stem(nn.Module):
         )  # fmt: skip
 
 
-class HybridViT(ViT):
+class HybridViT(ResNetModel, ViT):
     """ViT that cuts patches of `patch_size` from the feature map of a ResNet with these `stages`.
 
     `stem_width` is the number of channels of the ResNet's root; without stages the root is the
@@ -136,25 +134,15 @@ class HybridViT(ViT):
         return HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
 
     @nn.nowrap
-    def dtypes_in_use(self, name):
-        return convolution_dtypes(name, self.dtype) or super().dtypes_in_use(name)
-
-    @nn.nowrap
-    def reads_again(self, name):
-        if not name.startswith("stem/stage_"):
-            return super().reads_again(name)
-        return self.remat != "none" or runs_in_loop(name, self.stages, self.scan)
-
-    @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         """The units of the ResNet, which is all embedding, then the blocks."""
-        assert self.image_size is not None
-        units = split_units(self.image_size, self.stages, self.stem_width, self.remat != "none")
-        return units + super().split_layers(tokens)
+        blocks = super().split_layers(tokens)
+        assert blocks is not None
+        return self.split_units() + blocks
 
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
+    def find_faults(self) -> list[str]:
+        return super().find_faults() + find_stage_faults(self.stages, self.stem_width)
 
 
 # The hybrids of the papers; `hybrid_fields` accepts others too.

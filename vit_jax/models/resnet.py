@@ -6,7 +6,7 @@ Parameters and statistics are float32; the computation uses `dtype`.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models.contract import SplitLayer
+from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.forms import Constrain, unconstrained
 
 # Number of layers -> units of each stage (He et al. 2015, arXiv:1512.03385, table 1; R26: Steiner
@@ -54,40 +54,46 @@ def find_stage_faults(stages: Any, stem_width: int) -> list[str]:
     return faults
 
 
-def convolution_dtypes(name: str, dtype: Any) -> tuple[Any, Any] | None:
-    """`Model.dtypes_in_use` of a kernel, which is standardised in float32; None for others."""
-    return (jnp.float32, dtype) if _CONVOLUTION.search(name) else None
+class ResNetModel(Model):
+    """What a model says of its ResNet, whose sizes are its fields `stages` and `stem_width`."""
 
+    @nn.nowrap
+    def dtypes_in_use(self, name):
+        """A kernel of a convolution is standardised in float32."""
+        if _CONVOLUTION.search(name):
+            return jnp.float32, self.dtype
+        return super().dtypes_in_use(name)
 
-def runs_in_loop(name: str, stages: Sequence[int], scan: bool) -> bool:
-    """Whether the parameter `name` belongs to a unit that runs in a loop; see `Stage`."""
-    unit = _UNIT.match(name)
-    if unit is None or not scan:
-        return False
-    return int(unit[2]) > 0 and scans_units(stages[int(unit[1])])
+    @nn.nowrap
+    def reads_again(self, name):
+        """As `Model`; a unit may also run in a loop, see `Stage`."""
+        unit = _UNIT.match(name)
+        if unit is None:
+            return super().reads_again(name)
+        loops = self.scan and int(unit[2]) > 0 and scans_units(self.stages[int(unit[1])])
+        return loops or self.remat != "none"
 
+    @nn.nowrap
+    def split_units(self) -> list[SplitLayer]:
+        """`split_layers` of the units of all stages, as part 0.
 
-def split_units(
-    image_size: tuple[int, int], stages: Sequence[int], stem_width: int, recomputed: bool
-) -> list[SplitLayer]:
-    """`Model.split_layers` of the units of all stages, as part 0.
-
-    A unit is split over the channels between its convolutions. Its forward pass gathers the first
-    convolution's output and sums the last one's; its backward pass sums the gradients of the inputs
-    of both.
-    """
-    sides, channels, units = [-(-side // ROOT_STRIDE) for side in image_size], stem_width, []
-    for stage, depth in enumerate(stages):
-        positions, width = math.prod(sides), stem_width * 2**stage
-        if stage:
-            sides = [-(-side // 2) for side in sides]
-        for _ in range(depth):
-            inner, before = positions * width, positions * channels
-            positions, channels = math.prod(sides), width * EXPANSION
-            units.append(
-                SplitLayer(0, recomputed, (positions * channels,), (inner, before), (inner,))
-            )
-    return units
+        A unit is split over the channels between its convolutions. Its forward pass gathers the
+        first convolution's output and sums the last one's; its backward pass sums the gradients of
+        the inputs of both.
+        """
+        assert self.image_size is not None
+        sides, channels = [-(-side // ROOT_STRIDE) for side in self.image_size], self.stem_width
+        units, recomputed = [], self.remat != "none"
+        for stage, depth in enumerate(self.stages):
+            positions, width = math.prod(sides), self.stem_width * 2**stage
+            if stage:
+                sides = [-(-side // 2) for side in sides]
+            for _ in range(depth):
+                inner, before = positions * width, positions * channels
+                positions, channels = math.prod(sides), width * EXPANSION
+                output = positions * channels
+                units.append(SplitLayer(0, recomputed, (output,), (inner, before), (inner,)))
+        return units
 
 
 def _by_std(kernel):

@@ -19,7 +19,6 @@ from vit_jax.errors import InputError, nearest
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention
-from vit_jax.models.fields import find_not_positive, find_unknown
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.layers import REMAT_POLICIES, Mlp
 from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
@@ -178,7 +177,10 @@ class T2TViT(ViT):
     token_module: str = "performer"
     token_width: int = 64
 
-    pos_embeds = (*POS_EMBEDS, SINCOS_1D)
+    choices = ViT.choices | {
+        "pos_embed": (*POS_EMBEDS, SINCOS_1D),
+        "token_module": TOKEN_MODULES,
+    }
     embeds_patches = False
     takes_other_sizes = False  # its positions may be constants
     flops_by_sizes = None
@@ -210,9 +212,8 @@ class T2TViT(ViT):
         return "the first tokens of a T2T-ViT come from attention over pixels, not from filters"
 
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        faults = super()._find_faults() + find_unknown(self, {"token_module": TOKEN_MODULES})
-        faults += find_not_positive(self, ("token_width",))
+    def find_faults(self) -> list[str]:
+        faults = super().find_faults()
         if self.token_width % _FEATURE_RATIO:
             faults.append(
                 f"token_width={self.token_width}: a performer has half as many random features; "

@@ -18,17 +18,9 @@ from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.fields import (
-    check_image_shape,
-    find_class_faults,
-    find_no_rates,
-    find_not_positive,
-    find_undivided,
-    find_unknown,
-)
+from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.gelu import GELU
 from vit_jax.models.layers import (
-    REMAT_POLICIES,
     BlockFields,
     Encoder,
     EncoderBlock,
@@ -47,12 +39,6 @@ from vit_jax.models.position import (
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "map")
-_CHOICES = {
-    "pool": POOLS,
-    "gelu": tuple(GELU),
-    "norm": tuple(NORMS),
-    "remat": tuple(REMAT_POLICIES),
-}
 
 
 def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
@@ -120,7 +106,12 @@ class ViT(BlockFields, Model):
     remat_layers: int | None = None
     channels: int = 3
 
-    pos_embeds: ClassVar[tuple[str, ...]] = POS_EMBEDS  # the kinds of positions that the class has
+    choices = Model.choices | {
+        "pool": POOLS,
+        "gelu": tuple(GELU),
+        "norm": tuple(NORMS),
+        "pos_embed": POS_EMBEDS,
+    }
     block_class: ClassVar[type[nn.Module]] = EncoderBlock  # of each of the `depth` blocks
     sums_of_block: ClassVar[int] = 2  # see `layers.split_blocks`
     embeds_patches = True
@@ -389,25 +380,12 @@ class ViT(BlockFields, Model):
         recomputed *= self.remat != "none"
         return split_blocks(self.depth, recomputed, values, self.sums_of_block)
 
-    def __post_init__(self):
-        collect_faults(self._find_faults())
-        super().__post_init__()
-
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        faults = [
-            *find_unknown(self, _CHOICES | {"pos_embed": self.pos_embeds}),
-            *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads", "channels")),
-            *find_no_rates(self, ("dropout", "attention_dropout", "stochastic_depth")),
-            *find_class_faults(self.num_classes),
-            *find_position_faults(self.pos_embed, self.pos_embed_at, self.width),
-        ]
+    def find_faults(self) -> list[str]:
+        positions = find_position_faults(self.pos_embed, self.pos_embed_at, self.width)
+        faults = super().find_faults() + positions
         if self.pool == "token" and self.class_token is False:
             faults.append("class_token=False: pool='token' needs it; choose pool gap or map")
-        if not self.norm_eps > 0:
-            faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
-        if self.layer_scale is not None and self.layer_scale <= 0:
-            faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
         if self.lora_rank is not None and not 1 <= self.lora_rank <= self.width:
             faults.append(
                 f"lora_rank={self.lora_rank}: needs a number from 1 to width={self.width}, or None"

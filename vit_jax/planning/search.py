@@ -28,6 +28,7 @@ from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.fields import REMATS
 from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
@@ -36,40 +37,16 @@ from vit_jax.planning.targets import Target, batch_ways, describe_devices, targe
 
 logger = logging.getLogger("vit_jax")
 
-REMATS = ("none", "dots", "full")
 _FSDP = (1, 4, 16, 64)  # over more chips the compiler gathers weights by all-reduces
 _TRIES = 6  # batch sizes to try for one mesh and one remat policy
 _LAYER_TRIES = 4  # numbers of recomputed layers to try for one mesh
 
+# The figures of a plan in a row of `find_layouts`.
+_SHOWN = ("mesh", "scan", "remat", "remat_layers", "global_batch_size", "images_per_way",
+          "compile_s")  # fmt: skip
+
 Plan = Callable[[ConfigDict], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
-
-
-def search(
-    config: ConfigDict, target: Target, price_per_chip_hour: float | None
-) -> list[dict[str, Any]]:
-    """Meshes and remat policies, each with the largest batch that fits; the fastest first.
-
-    The number of images in each part of a batch is 1, 2, 4 or a multiple of 8. The duration is
-    taken from the config, so "90 epochs" stay 90 epochs. The search covers the config's own mesh
-    and meshes with fsdp 1, 4, 16 and 64.
-    """
-    rows = []
-    for mesh in meshes(config, target):
-        for remat in _remats(config):
-            changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
-            changes["model.remat"] = remat
-            figures = largest_batch(with_values(config, changes), target)
-            row = {"mesh": mesh, "remat": remat, "fits": figures is not None}
-            if figures is not None:
-                row |= {
-                    "global_batch_size": figures["global_batch_size"],
-                    "images_per_way": figures["images_per_way"],
-                    "peak_bytes": figures["memory_bytes"]["peak"],
-                    "estimate": estimate(figures, price_per_chip_hour)["run"],
-                }
-            rows.append(row)
-    return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
 
 
 def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
@@ -87,11 +64,15 @@ def _remats(config: ConfigDict) -> tuple[str, ...]:
     return REMATS if has_remat else ("none",)
 
 
-def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
-    """`plan` of the largest batch that fits, as far as `_TRIES` compilations find it, or None."""
+def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """`plan` of the largest batch that fits, as far as `_TRIES` compilations find it.
+
+    The number of images in each part of the batch is 1, 2, 4 or a multiple of 8. The duration is
+    taken from the config, so "90 epochs" stay 90 epochs. If none fits, it is the last plan tried.
+    """
     ways = batch_ways(target_mesh(config, target).shape)
     unit = num_microbatches(config)
-    least, fitting = 0, None  # the largest number that fits so far, and its plan
+    least, fitting = 0, {}  # the largest number that fits so far, and its plan
     too_many = math.inf
     number = _round_down(max(config.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
@@ -109,7 +90,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
             number = _round_down((least + too_many) // 2, unit)
         if number <= least:
             break
-    return fitting
+    return fitting or figures
 
 
 def _round_down(number: int, unit: int) -> int:
@@ -138,21 +119,23 @@ def find_remedies(
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
-            memory = _memory(with_values(config, change), target, calculate)
-            tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
-            if memory["fits"]:
+            tried.append(_try(config, change, target, calculate))
+            if tried[-1]["fits"]:
                 return tried
-    batch = (_calculated_batch if calculate else _planned_batch)(with_values(config, both), target)
+    saving = with_values(config, both)
+    if calculate:
+        batch = _calculated_batch(saving, target)
+    else:
+        largest = largest_batch(saving, target)
+        batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
     least = batch_ways(figures["mesh"]) * num_microbatches(config)
-    change = both | {"global_batch_size": batch or least}
-    memory = _memory(with_values(config, change), target, calculate)
-    tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
+    tried.append(_try(config, both | {"global_batch_size": batch or least}, target, calculate))
     larger = [
         other.name
         for other in SLICES.values()
         if other.chip == target.slice.chip and other.num_chips > target.slice.num_chips
     ]
-    if larger and not memory["fits"]:
+    if larger and not tried[-1]["fits"]:
         tried.append({"change": {"topology": larger[0]}, "peak_bytes": None, "fits": None})
     return tried
 
@@ -178,17 +161,14 @@ def _changes(
     return both, tries
 
 
-def _memory(config: ConfigDict, target: Target, calculate: bool) -> dict[str, Any]:
-    """The memory of a plan, by calculation if that is asked for or says that it cannot fit."""
-    memory = calculate_memory(config, target)
-    if calculate or not memory["fits"]:
-        return memory | {"fits": memory["fits"] and not memory["may_not_fit"]}
-    return plan(config, target)["memory_bytes"]
-
-
-def _planned_batch(config: ConfigDict, target: Target) -> int | None:
-    figures = largest_batch(config, target)
-    return figures and figures["global_batch_size"]
+def _try(config: ConfigDict, change: Changes, target: Target, calculate: bool) -> dict[str, Any]:
+    """A remedy's row: planned, or calculated if that is asked for or says that it cannot fit."""
+    changed = with_values(config, change)
+    memory = calculate_memory(changed, target)
+    if not calculate and memory["fits"]:
+        memory = plan(changed, target)["memory_bytes"]
+    fits = memory["fits"] and not (calculate and memory["may_not_fit"])
+    return {"change": change, "peak_bytes": memory["peak"], "fits": fits}
 
 
 def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
@@ -205,24 +185,37 @@ def find_layouts(
     config: ConfigDict,
     target: Target,
     price_per_chip_hour: float | None = None,
-    devices: Sequence[Any] | None = None,
+    *,
+    batches: bool = False,
 ) -> list[dict[str, Any]]:
     """Layouts for the config's global batch, the fastest that fit first.
 
-    A key of LAYOUT_KEYS that the config sets itself keeps its value. `devices`: see `plan`.
+    A key of LAYOUT_KEYS that the config sets itself keeps its value. With `batches` the layouts are
+    all meshes with all remat policies instead, each with the largest batch that fits.
     """
-    plan = functools.partial(planning.plan, target=target, devices=devices)
+    plan = functools.partial(planning.plan, target=target)
+    found = _largest_batches(config, target) if batches else _layouts(config, target, plan)
     rows = []
-    for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(with_values(config, mesh), plan, target.chip.is_gpu):
-            row = {key: figures[key] for key in ("mesh", "scan", "remat", "remat_layers")}
-            memory = figures["memory_bytes"]
-            row |= {"changes": mesh | changes, "peak_bytes": memory["peak"]}
-            row |= {"fits": memory["fits"], "compile_s": figures["compile_s"]}
-            if memory["fits"]:
-                row["estimate"] = estimate(figures, price_per_chip_hour)["run"]
-            rows.append(row)
+    for changes, figures in found:
+        memory = figures["memory_bytes"]
+        row = {"changes": changes, "fits": memory["fits"], "peak_bytes": memory["peak"]}
+        row |= {key: figures[key] for key in _SHOWN}
+        if memory["fits"]:
+            row["estimate"] = estimate(figures, price_per_chip_hour)["run"]
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
+
+
+def _largest_batches(
+    config: ConfigDict, target: Target
+) -> Iterator[tuple[Changes, dict[str, Any]]]:
+    """All meshes with all remat policies, each with `largest_batch`."""
+    for mesh in meshes(config, target):
+        for remat in _remats(config):
+            changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            changes["model.remat"] = remat
+            figures = largest_batch(with_values(config, changes), target)
+            yield changes | {"global_batch_size": figures["global_batch_size"]}, figures
 
 
 def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
@@ -237,14 +230,12 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
         return [config]
     calculate = functools.partial(calculate_layout, target=target)
     found = []
-    for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(
-            with_values(config, mesh), calculate, target.chip.is_gpu
-        ):
-            memory, again = figures["memory_bytes"], figures["recomputed"]
-            risk = not target.is_compiled_for and memory["may_not_fit"]
-            order = not memory["fits"], risk, again, figures["exchange_s"], memory["peak"]
-            found.append((order, with_values(config, mesh | changes)))
+    for changes, figures in _layouts(config, target, calculate):
+        memory = figures["memory_bytes"]
+        risk = not target.is_compiled_for and memory["may_not_fit"]
+        waits, peak = figures["exchange_s"], memory["peak"]
+        order = not memory["fits"], risk, figures["recomputed"], waits, peak
+        found.append((order, with_values(config, changes)))
     found.sort(key=lambda each: each[0])
     least = min(found, key=lambda each: each[0][-1])[1]
     return [layout for (fails, *_), layout in found if not fails] or [least]
@@ -304,11 +295,20 @@ def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -
     return layout
 
 
-def _free_meshes(config: ConfigDict, target: Target) -> list[Changes]:
-    """The meshes to try: the config's own, if it is not the default one, else several."""
-    if not _is_default(config, ("mesh.data", "mesh.fsdp")):
-        return [{}]
-    return [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(config, target)]
+def _layouts(
+    config: ConfigDict, target: Target, plan: Plan
+) -> Iterator[tuple[Changes, dict[str, Any]]]:
+    """The layouts of the keys that `config` leaves open, with their plans.
+
+    Its own mesh, if it is not the default one, else several; on each the layouts of the layers.
+    """
+    free: list[Changes] = [{}]
+    if _is_default(config, ("mesh.data", "mesh.fsdp")):
+        free = [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(config, target)]
+    for mesh in free:
+        on_mesh = with_values(config, mesh)
+        for changes, figures in _layouts_on(on_mesh, plan, tries_dots=target.chip.is_gpu):
+            yield mesh | changes, figures
 
 
 def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:

@@ -233,8 +233,9 @@ def _first_weights(
     compare_value_ranges(config, pretrained)
     keep_head = config.init_head == "kept"
     model = experiment.model
-    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=keep_head)
-    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
+    params, model_state = transfer.init_variables(
+        pretrained, model, config.init_resize, keep_head=keep_head
+    )
     return {"initial_params": params, "initial_model_state": model_state}
 
 

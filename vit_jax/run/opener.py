@@ -200,7 +200,7 @@ class Tables(Opener):
         d = config.data
         missing = [k for k in ("num_classes", "num_examples") if d[k] is None]
         if not self._opens_data:
-            if d.name not in (*data.OWN_PICTURES, "unlabelled") or not missing:
+            if d.name not in (*data.OWN_IMAGES, "unlabelled") or not missing:
                 return dict(known_facts(config))
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)

@@ -15,9 +15,9 @@ from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import EVALUATORS
-from vit_jax.data.preprocessing import Preprocessing, describe_batch
+from vit_jax.data.images.files import few
+from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
 from vit_jax.data.sources import fingerprint
-from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives import objective_of
@@ -137,8 +137,8 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
         if not entry.get("split", "").endswith("?"):
             continue
         key = config_lib.eval_splits(config, entry)["split"]
-        is_own = key.data_name in data.OWN_PICTURES
-        if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir, config.data):
+        is_own = key.data_name in data.OWN_IMAGES
+        if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir):
             absent[name] = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
     if training:
         waits = [
@@ -167,7 +167,7 @@ def _match_own(
       InputError: the model lacks some of the classes, and the evaluator does not learn its own.
     """
     names = source.class_names
-    is_own = key.data_name in data.OWN_PICTURES and key.classes is None
+    is_own = key.data_name in data.OWN_IMAGES and key.classes is None
     if not is_own or names is None or all(map(_GENERIC_NAME.fullmatch, class_names)):
         return source
     if not {*names} <= {*class_names}:
@@ -199,7 +199,7 @@ def open_training(
     divider = divider or data.Divider(anew=True)
     d = config.data
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
-    if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
+    if d.split == "all" and d.name in (*data.OWN_IMAGES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
     open_split = functools.partial(_open_split, config, divider=divider)
     first = open_split(
@@ -227,7 +227,7 @@ def open_training(
     if missing := divider.find_missing():
         raise InputError(
             f"data.data_dir={d.data_dir!r}: {len(missing):,} of the images that the run began to "
-            f"train on are missing: {data.say_names(missing)}; restore them, or begin a new run in "
+            f"train on are missing: {few(missing)}; restore them, or begin a new run in "
             "another --workdir"
         )
     if d.num_examples not in (None, source.num_examples):
@@ -314,7 +314,7 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "each class (data.name=folder), or choose another objective, such as distillation with "
             "--config.objective.weight=1"
         )
-    if source.name in data.OWN_PICTURES and source.num_classes < 2:
+    if source.name in data.OWN_IMAGES and source.num_classes < 2:
         raise InputError(
             f"data.data_dir={config.data.data_dir!r} has 1 class, {source.class_names}; needed: at "
             "least 2; give the folder that holds a folder for each class, or train/ with them"
@@ -346,7 +346,7 @@ def _open_split(
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,
-        **config_lib.own_keys(config, "data"),
+        own=config_lib.own_keys(config, "data"),
     )
 
 

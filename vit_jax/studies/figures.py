@@ -1,95 +1,110 @@
 """Plots for studies, in colours that the colour-blind can tell apart."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from vit_jax.studies.engine import Measured
+from vit_jax.studies.law import Prediction, pareto_front
 
 # Okabe and Ito's colours, without yellow, which is too light for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 
-Curves = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
+Panels = dict[str, dict[str, list[tuple[float, list[float]]]]]
 
 
-def draw_curves(points: Curves, *, x_label: str, y_label: str) -> bytes:
-    """Plot curves over a logarithmic axis as a PNG: means as lines, single values as dots.
+def find_curves(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> tuple[Panels, str]:
+    """({measure: {row: [(x, values in percent at x)]}}, unit of x) of the rows with values.
 
-    `points`: {name of the curve: [(x, values at x)]}.
+    `table`: {measure: {row: {column: cell}}}. Its columns are numbers with a common unit, such as
+    "100 images"; if they are not, or fewer than two, there are no curves.
     """
-    return draw_panels({y_label: points}, x_label=x_label)
+    columns = dict.fromkeys(c for rows in table.values() for cells in rows.values() for c in cells)
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?) (.+)", column) for column in columns]
+    numbers = {match[0]: float(match[1]) for match in found if match}
+    units = {match[2] for match in found if match}
+    if len(numbers) < max(2, len(columns)) or len(units) > 1:
+        return {}, ""
+    panels: Panels = {}
+    for measure, rows in table.items():
+        for row, cells in rows.items():
+            places = sorted((numbers[column], [100 * value for value in cell.known])
+                            for column, cell in cells.items() if cell.known)  # fmt: skip
+            if places:
+                panels.setdefault(measure, {})[row] = places
+    return panels, units.pop()
 
 
-def draw_panels(panels: Mapping[str, Curves], *, x_label: str) -> bytes:
-    """`draw_curves` side by side over one kind of axis: {label of the y axis: its curves}.
+def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> bytes | None:
+    """Plot a table as curves over its columns, as a PNG: means as lines, single values as dots.
 
-    A curve has the same colour in each panel.
+    None if there is nothing to plot; see `find_curves`. A row has one colour in all panels.
     """
+    panels, unit = find_curves(table)
+    if not panels:
+        return None
     figure, all_axes = _start_figure(len(panels))
-    names = list(dict.fromkeys(name for points in panels.values() for name in points))
-    for axes, (y_label, points) in zip(all_axes, panels.items(), strict=True):
-        for name, places in points.items():
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    for axes, (measure, curves) in zip(all_axes, panels.items(), strict=True):
+        for name, places in curves.items():
             colour, marker = _style(names.index(name))
             means = [sum(values) / len(values) for _, values in places]
             axes.plot([x for x, _ in places], means, label=name, color=colour)
             dots = [(x, value) for x, values in places for value in values]
             axes.plot(*zip(*dots, strict=True), marker, color=colour, markersize=4)
-        axes.set_xscale("log")
-        ticks = sorted({x for places in points.values() for x, _ in places})
+        ticks = sorted({x for places in curves.values() for x, _ in places})
+        _finish(axes, unit, measure)
         axes.set_xticks(ticks, labels=[f"{x:,g}" for x in ticks])
         axes.minorticks_off()
-        _finish(axes, x_label, y_label)
     return _as_png(figure)
 
 
-class ScalingCurve(NamedTuple):
-    """A law to draw: its value over the compute, and its band, all in per cent of accuracy."""
+def draw_scaling(
+    panels: Mapping[str, Sequence[tuple[str, float, float]]],
+    laws: Mapping[str, Prediction],
+    y_label: str,
+) -> bytes:
+    """Plot accuracy over cost as a PNG: runs, their Pareto front, laws with their bands.
 
-    law: Callable[[np.ndarray], np.ndarray]
-    band: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-    first: float
-    last: float
-    held_out: tuple[float, float]
-
-
-class ScalingPanel(NamedTuple):
-    """Runs by cost.
-
-    points: {family: [(cost, accuracy in per cent)]}.
-    front: the points that no run beats at the same cost or less, by cost.
-    laws: {family: its law}.
+    Args:
+      panels: {label of the costs: [(family, cost, error)]}; empty ones are left out.
+      laws: {family: its law} of the costs in the first panel.
     """
-
-    x_label: str
-    points: Mapping[str, Sequence[tuple[float, float]]]
-    front: Sequence[tuple[float, float]]
-    laws: Mapping[str, ScalingCurve]
-
-
-def draw_scaling(panels: Sequence[ScalingPanel], *, y_label: str) -> bytes:
-    """Plot accuracy over cost as a PNG: runs, their Pareto front, laws with their bands."""
+    panels = {label: points for label, points in panels.items() if points}
     figure, all_axes = _start_figure(len(panels))
-    for axes, panel in zip(all_axes, panels, strict=True):
-        for i, (name, points) in enumerate(panel.points.items()):
+    for axes, (x_label, points) in zip(all_axes, panels.items(), strict=True):
+        for i, family in enumerate(dict.fromkeys(family for family, _, _ in points)):
             colour, marker = _style(i)
-            axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=name)
-            if name not in panel.laws:
-                continue
-            curve = panel.laws[name]
-            at = np.geomspace(curve.first, curve.last, 100)
-            low, high = curve.band(at)
-            axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-            axes.plot(at, curve.law(at), color=colour, linewidth=1.2, label=f"law of {name}")
-            axes.plot(*curve.held_out, "o", color=colour, markersize=11, markerfacecolor="none",
-                      label="held out" if name == list(panel.laws)[-1] else None)  # fmt: skip
-        axes.plot(*zip(*panel.front, strict=True), "--", color="#555555", linewidth=1,
+            x = [cost for name, cost, _ in points if name == family]
+            y = [100 * (1 - error) for name, _, error in points if name == family]
+            axes.plot(x, y, marker, color=colour, markersize=5, label=family)
+            law = laws.get(family) if axes is all_axes[0] else None
+            if law is not None:
+                at = np.geomspace(min(x), 1.5 * max(x), 100)
+                high, low = (100 * (1 - error) for error in law.fit.band(at))
+                axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.plot(
+                    at,
+                    100 * (1 - law.fit.law.predict(at)),
+                    color=colour,
+                    linewidth=1.2,
+                    label=f"law of {family}",
+                )
+                axes.plot(law.compute, 100 * (1 - law.measured), "o", color=colour, markersize=11,
+                          markerfacecolor="none",
+                          label="held out" if law is list(laws.values())[-1] else None)  # fmt: skip
+        x = [cost for _, cost, _ in points]
+        y = [100 * (1 - error) for _, _, error in points]
+        front = pareto_front(x, [error for _, _, error in points])
+        axes.plot([x[i] for i in front], [y[i] for i in front], "--", color="#555555", linewidth=1,
                   label="Pareto front")  # fmt: skip
-        axes.set_xscale("log")
-        seen = [y for points in panel.points.values() for _, y in points]
-        margin = 0.15 * (max(seen) - min(seen)) or 1.0
-        axes.set_ylim(min(seen) - margin, max(seen) + margin)  # bands may be far wider
-        _finish(axes, panel.x_label, y_label)
+        margin = 0.15 * (max(y) - min(y)) or 1.0
+        axes.set_ylim(min(y) - margin, max(y) + margin)  # bands may be far wider
+        _finish(axes, x_label, y_label)
     return _as_png(figure)
 
 
@@ -105,8 +120,8 @@ def _style(number: int) -> tuple[str, str]:
 
 
 def _finish(axes: Any, x_label: str, y_label: str) -> None:
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_xscale("log")
+    axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 

@@ -1,182 +1,141 @@
-"""Every cell of a table, each trained with several seeds: mean and deviation.
+"""Every cell of a table, each trained with several seeds; it may choose a setting, and fine-tune.
 
 An entry of `study.cells` names a cell and the config keys that it changes:
 
     "1-D | every layer: model.pos_embed=learned_1d; model.pos_embed_at=layers"
 
-is the cell in row "1-D" and column "every layer". The study also writes `study.csv`, one row per
-run, and, if the column names are numbers with a common unit ("100 images", "1000 images"),
-`study.png`, where each row of the table is a curve.
+is the cell in row "1-D" and column "every layer". If the column names are numbers with a common
+unit ("100 images", "1000 images"), each row of the table is also a curve in `study.png`.
+
+    ViT__400_images__weak__seed_0  ViT__400_images__strong__seed_0 ...
+              the best of each cell, by study.choose_by
+    ViT__400_images__weak__seed_1 ...              its other seeds
+    ViT__400_images__weak__seed_0__finetuned ...   from the weights of each
+
+An entry of `study.candidates` names a setting that every cell tries with the first seed:
+"weak: optimizer.weight_decay=0.03". Without candidates nothing is chosen. `study.finetune` has the
+keys of the fine-tuning, "data.classes=5,6; duration=100 steps"; it starts from a run's weights,
+with the model of its cell.
+
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.3: weight decay, dropout and label
+smoothing chosen for each size of the data (figure 3), or the same for all sizes and the best
+validation accuracy (figure 4).
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Sequence
 
-from ml_collections import ConfigDict
-
-from vit_jax.errors import Faults, collect_faults
-from vit_jax.studies.figures import draw_curves
-from vit_jax.studies.members import (
+from vit_jax.errors import Faults
+from vit_jax.studies.engine import (
+    Found,
+    Measured,
     Member,
+    Metric,
     Report,
-    Result,
+    Results,
     Study,
-    check_evaluator,
-    check_report,
-    format_mean_std,
-    mean_and_std,
-    metric_in_percent,
-    name_member,
-    value_of,
-    write_csv,
+    join_name,
+    parse_changes,
+    seeded,
 )
-
-_FORM = 'needs "row | column: key=value; key=value"'
-
-
-class Cell(NamedTuple):
-    """A cell of the table, with the overrides of its runs."""
-
-    row: str
-    column: str
-    overrides: Mapping[str, str]
-
-    def member(self, seed: int) -> Member:
-        name = name_member(f"{self.row}__{self.column}__seed_{seed}")
-        return Member(name, {**self.overrides, "seed": str(seed)})
+from vit_jax.studies.figures import draw_table
 
 
-def parse_cells(texts: Sequence[str]) -> list[Cell]:
-    """Parse `study.cells`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grid(Study):
+    """See the module."""
 
-    Raises:
-      InputError: lists all entries that are malformed or not unique.
-    """
-    cells, faults = [], Faults()
-    for text in texts:
-        place, _, changes = text.partition(":")
-        row, bar, column = (part.strip() for part in place.partition("|"))
-        pairs = [change.partition("=") for change in changes.split(";")]
-        overrides = {key.strip(): value.strip() for key, _, value in pairs}
-        if not (row and bar and column and all(overrides) and all(e for _, e, _ in pairs)):
-            faults.append(f"study.cells: {text!r}: {_FORM}")
-        elif len(overrides) < len(pairs):
-            faults.append(f"study.cells: {text!r}: sets a key twice; remove one")
-        else:
-            cells.append(Cell(row, column, overrides))
-    names = [cell.member(0).name for cell in cells]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    faults += [
-        f"study.cells: two cells share the runs {name[:-1]}SEED; rename one" for name in twice
-    ]
-    collect_faults(faults)
-    return cells
+    cells: Sequence[str]
+    candidates: Sequence[str]
+    choose_by: str | None
+    finetune: str
+    finetune_metric: str | None
 
+    may_be_empty = ("candidates",)
 
-def find_keys(config: ConfigDict) -> set[str]:
-    """Keys that the cells set."""
-    return {key for cell in parse_cells(config.study.cells) for key in cell.overrides}
+    @property
+    def own_keys(self) -> Sequence[str]:
+        return ["init_from"] if self.finetune else []
 
+    def metrics(self) -> list[Metric]:
+        finetuned = self.config_of(parse_changes(self.finetune))
+        found = [
+            Metric("metric", self.metric, self.config),
+            Metric("choose_by", self.choose_by or "", self.config, chooses=True),
+            Metric("finetune_metric", self.finetune_metric or "", finetuned),
+        ]
+        return [metric for metric in found if metric.name]
 
-def check(config: ConfigDict) -> None:
-    """Raise InputError if the section `study` does not describe a grid."""
-    faults = Faults()
-    if not config.study.cells:
-        faults.append(f"study.cells: is empty; {_FORM}")
-    if "seed" in (faults.check(find_keys, config) or ()):
-        faults.append("study.cells: must not set seed; each cell runs with study.seeds seeds, "
-                      "starting at the config's seed")  # fmt: skip
-    check_report(config, faults)
-    check_evaluator(config, faults)
-    collect_faults(faults)
+    def check_own(self, faults: Faults) -> None:
+        faults.need(len(self.candidates) < 2 or self.choose_by, "study.choose_by: not set; needs "
+                    "the metric that chooses among study.candidates, e.g. dev/top1")  # fmt: skip
+        faults.need(not self.finetune or self.finetune_metric, "study.finetune_metric: not set; "
+                    "needs the metric of the fine-tuned models, e.g. test/top1")  # fmt: skip
 
+    def members(self, results: Results) -> list[Member]:
+        """The candidates of all cells, the other seeds of the chosen ones, then fine-tuning."""
+        chosen, first = self._chosen(results), self.config.seed
+        tried = [(cell, name, first) for name in self._candidates for cell in self.entries["cells"]]
+        finals = [(cell, name, seed) for seed in self.all_seeds for cell, name in chosen.items()]
+        found = [self._train(*place) for place in dict.fromkeys(tried + finals)]
+        if self.finetune:
+            found += [self._finetune(*place, results) for place in finals]
+        return found
 
-def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
-    """Runs of all cells with the first seed, then with the second, and so on."""
-    del results  # members do not depend on each other
-    cells = parse_cells(config.study.cells)
-    return [cell.member(seed) for seed in _seeds(config) for cell in cells]
+    @property
+    def _candidates(self) -> dict[str, dict[str, str]]:
+        found = {name: changes for (name,), changes in self.entries["candidates"].items()}
+        return found or {"": {}}
 
+    def _chosen(self, results: Results) -> dict[tuple[str, ...], str]:
+        """{cell: its best candidate} for the cells that have chosen."""
+        first, metric = self.config.seed, self.choose_by or self.metric
+        best = {
+            cell: self.choose(
+                results, {name: self._train(cell, name, first) for name in self._candidates}, metric
+            )
+            for cell in self.entries["cells"]
+        }
+        return {cell: name for cell, name in best.items() if name is not None}
 
-def _seeds(config: ConfigDict) -> Sequence[int]:
-    return range(config.seed, config.seed + config.study.seeds)
+    def _train(self, cell: tuple[str, ...], candidate: str, seed: int) -> Member:
+        place = {"row": cell[0], "column": cell[1], "candidate": candidate, "part": "trained"}
+        changes = self.entries["cells"][cell] | self._candidates[candidate]
+        return seeded(join_name(*cell, candidate, f"seed_{seed}"), changes, place, seed)
 
+    def _finetune(
+        self, cell: tuple[str, ...], candidate: str, seed: int, results: Results
+    ) -> Member:
+        """The fine-tuning from the weights of a run."""
+        run = self._train(cell, candidate, seed)
+        source = f"{self.workdir}/{run.name}"
+        if self.point == "best" and run.name in results:
+            best = results[run.name].summary.get("best", {})
+            source += f"/checkpoints/{best.get('step')}"
+        model = {k: v for k, v in self.entries["cells"][cell].items() if k.startswith("model.")}
+        changes = {**model, **parse_changes(self.finetune), "init_from": source}
+        place = {**run.place, "part": "fine-tuned"}
+        return seeded(join_name(run.name, "finetuned"), changes, place, seed, after=run.name)
 
-def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """The table, with "-" for cells that are not in the grid."""
-    cells, seeds = parse_cells(config.study.cells), _seeds(config)
-    row_names = list(dict.fromkeys(cell.row for cell in cells))
-    columns = list(dict.fromkeys(cell.column for cell in cells))
-    by_place = {(cell.row, cell.column): cell for cell in cells}
-
-    def values_of(cell):
-        found = [value_of(config, results.get(cell.member(seed).name)) for seed in seeds]
-        return [value for value in found if value is not None]
-
-    def text_of(place):
-        if place not in by_place:
-            return "-"
-        ended = [results.get(by_place[place].member(seed).name) for seed in seeds]
-        states = dict.fromkeys(result.state for result in ended if result is not None)
-        text = format_mean_std(measured[place], ", ".join(states) or "waits")
-        some = 0 < len(values[place]) < len(seeds)
-        return text + f" ({len(values[place])} of {len(seeds)})" * some
-
-    values = {place: values_of(cell) for place, cell in by_place.items()}
-    measured = {place: mean_and_std(found) for place, found in values.items()}
-    rows = [[row, *(text_of((row, column)) for column in columns)] for row in row_names]
-    files = {"study.csv": _write_csv(cells, seeds, results).encode()}
-    axis = parse_axis(columns)
-    if axis is not None and any(values.values()):
-        points = {
-            row: [(x, [100 * value for value in values[row, column]])
-                  for x, column in axis.places if values.get((row, column))]
-            for row in row_names
-            if any(values.get((row, column)) for column in columns)
-        }  # fmt: skip
-        y_label = metric_in_percent(config)
-        files["study.png"] = draw_curves(points, x_label=axis.label, y_label=y_label)
-    return Report(
-        columns=[metric_in_percent(config), *columns],
-        rows=rows,
-        values={
-            "metric": config.study.metric,
-            "cells": [
-                {"row": row, "column": column, **measured[row, column], "values": found}
-                for (row, column), found in values.items()
+    def report(self, found: Found) -> Report:
+        """A row for each row of the grid and each measure, with the chosen candidate."""
+        chosen = self._chosen(found.results)
+        table: dict[str, dict[str, dict[str, Measured]]] = {}  # {measure: {row: {column: cell}}}
+        for part, metric in {"trained": self.metric, "fine-tuned": self.finetune_metric}.items():
+            if part == "fine-tuned" and not self.finetune:
+                continue
+            rows = table[f"{'fine-tuned: ' * (part == 'fine-tuned')}{metric}, %"] = {}
+            for row, column in self.entries["cells"]:
+                best = chosen.get((row, column))
+                place = {"row": row, "column": column, "candidate": best, "part": part}
+                cell = Measured() if best is None else found.measure(metric, note=best, **place)
+                rows.setdefault(row, {})[column] = cell
+        png = draw_table(table)
+        return Report(
+            rows=[
+                ({"": row, "measure": measure} if self.finetune else {measure: row}) | cells
+                for measure, rows in table.items()
+                for row, cells in rows.items()
             ],
-        },
-        complete=all(len(found) == len(seeds) for found in values.values()),
-        files=files,
-    )
-
-
-class Axis(NamedTuple):
-    """Columns that are numbers with a common unit: (number, column) by size, and the unit."""
-
-    places: list[tuple[float, str]]
-    label: str
-
-
-def parse_axis(columns: Sequence[str]) -> Axis | None:
-    """The axis of `columns`; None if they are not numbers with a common unit, or fewer than two."""
-    matches = [re.fullmatch(r"(\d+(?:\.\d+)?) (.+)", column) for column in columns]
-    if len(columns) < 2 or not all(matches) or len({match[2] for match in matches}) > 1:
-        return None
-    places = sorted((float(match[1]), match[0]) for match in matches)
-    return Axis(places, matches[0][2])
-
-
-def _write_csv(cells: Sequence[Cell], seeds: Sequence[int], results: Mapping[str, Result]) -> str:
-    """One row per ended run: cell, seed, state, and numbers from its summary."""
-    ended = [
-        ([cell.row, cell.column, seed], results[cell.member(seed).name])
-        for cell in cells
-        for seed in seeds
-        if cell.member(seed).name in results
-    ]
-    return write_csv(["row", "column", "seed"], ended)
-
-
-STUDY = Study(find_keys, check, find_members, report)
+            files={} if png is None else {"study.png": png},
+        )

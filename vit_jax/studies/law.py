@@ -8,6 +8,7 @@ does not reduce, and d the compute at which the law leaves the error of an untra
 Source: Zhai et al. 2021 (arXiv:2106.04560), equation 1.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,13 +79,8 @@ def fit_law(
       error: positive numbers, (N,).
       num_draws: number of laws in the bootstrap.
       seed: of the draws; the result depends on the arguments only.
-
-    Raises:
-      ValueError: there are fewer runs, or numbers that are not positive.
     """
     x, y = np.asarray(compute, np.float64), np.asarray(error, np.float64)
-    if len(x) < LEAST_POINTS or not (x > 0).all() or not (y > 0).all():
-        raise ValueError(f"needs at least {LEAST_POINTS} runs with positive compute and error")
     unit = float(x.min())
     starts = [
         np.array([np.log(y.max()), exponent, shift, share * y.min()])
@@ -128,6 +124,42 @@ def _in_units(parameters: np.ndarray, unit: float) -> Law:
     """The law where compute is in the caller's unit."""
     log_a, b, d, c = (float(value) for value in parameters)
     return Law(float(np.exp(log_a)) * unit**b, b, c, d * unit)
+
+
+class Prediction(NamedTuple):
+    """A law fitted without the run that has the most compute, and what it predicts for it.
+
+    compute, measured: of that run, and its error.
+    error, low, high: the predicted error, and the band with 90 % of new runs.
+    """
+
+    fit: Fit
+    num_points: int
+    compute: float
+    measured: float
+    error: float
+    low: float
+    high: float
+
+
+def predict_largest(compute: Sequence[float], error: Sequence[float]) -> Prediction | None:
+    """Fit the law to the front of all runs but the one with the most compute; predict that one.
+
+    None if the front has fewer than LEAST_POINTS runs.
+    """
+    held_out = max(range(len(compute)), key=compute.__getitem__)
+    rest = [i for i in range(len(compute)) if i != held_out and error[i] > 0]
+    x, y = [compute[i] for i in rest], [error[i] for i in rest]
+    front = pareto_front(x, y)
+    if len(front) < LEAST_POINTS:
+        return None
+    fit = _cached_fit(tuple(x[i] for i in front), tuple(y[i] for i in front))
+    at = np.array([compute[held_out]])
+    numbers = [float(found[0]) for found in (fit.law.predict(at), *fit.band(at, of_runs=True))]
+    return Prediction(fit, len(front), compute[held_out], error[held_out], *numbers)
+
+
+_cached_fit = functools.lru_cache(fit_law)  # a report is written after every member
 
 
 def pareto_front(compute: Sequence[float], error: Sequence[float]) -> list[int]:

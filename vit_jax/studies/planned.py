@@ -1,7 +1,7 @@
 """What a study costs on chips that need not be present: the plans of its members."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -11,7 +11,6 @@ from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
 from vit_jax.errors import InputError
-from vit_jax.evaluators.metric_names import declared_metrics
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
@@ -20,13 +19,12 @@ from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import Changes, resolve
-from vit_jax.studies.members import FINISHED, Member, Result, Study
-from vit_jax.studies.running import member_config
+from vit_jax.studies.engine import Report, Study
 
 # Keys that change the length of a run or its data, but not its step.
 _NOT_OF_STEP = ("seed", "duration", "schedule.", "data.subset", "data.num_examples", "evals.",
                 "checkpoint.", "log.", "study.", "job.", "init_from")  # fmt: skip
-COSTS = ("hours", "chip_hours", "tpu_core_days", "cost")
+COSTS = {"chip_hours": "chip-hours", "tpu_core_days": "TPU-core-days", "cost": "cost"}  # in tables
 
 
 class Planner:
@@ -41,7 +39,7 @@ class Planner:
         self._plans: dict[str, dict[str, Any]] = {}
 
     def plan(self, config: ConfigDict) -> dict[str, Any]:
-        """{"step_s", "steps", "fits", "peak_bytes", and COSTS} of the run of `config`.
+        """{"step_s", "steps", "fits", and COSTS} of the run of `config`.
 
         TPU-core-days are None on GPUs, the cost is None without a price.
 
@@ -57,18 +55,16 @@ class Planner:
             self._plans[key] = calculate_plan(layout, self._target)
         steps = parse_durations(config)["duration"]
         figures = self._plans[key] | {"total_steps": steps}
-        run, memory = estimate(figures, self._price)["run"], figures["memory_bytes"]
+        run = estimate(figures, self._price)["run"]
         return {
-            "step_s": run["step_s"],
             "steps": steps,
-            "fits": memory["fits"],
-            "peak_bytes": memory["peak"],
-            **{name: run[name] for name in COSTS},
+            "fits": figures["memory_bytes"]["fits"],
+            **{name: run[name] for name in ("step_s", *COSTS)},
         }
 
 
 class _Tables(Tables):
-    """Also counts what no data set has yet: pictures of some classes, and pseudo labels."""
+    """Also counts what no data set has yet: images of some classes, and pseudo labels."""
 
     def data(self, config: ConfigDict) -> Changes:
         if config.data.num_examples is None:
@@ -90,7 +86,7 @@ def _count_classes(config: ConfigDict) -> int | None:
 def _count_pseudo(config: ConfigDict) -> int | None:
     """Examples of a run that mixes in pseudo labels that no file holds yet; None: of others.
 
-    As if every picture of `study.unlabelled` were labelled, or `study.per_class` of each class.
+    As if every image of `study.unlabelled` were labelled, or `study.per_class` of each class.
     """
     d, study = config.data, config.study
     if [part.name for part in parse_mix(d.mix)] != ["pseudo"]:
@@ -101,29 +97,31 @@ def _count_pseudo(config: ConfigDict) -> int | None:
     return own + known_sizes(*parse_unlabelled(config), num_classes=num_classes)[1]
 
 
-def plan_study_members(study: Study, config: ConfigDict, planner: Planner) -> list[dict[str, Any]]:
-    """`plan_members` for all members, each as if those before it had finished, equally well."""
-    metrics = {m: 0.5 for name in config.evals for m in declared_metrics(config, name) or ()}
-    done = Result(FINISHED, {"step": 1, "exaflops": 1.0, **metrics, "best": {"step": 1, **metrics}})
-    results: dict[str, Result] = {}
-    while new := [m for m in study.members(config, results) if m.name not in results]:
-        results |= {member.name: done for member in new}
-    return plan_members(config, study.members(config, results), planner)
+def plan_members(study: Study, planner: Planner) -> Report:
+    """A row for each training run of a study, and the total of those that could be planned.
 
-
-def plan_members(
-    config: ConfigDict, members: Iterable[Member], planner: Planner
-) -> list[dict[str, Any]]:
-    """The plan of each training run among `members`, with its name.
-
-    A run whose plan cannot be calculated has the reason as "error" instead.
+    Members that depend on results are planned as if all before them had finished equally well.
     """
-    rows = []
-    for member in members:
+    plans: list[dict[str, Any]] = []
+    rows: list[dict[str, str]] = []
+    for member in study.all_members():
         if member.command != "train":
             continue
         try:
-            rows.append({"member": member.name, **planner.plan(member_config(config, member))})
+            plan = planner.plan(study.config_of(member.overrides))
         except InputError as e:
-            rows.append({"member": member.name, "error": "; ".join(e.faults)})
-    return rows
+            rows.append({"member": member.name, "note": f"not planned: {'; '.join(e.faults)}"})
+            continue
+        plans.append(plan)
+        note = {} if plan["fits"] else {"note": "does not fit"}
+        rows.append({"member": member.name, **_format(plan, f"{plan['step_s'] * 1e3:.3g}"), **note})
+    known = [name for name in COSTS if plans and plans[0][name] is not None]
+    totals = {name: sum(plan[name] for plan in plans) for name in ("steps", *known)}
+    return Report([*rows, {"member": f"all {len(plans)}", **_format(totals, "")}])
+
+
+def _format(plan: Mapping[str, Any], step_ms: str) -> dict[str, str]:
+    """{column: number} of a plan, or of totals."""
+    costs = {COSTS[name]: f"{value:.4g}" for name, value in plan.items()
+             if name in COSTS and value is not None}  # fmt: skip
+    return {"steps": f"{plan['steps']:,}", "ms a step": step_ms, **costs}

@@ -5,7 +5,6 @@ Its result is read only from its workdir, so a study can be continued on any mac
 """
 
 import collections
-import copy
 import json
 import logging
 import os
@@ -13,35 +12,34 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from etils import epath
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.config import stored as stored_config
-from vit_jax.config import text as config_text
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
 from vit_jax.job import exit_codes
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.validation import validate
-from vit_jax.studies.members import (
+from vit_jax.studies.engine import (
     DIVERGED,
     FAILED,
     FINISHED,
     HANDED_OVER,
-    WORKDIR,
+    Found,
+    Measured,
     Member,
     Report,
     Result,
+    Results,
     Study,
 )
-from vit_jax.studies.recorded import find_differences
 
 logger = logging.getLogger("vit_jax")
 
@@ -55,6 +53,7 @@ _ENDS_THE_STUDY = {
 }
 
 _LAST_LINES = 20
+_HANDED_OVER_FILE = "handed_over.json"
 
 
 class Call(NamedTuple):
@@ -91,60 +90,29 @@ def member_words(call: Call, member: Member) -> list[str]:
     ]
 
 
-def placed_members(
-    study: Study, config: ConfigDict, call: Call, results: Mapping[str, Result]
-) -> list[Member]:
-    """The members of a study that are known by `results`, with the study's workdir filled in."""
-    where = os.fspath(call.workdir)
-    return [
-        member._replace(
-            overrides={key: text.replace(WORKDIR, where) for key, text in member.overrides.items()}
-        )
-        for member in study.members(config, results)
-    ]
-
-
-def member_config(
-    config: ConfigDict, member: Member, faults: list[str] | None = None
-) -> ConfigDict:
-    """The study's `config` with the overrides of `member`; their faults are added to `faults`."""
-    own = copy.deepcopy(config)  # keeps the types of keys that are None
-    found = config_text.apply_overrides(own, list(member.overrides.items()))
-    if faults is not None:
-        faults += found
-    return own
-
-
-def check_member(config: ConfigDict, call: Call, member: Member) -> None:
+def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
     """Raise InputError if a member's config is wrong, or its workdir holds another run."""
-    faults: list[str] = []
-    own = member_config(config, member, faults)
-    validate(own, faults, f"member {member.name}")
-    workdir = call.workdir / member.name
-    if member.command == "label":
-        _check_labels(own, workdir)
-    if not (workdir / "config.json").exists():
-        return
-    stored = stored_config.read_stored(workdir)
-    own = config_lib.with_values(own, stored_config.keep_resolved(own, stored))
-    changed = config_lib.changed_keys(stored.resolved, own)
-    changed |= config_lib.changed_evals(stored.resolved, own)  # a single run may change these
-    collect_faults(
-        config_lib.say_changes(changed),
-        f"{workdir} already holds a run with other settings; restore them, or use a new --workdir",
-    )
-
-
-def _check_labels(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raise InputError if the labels in `workdir` were chosen by other keys than `config` has."""
-    result = read_result(workdir)
-    flat = config_lib.flatten(config)
-    chosen = {} if result is None else result.summary["choice"]
-    changed = {key: (was, flat[key]) for key, was in chosen.items() if was != flat[key]}
-    collect_faults(
-        config_lib.say_changes(changed),
-        f"{workdir} already holds labels of another choice; restore it, or use a new --workdir",
-    )
+    for member in members:
+        faults: list[str] = []
+        own, workdir = study.config_of(member.overrides, faults), call.workdir / member.name
+        validate(own, faults, f"member {member.name}")
+        if member.command == "label":
+            flat, result = config_lib.flatten(own), read_result(workdir)
+            chosen = {} if result is None else result.summary["choice"]
+            changed = {key: (was, flat[key]) for key, was in chosen.items() if was != flat[key]}
+        elif (workdir / "config.json").exists():
+            stored = stored_config.read_stored(workdir)
+            own = config_lib.with_values(own, stored_config.keep_resolved(own, stored))
+            changed = config_lib.changed_keys(stored.resolved, own)
+            # A single run may change its evaluators.
+            changed |= config_lib.changed_evals(stored.resolved, own)
+        else:
+            continue
+        collect_faults(
+            config_lib.say_changes(changed),
+            f"{workdir} already holds a run with other settings; restore them, or use a new "
+            "--workdir",
+        )
 
 
 def read_result(workdir: epath.Path) -> Result | None:
@@ -156,7 +124,7 @@ def read_result(workdir: epath.Path) -> Result | None:
     return None
 
 
-def waiting_members(study: Study, config: ConfigDict, call: Call) -> list[Member]:
+def waiting_members(study: Study, call: Call) -> list[Member]:
     """The members that can run now: without a result, and not handed over, unless `call.again`.
 
     Raises:
@@ -165,9 +133,9 @@ def waiting_members(study: Study, config: ConfigDict, call: Call) -> list[Member
     handed_over = () if call.again else _read_handed_over(call.workdir)
     results: dict[str, Result] = {}
     waiting = []
-    while new := [m for m in placed_members(study, config, call, results) if m.name not in results]:
+    while new := [m for m in study.ready(results) if m.name not in results]:
+        check_members(study, call, new)
         for member in new:
-            check_member(config, call, member)
             result = read_result(call.workdir / member.name)
             if result is None and member.name not in handed_over:
                 waiting.append(member)
@@ -175,27 +143,21 @@ def waiting_members(study: Study, config: ConfigDict, call: Call) -> list[Member
     return waiting
 
 
-def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
+def conduct_study(study: Study, call: Call) -> int:
     """Run the unfinished members of a study, as far as possible; return the exit code.
 
     Raises:
-      InputError: the config does not fit the study or a member; nothing has been run.
+      InputError: the config is none for a member; no member has been run.
     """
     results: dict[str, Result] = {}
-    while True:
-        known = placed_members(study, config, call, results)
-        waiting = [m for m in known if m.name not in results]
-        for member in waiting:
-            check_member(config, call, member)
-        if not waiting:
-            break
-        for member in waiting:
+    while new := [m for m in study.ready(results) if m.name not in results]:
+        check_members(study, call, new)
+        call.workdir.mkdir(parents=True, exist_ok=True)
+        for member in new:
             code, results[member.name] = _bring_about(call, member)
             refused = code == exit_codes.INPUT_WRONG
-            if refused and len(results) == 1:
-                print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
-                return code  # nothing has been written
-            _write_report(study, config, call, results)
+            if not (refused and len(results) == 1):  # else nothing has been written
+                _write_report(study, call, results)
             # The data of one member may be at fault while those of others are fine.
             others_go = refused and any(
                 result.state in (FINISHED, HANDED_OVER) for result in results.values()
@@ -203,7 +165,7 @@ def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
             if code in _ENDS_THE_STUDY and not others_go:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
                 return code
-    return _conclude(_write_report(study, config, call, results), call, results)
+    return _conclude(_write_report(study, call, results), call, results)
 
 
 def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
@@ -260,121 +222,132 @@ def _execute(command: Sequence[str]) -> _Ended:
       KeyboardInterrupt: on Ctrl-C, once the command has ended; it receives Ctrl-C too and may save.
     """
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
-    process, told_to_stop, interrupted = None, False, False
+    process, received = None, set()
 
-    def interrupt(*_):
-        nonlocal interrupted
-        interrupted = True
-
-    def stop(*_):
-        nonlocal told_to_stop
-        told_to_stop = True
-        if process is not None:
+    def note(number, _):
+        received.add(number)
+        if number == signal.SIGTERM and process is not None:
             process.terminate()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    before_interrupt = signal.getsignal(signal.SIGINT)
-    if before_interrupt != signal.SIG_IGN:  # which nohup asks for
-        signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        if before[number] != signal.SIG_IGN or number == signal.SIGTERM:  # as nohup asks for
+            signal.signal(number, note)
     try:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
-        if told_to_stop:
+        if signal.SIGTERM in received:
             process.terminate()
         with process:
             for line in process.stderr:
                 sys.stderr.write(line)
                 last_lines.append(line)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, before_interrupt)
-    if interrupted:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in received:
         raise KeyboardInterrupt
+    told_to_stop = signal.SIGTERM in received
     return _Ended(exit_codes.of_ended(process.returncode), "".join(last_lines), told_to_stop)
-
-
-def _handed_over_file(workdir: epath.Path) -> epath.Path:
-    return workdir / "handed_over.json"
 
 
 def record_handed_over(workdir: epath.Path, commands: Mapping[str, str]) -> None:
     """Adds {member: command} to what was handed over in the study of `workdir`."""
     content = json.dumps(_read_handed_over(workdir) | commands, indent=2) + "\n"
-    write_whole(_handed_over_file(workdir), content)
+    write_whole(workdir / _HANDED_OVER_FILE, content)
 
 
 def _read_handed_over(workdir: epath.Path) -> dict[str, str]:
     """{member: command} for all members that were ever handed over."""
-    path = _handed_over_file(workdir)
+    path = workdir / _HANDED_OVER_FILE
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _write_report(
-    study: Study, config: ConfigDict, call: Call, results: Mapping[str, Result]
-) -> Report:
-    """Write study.json and study.md with the results so far."""
-    report = study.report(config, results)
+def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
+    """Warnings where members of one model and batch size recorded different microbatches."""
+    alike: dict[str, dict[str, int]] = {}
+    for name in names:
+        path = workdir / name / "config.json"
+        if path.exists():
+            c = json.loads(path.read_text())["resolved"]
+            kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
+            alike.setdefault(kind, {})[name] = c["optimizer"]["accum_steps"]
+    return [
+        "optimizer.accum_steps differs between devices, so results differ by rounding: "
+        f"{', '.join(f'{value} in {name}' for name, value in values.items())}; set it"
+        for values in alike.values()
+        if len({*values.values()}) > 1
+    ]
+
+
+def _write_report(study: Study, call: Call, results: Results) -> Report:
+    """Write study.json, study.md and study.csv with the results so far."""
+    found = Found(study, results)
+    report = study.report(found)
+    report = report._replace(files={"study.csv": found.csv().encode(), **report.files})
     members = {
         member.name: {
-            "state": results[member.name].state,
+            **results[member.name]._asdict(),
             "command": shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)]),
-            "summary": dict(results[member.name].summary),
-            "error": results[member.name].error,
         }
-        for member in placed_members(study, config, call, results)
+        for member in found.members
         if member.name in results
     }
     warnings = find_differences(call.workdir, results)
     content = {
-        "study": config.study.name,
-        "complete": report.complete,
+        "study": study.config.study.name,
+        "metric": study.metric,
+        "complete": report.is_complete,
         "columns": report.columns,
-        "rows": report.rows,
+        "rows": report.texts,
+        "table": report.rows,
         "best": report.best,
         **report.values,
         "warnings": warnings,
         "members": members,
     }
-    write_whole(call.workdir / "study.json", json.dumps(content, indent=2) + "\n")
-    lines = [report.columns, ["---"] * len(report.columns), *report.rows]
+    lines = [report.columns, ["---"] * len(report.columns), *report.texts]
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
     warned = "".join(f"Warning: {line}.\n\n" for line in warnings)
-    text = f"# {config.study.name}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
-    write_whole(call.workdir / "study.md", text)
-    for name, file in report.files.items():
+    text = f"# {content['study']}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
+    as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"
+    for name, file in {"study.md": text, "study.json": as_json, **report.files}.items():
         write_whole(call.workdir / name, file)
     return report
 
 
-def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
-    """Print the results of a study; return the exit code."""
-    table = Table(*(Column(Text(column)) for column in report.columns))
-    for row in report.rows:
+def print_table(report: Report, title: str | None = None) -> None:
+    """Print the rows of a report."""
+    table = Table(*(Column(Text(column), overflow="fold") for column in report.columns),
+                  title=title)  # fmt: skip
+    for row in report.texts:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def _conclude(report: Report, call: Call, results: Results) -> int:
+    """Print the results of a study; return the exit code."""
+    print_table(report)
     if report.best:
         print(f"best: {', '.join(str(call.workdir / name) for name in report.best)}")
-    by_state = {
-        state: [name for name, result in results.items() if result.state == state]
-        for state in (FAILED, HANDED_OVER, DIVERGED)
-    }
-    for name in by_state[FAILED]:
-        print(f"{name} failed: {results[name].error}", file=sys.stderr)
-    for name in by_state[DIVERGED]:
-        print(f"{name} diverged: {results[name].error}", file=sys.stderr)
-    written = ["study.md", "study.json", *report.files]
+    for name, result in results.items():
+        if result.state in (FAILED, DIVERGED):
+            print(f"{name} {result.state}: {result.error}", file=sys.stderr)
     for line in find_differences(call.workdir, results):
         print(f"warning: {line}", file=sys.stderr)
+    written = ["study.md", "study.json", *report.files]
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
-    if by_state[FAILED]:
+    states = {name: result.state for name, result in results.items()}
+    if FAILED in states.values():
         return exit_codes.FAILED
-    if by_state[HANDED_OVER]:
+    if HANDED_OVER in states.values():
+        names = ", ".join(name for name, state in states.items() if state == HANDED_OVER)
         print(
-            f"handed over and not finished: {', '.join(by_state[HANDED_OVER])}; when they have "
-            "finished, run the same command (--again hands them over once more if they are lost)"
+            f"handed over and not finished: {names}; when they have finished, run the same command "
+            "(--again hands them over once more if they are lost)"
         )
-        return exit_codes.DONE
-    if not report.complete:
+    elif not report.is_complete:
         print("error: the study is incomplete: too many members diverged", file=sys.stderr)
-    return exit_codes.DONE if report.complete else exit_codes.FAILED
+        return exit_codes.FAILED
+    return exit_codes.DONE

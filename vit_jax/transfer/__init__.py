@@ -3,7 +3,6 @@
 Each kind of source has one file and one entry in FORMATS.
 """
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,81 +22,84 @@ from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
 from vit_jax.models.contract import about, field_names, with_known
 from vit_jax.models.fields import check_fields
-from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.transfer import (
     fit,
     huggingface,
+    huggingface_images,
     npz,
-    safetensors,
+    stablehlo,
     t2t,
     timm,
     timm_config,
-    timm_efficientnet,
     workdir,
 )
-from vit_jax.transfer.merge import merge_adapters, merge_head_norm
-from vit_jax.transfer.model_zoo import (
-    by_address,
-    forget,
-    is_on_hub,
-    locate,
-    loss_by_file_name,
-)
+from vit_jax.transfer.model_zoo import by_address, forget, is_fetched, locate, loss_by_file_name
 from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+from vit_jax.transfer.source import Source
 
 logger = logging.getLogger("vit_jax")
 
 
-_SHOWN = 8  # maximum number of a folder's sources in an error message
+class Format(NamedTuple):
+    """A format of weights; what is None, it cannot do.
 
-
-class Writer(NamedTuple):
-    """The functions that write a format.
-
+    recognises: whether a source has this format.
+    read: source -> its model and weights.
     check: model -> the reasons why the format cannot hold it.
     write: (path, pretrained) -> the names of the written files.
+    suffixes: ends of the names that are written; "" is a folder. None: any name.
     library_ops: spec -> the preprocessing string equivalent to what the format's own library does
       with the written files; None if the library does not read preprocessing from them.
+    open: path of a written file -> its function images -> logits, for a format that is not read.
     """
 
-    check: Callable[[nn.Module], list[str]]
-    write: Callable[[epath.Path, Pretrained], list[str]]
+    recognises: Callable[[Source], bool] | None = None
+    read: Callable[[Source], Pretrained] | None = None
+    check: Callable[[nn.Module], list[str]] | None = None
+    write: Callable[[epath.Path, Pretrained], list[str]] | None = None
+    suffixes: tuple[str, ...] | None = None
     library_ops: Callable[[Spec], str] | None = None
+    open: Callable[[epath.Path], Callable[[np.ndarray], Any]] | None = None
 
 
-def _read_safetensors(path: epath.Path) -> Pretrained:
-    path = safetensors.entrance(path)
-    stored = safetensors.read_stored(path)
-    counters = [name for name in stored if name.endswith(timm_efficientnet.COUNTER)]
-    for name in counters if timm_efficientnet.knows(stored) else ():
-        del stored[name]
-    for naming in (huggingface, timm, timm_efficientnet, t2t):
-        if naming.knows(stored):
-            return naming.read(path, safetensors.as_arrays(stored))
-    names = ", ".join(sorted(stored)[:5])
+def _of(file: Any) -> tuple[Callable[..., Any], ...]:
+    """The functions of a format's file."""
+    return file.recognises, file.read, file.check, file.write
+
+
+# A source is read by the first format that recognises it.
+FORMATS = {
+    "workdir": Format(workdir.recognises, workdir.read),
+    "npz": Format(*(partial(f, variant=npz.FIRST) for f in _of(npz)), (".npz",)),
+    "npz_v2": Format(*(partial(f, variant=npz.LATER) for f in _of(npz)), (".npz",)),
+    "hf": Format(*_of(huggingface), ("",), huggingface_images.library_ops),
+    "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops),
+    "t2t": Format(*_of(t2t), ("", ".safetensors")),
+    "stablehlo": Format(
+        check=lambda model: [],  # a program holds every model
+        write=stablehlo.write,
+        suffixes=(".stablehlo",),
+        open=stablehlo.open_program,
+    ),
+}
+
+
+def _recognise(source: Source) -> Format:
+    for format in FORMATS.values():
+        if format.recognises is not None and format.recognises(source):
+            return format
+    if names := ", ".join(sorted(source.arrays)[:5]):
+        raise InputError(
+            f"init_from={str(source.path)!r}: its arrays have the names of no known format: "
+            f"{names}, ..."
+        )
     raise InputError(
-        f"init_from={str(path)!r}: its arrays have neither the names of Hugging Face's nor those "
-        f"of timm's Vision Transformers or EfficientNets, nor those of T2T-ViT's authors: {names}, "
-        "..."
+        f"init_from={str(source.path)!r}: not a source of a known format; known: a workdir (with "
+        "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
+        "model.safetensors"
     )
-
-
-# (function that recognises a path of the format, reader); the first format that matches is used.
-FORMATS: dict[str, tuple[Callable[[epath.Path], bool], Callable[[epath.Path], Pretrained]]] = {
-    "workdir": (workdir.recognises, workdir.read),
-    "npz": (npz.recognises, npz.read),
-    "safetensors": (safetensors.recognises, _read_safetensors),
-}
-
-WRITERS = {
-    "npz": Writer(partial(npz.check, variant="first"), partial(npz.write, variant="first")),
-    "npz_v2": Writer(partial(npz.check, variant="later"), partial(npz.write, variant="later")),
-    "hf": Writer(huggingface.check, huggingface.write, huggingface.library_ops),
-    "timm": Writer(timm.check, timm.write, timm_config.library_ops),
-    "t2t": Writer(t2t.check, t2t.write),
-}
 
 
 def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) -> Pretrained:
@@ -116,19 +118,12 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
       InputError: if the source does not exist or cannot be read.
     """
     path = locate(source)
-    read = next((read for recognises, read in FORMATS.values() if recognises(path)), None)
-    if read is None:
-        raise InputError(
-            f"init_from={str(source)!r}: not a source of a known format; known: a workdir (with "
-            "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
-            f"model.safetensors{_say_sources_inside(path)}"
-        )
-    if read is workdir.read:
-        read = partial(workdir.read, averaged=averaged)
-    elif averaged is not None:
-        raise InputError(workdir.NO_CHOICE.format(source))
     try:
-        pretrained = read(path)
+        opened = Source(path, averaged)
+        format = _recognise(opened)
+        if averaged is not None and format is not FORMATS["workdir"]:
+            raise InputError(workdir.NO_CHOICE.format(source))
+        pretrained = format.read(opened)
     except InputError as e:
         forget(path)
         if str(path) in str(e):
@@ -158,30 +153,16 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
     elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
         pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=loss))
-    fetched = known is not None or "://" in str(source) or is_on_hub(source)
-    return pretrained._replace(source=str(source)) if fetched else pretrained
+    return pretrained._replace(source=str(source)) if is_fetched(source) else pretrained
 
 
 def check_workdir(path: str | os.PathLike) -> None:
     """Raise InputError, for the flag --workdir, if `path` is not the workdir of a run."""
     path = absolute(path)
-    if not workdir.recognises(path):
+    if not workdir.recognises(Source(path)):
         raise InputError(
             f"--workdir={path}: not the workdir of a run, with config.json and checkpoints/"
-            f"{_say_sources_inside(path)}"
         )
-
-
-def _say_sources_inside(folder: epath.Path) -> str:
-    """A hint that lists the sources inside a folder that is not a source; "" if there are none."""
-    try:
-        entries = sorted(folder.iterdir()) if folder.is_dir() else []
-        sources = (p.name for p in entries if any(knows(p) for knows, _ in FORMATS.values()))
-        inside = list(itertools.islice(sources, _SHOWN + 1))  # on a store each costs requests
-    except OSError:
-        return ""
-    more = " and more" if len(inside) > _SHOWN else ""
-    return f"; give one of those in it: {', '.join(inside[:_SHOWN])}{more}" if inside else ""
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:
@@ -209,51 +190,50 @@ def save_pretrained(
       model: the model; its layers may be scanned.
       variables: the model's variables, with "params" and, if it has them, "batch_stats" or
         "constants".
-      format: one of WRITERS.
+      format: one of FORMATS that is written.
       spec: value range, class names, ...; None: pixels in [-1, 1], no names.
 
     Raises:
       InputError: naming what the format cannot hold and the remedy; nothing is written.
     """
-    if format not in WRITERS:
-        hint = nearest(format, list(WRITERS))
-        if format == "stablehlo":
-            hint = "a program, which python -m vit_jax.main export writes"
-        raise InputError(f"format={format!r}: {hint}")
-    check_holds(format, model, "format=")
-    check_variables(model, variables)
+    path = absolute(path)
+    writer = find_writer(format, model, path, "format=")
+    needed = {"params", *(name.partition("/")[0] for name in abstract_model_state(model))}
+    if missing := sorted(needed - variables.keys()):
+        raise InputError(
+            f"variables: lack {', '.join(missing)}; give all that model.init or load_pretrained "
+            "returned"
+        )
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
     if about(model).stacks_layers:
         params = fit.unstack_layers(params)
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    plain, merged = merge_adapters(plain, tree.flatten_names(params))
+    plain, merged = fit.merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
-    plain, merged, model_state = merge_head_norm(plain, merged, tree.flatten_names(collections))
-    pretrained = Pretrained(str(path), plain, merged, spec, model_state=model_state)
-    return WRITERS[format].write(absolute(path), pretrained)
+    plain, merged, state = fit.merge_head_norm(plain, merged, tree.flatten_names(collections))
+    return writer.write(path, Pretrained(str(path), plain, merged, spec, model_state=state))
 
 
-def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
-    """Raise InputError if `variables` lack a collection of `model`, such as "batch_stats"."""
-    needed = {name.partition("/")[0] for name in abstract_model_state(model)} | {"params"}
-    missing = sorted(needed - variables.keys())
-    if missing:
-        raise InputError(
-            f"variables: lack {', '.join(missing)}; give all that model.init or load_pretrained "
-            f"returned ({', '.join(sorted(needed))})"
-        )
+def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Format:
+    """The format that `key` names, if it can hold `model` and write it to `path`.
 
-
-def check_holds(format: str, model: nn.Module, key: str) -> None:
-    """Raise InputError if `format`, one of WRITERS, cannot hold `model`; names those that can."""
-    channels = about(model).channels
-    of_channels = [] if channels == 3 else [f"channels={channels}: files hold models of 3 channels"]
-    others = [name for name, writer in WRITERS.items() if not writer.check(model)]
-    # stablehlo, a program, holds every model.
-    remedy = " or ".join([*([] if of_channels else others), "stablehlo"])
-    faults = [*WRITERS[format].check(model), *of_channels]
-    collect_faults(faults, f"{key}{format} cannot hold this model; export it as {remedy}")
+    Raises:
+      InputError: naming what it cannot hold, and the formats that can.
+    """
+    writers = {name: format for name, format in FORMATS.items() if format.write is not None}
+    if format not in writers:
+        raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
+    writer = writers[format]
+    others = [name for name, other in writers.items() if not other.check(model)]
+    where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
+    collect_faults(writer.check(model), where)
+    owners = [name for name, other in writers.items() if path.suffix in (other.suffixes or ())]
+    suffixes = writer.suffixes or (path.suffix,)
+    if path.suffix not in suffixes and ("" not in suffixes or owners):
+        kinds = " or ".join(f"a {suffix} file" if suffix else "a folder" for suffix in suffixes)
+        instead = "".join(f", or {key}{name}" for name in owners)
+        raise InputError(f"--output={path}: {key}{format} writes {kinds}; name one{instead}")
+    return writer
 
 
 def load_pretrained(
@@ -301,15 +281,16 @@ def load_pretrained(
     if image_size is not None:
         changes["image_size"] = image_size
     model = pretrained.model.clone(**check_fields(family, changes, str(source)))
-    named = fit.fit(pretrained, model, reset_head=num_classes is not None, resize=resize)
-    if num_classes is not None:
+    new_head = num_classes is not None
+    named, state = fit.fit(pretrained, model, reset_head=new_head, resize=resize)
+    if new_head:
         named |= {
             name: jnp.zeros(leaf.shape)
             for name, leaf in abstract_params(model).items()
             if fit.is_of_head(name)
         }
-    model_state = tree.unflatten_names(fit.fit_model_state(pretrained, model, resize))
-    return model, {"params": _as_scanned(named, model, pretrained.source), **model_state}
+    params = _as_scanned(named, model, pretrained.source)
+    return model, {"params": params, **tree.unflatten_names(state)}
 
 
 def with_image_size(
@@ -325,17 +306,17 @@ def with_image_size(
     check_convention(resize, "resize")
     size = image_hw(image_size)
     model = pretrained.model.clone(image_size=size)
-    params = fit.fit(pretrained, model, reset_head=False, resize=resize)
+    params, state = fit.fit(pretrained, model, reset_head=False, resize=resize)
     spec, run = pretrained.spec.at(size), pretrained.run
     if run is not None and size != pretrained.spec.image_size:
         run = run | {"results": {}}
-    return pretrained._replace(model=model, params=params, spec=spec, run=run)
+    return pretrained._replace(model=model, params=params, model_state=state, spec=spec, run=run)
 
 
-def init_params(
+def init_variables(
     pretrained: Pretrained, model: nn.Module, resize: str | None = None, *, keep_head: bool = False
-) -> dict[str, Any]:
-    """{leaf name in `model`: array} for all parameters that `model` takes from the source.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All (parameters, model state) that `model` takes from the source: {leaf name: array}.
 
     The whole head with its hidden layer is left out and initialised anew (the linear layer with
     zeros), even if the number of classes is the same: the classes may differ, and the paper always
@@ -347,22 +328,8 @@ def init_params(
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.2, for the head.
     """
     fit.check_architecture(pretrained, model)
-    named = fit.fit(pretrained, model, reset_head=not keep_head, resize=resize)
-    return tree.flatten_names(_as_scanned(named, model, pretrained.source))
-
-
-def init_model_state(
-    pretrained: Pretrained, model: nn.Module, resize: str | None = None
-) -> dict[str, Any]:
-    """{name: array} for the model state that `model` takes from the source, after `init_params`.
-
-    For example "batch_stats/trunk/norm_root/mean"; empty for a model without model state. `resize`:
-    see `load_pretrained`.
-
-    Raises:
-      InputError: one error naming everything that does not fit.
-    """
-    return fit.fit_model_state(pretrained, model, resize)
+    named, state = fit.fit(pretrained, model, reset_head=not keep_head, resize=resize)
+    return tree.flatten_names(_as_scanned(named, model, pretrained.source)), state
 
 
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:

@@ -5,11 +5,8 @@ largest difference between its logits and those of the exported files.
 """
 
 import contextlib
-import hashlib
 import itertools
 import logging
-import os
-import pathlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -17,41 +14,30 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
-from vit_jax.errors import InputError, nearest
-from vit_jax.files import absolute, check_names, write_whole
+from vit_jax.errors import InputError
+from vit_jax.files import absolute, check_folder, check_names, write_whole
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer import WRITERS, check_holds, load_pretrained
-from vit_jax.transfer.common import to_json
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Pretrained
-
-STABLEHLO = "stablehlo"
-PLATFORMS = ("cpu", "cuda", "tpu")
+from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained
+from vit_jax.transfer.model_zoo import sha256
+from vit_jax.transfer.pretrained import Pretrained, ops_for
+from vit_jax.transfer.source import to_json
 
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
-_MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
 _IMAGES = 2
-_FORMATS_OF = {  # formats of one file, by its suffix; any other name is a folder's
-    ".npz": ("npz", "npz_v2"),
-    ".safetensors": ("timm", "t2t"),
-    ".stablehlo": (STABLEHLO,),
-}
-
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
 
 
 def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
-    """Write `pretrained` as `format`, one of WRITERS or STABLEHLO, with a receipt; return it.
+    """Write `pretrained` as `format`, one of FORMATS that is written, with a receipt; return it.
 
     All files are first written to a temporary folder and read back, so `output` gets all or
     nothing.
@@ -60,42 +46,31 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
       InputError: if the format cannot hold the model, or `output` cannot be written.
       RuntimeError: if the exported files compute something else.
     """
-    known = (*WRITERS, STABLEHLO)
-    if format not in known:
-        raise InputError(f"--format={format}: {nearest(format, known)}")
     output = absolute(output)
-    _check_output(output, format)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
-    if format != STABLEHLO:
-        check_holds(format, model, "--format=")
+    writer = find_writer(format, model, output, "--format=")
+    _check_free(output, writer)
     image_size = model.image_size or pretrained.spec.image_size
-    if image_size is None and format == STABLEHLO:
-        raise InputError(
-            f"{pretrained.source}: takes images of any size; choose the size of the exported "
-            "program with --image_size"
-        )
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    variables = pretrained.variables
-    expected = np.asarray(jax.jit(model.apply)(variables, images))
+    # Pass parameters as an argument: XLA would fold constants and round differently.
+    expected = np.asarray(jax.jit(model.apply)(pretrained.variables, images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
-        if format == STABLEHLO:
-            files, logits = _write_stablehlo(staged, model, variables, image_size)
-        else:
-            files, logits = _write_format(staged, pretrained, format)
+        files = writer.write(staged, pretrained)
+        found = np.asarray((writer.open or _open)(staged)(images))
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
         receipt = _describe_export(pretrained, format, own_dtype, image_size)
-        receipt["read_back"] = _compare(np.asarray(logits(images)), expected, output)
+        receipt["read_back"] = _compare(found, expected, output)
         receipt["software"] = software()
         inside = staged.is_dir()
         root = staged if inside else staged.parent
-        receipt["files"] = {name: _sha256(root / name) for name in files}
+        receipt["files"] = {name: sha256(root / name) for name in files}
         card, record = ("README.md", "receipt.json") if inside else (
             f"{staged.stem}.md", f"{staged.stem}.receipt.json"
         )  # fmt: skip
@@ -103,6 +78,12 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         write_whole(root / record, to_json(receipt))
         _copy(root, output if inside else output.parent, [*files, card, record], output)
     return receipt
+
+
+def _open(path: epath.Path) -> Logits:
+    """The function images -> logits of the model in the files at `path`."""
+    model, variables = load_pretrained(path)
+    return partial(jax.jit(model.apply), variables)
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
@@ -138,7 +119,7 @@ def _describe_export(
 ) -> dict[str, Any]:
     """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
-    library_ops = None if format == STABLEHLO else WRITERS[format].library_ops
+    library_ops = FORMATS[format].library_ops
     return {
         "format": format,
         "source": pretrained.source,
@@ -183,73 +164,19 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
         raise
 
 
-def _check_suffix(output: epath.Path, format: str) -> None:
-    """Raise InputError if `output` is not called like a file, or a folder, of `format`."""
-    owners = _FORMATS_OF.get(output.suffix, ())
-    if format in owners:
-        return
-    stem = output.with_suffix("") if owners else output
-    needed = ".stablehlo" if format == STABLEHLO else ".npz" if format.startswith("npz") else ""
-    if needed:
-        example = output / f"model{needed}" if output.is_dir() else f"{stem}{needed}"
-        raise InputError(
-            f"--output={output}: the name must end in {needed}, e.g. --output={example}"
-        )
-    if owners:
-        formats = " or ".join(f"--format={owner}" for owner in owners)
-        raise InputError(
-            f"--output={output}: --format={format} writes a folder, not a {output.suffix} file; "
-            f"give --output={stem}, or {formats}"
-        )
-
-
-def _check_output(output: epath.Path, format: str) -> None:
-    _check_suffix(output, format)
+def _check_free(output: epath.Path, writer: Format) -> None:
+    """Raise InputError if `output`, or a file that belongs to it, exists or cannot be written."""
+    check_folder(output.parent, "--output")
     check_names(output, "--output")
     taken = [output]
-    if output.suffix in _FORMATS_OF:  # has companion files
-        taken += [
-            output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json", HASHES)
-        ]
+    if output.suffix in (writer.suffixes or ()):  # one file, with companions
+        ends = (".json", ".md", ".receipt.json", HASHES)
+        taken += [output.with_suffix(end) for end in ends]
     for path in taken:
         if path.exists():
             raise InputError(
                 f"--output={output}: {path.name} already exists; remove it, or give another name"
             )
-    there = next(path for path in output.parents if path.exists() or path == path.parent)
-    if there.exists() and not there.is_dir():
-        raise InputError(f"--output={output}: {there} is a file; give another name")
-    if "://" not in str(output) and not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--output={output}: {there} cannot be written to; choose another")
-
-
-def _write_format(
-    path: epath.Path, pretrained: Pretrained, format: str
-) -> tuple[list[str], Logits]:
-    """Write files by one of WRITERS; return their names and the logits function read from them."""
-    files = WRITERS[format].write(path, pretrained)
-    exported, found = load_pretrained(path)
-    # Pass parameters as an argument: XLA would fold constants and round differently.
-    return files, partial(jax.jit(exported.apply), found)
-
-
-def _write_stablehlo(
-    path: epath.Path, model: nn.Module, variables: dict[str, Any], image_size: tuple[int, int]
-) -> tuple[list[str], Logits]:
-    """Write the program images (b, H, W, 3) -> logits (b, C), parameters included, for any b."""
-    num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
-    if num_bytes > _MOST_BYTES:
-        raise InputError(
-            f"--format={STABLEHLO}: the parameters have {num_bytes / 2**30:.1f} GiB, but a "
-            "serialised program holds at most 2; export as timm, hf or npz"
-        )
-    batch = jax.export.symbolic_shape("b")
-    images = jax.ShapeDtypeStruct((*batch, *image_size, about(model).channels), jnp.float32)
-    program = jax.jit(lambda images: model.apply(variables, images))
-    exported = jax.export.export(program, platforms=PLATFORMS)(images)
-    write_whole(path, bytes(exported.serialize()))
-    again = jax.export.deserialize(bytearray(path.read_bytes()))
-    return [path.name], again.call
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
@@ -259,11 +186,6 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         if value is None or isinstance(value, bool | int | float | str | tuple)
     }
     return {"family": type(model).__name__} | fields
-
-
-def _sha256(path: pathlib.Path | epath.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _card(receipt: dict[str, Any], output: epath.Path) -> str:
@@ -299,7 +221,12 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"- {library} does not support these ops; from these files it does "
             f"`{pixels['library_ops']}`"
         )
-    lines += _results_table(receipt.get("results") or {}) + _usage(receipt, output)
+    if results := receipt.get("results"):
+        lines += ["", "| metric | value | step |", "|---|---|---|"]
+        for name, found in results.items():
+            value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
+            lines.append(f"| {name} | {value} | {found['step']:,} |")
+    lines += _usage(receipt, output)
     return "\n".join(lines) + "\n"
 
 
@@ -317,17 +244,6 @@ def _sizes(model: dict[str, Any]) -> str:
     return ", ".join(text.format(model[field]) for field, text in words.items() if model.get(field))
 
 
-def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table of the results as lines; [] if there are none."""
-    if not results:
-        return []
-    lines = ["", "| metric | value | step |", "|---|---|---|"]
-    for name, found in results.items():
-        value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
-        lines.append(f"| {name} | {value} | {found['step']:,} |")
-    return lines
-
-
 def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
     """Markdown lines on opening the files if that needs more than the usual call."""
     lines, eps = [], receipt["model"].get("norm_eps")
@@ -338,7 +254,7 @@ def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
             "timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args and "
             f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.",
         ]
-    if receipt["format"] == STABLEHLO:
+    if receipt["format"] == "stablehlo":
         size = receipt["preprocessing"]["image_size"]
         lines += [
             "",

@@ -1,4 +1,7 @@
-"""Fits pretrained parameters to a model; each change is a named rule and is logged."""
+"""Fits pretrained parameters to a model; each change is a named rule and is logged.
+
+What no file of another format holds, adapters and a norm before the head, is merged into kernels.
+"""
 
 import logging
 import re
@@ -10,13 +13,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from vit_jax.errors import InputError
+from vit_jax import tree
+from vit_jax.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
+from vit_jax.models.dense import adapter_update
 from vit_jax.models.t2t import T2TViT
-from vit_jax.transfer.common import POSITIONS, refuse
-from vit_jax.transfer.merge import ADAPTER, is_of_head_norm
+from vit_jax.models.vit import HEAD_NORM_EPS
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.resample import (
     adapt_kernel,
@@ -29,6 +32,9 @@ from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 logger = logging.getLogger("vit_jax")
 
+_HEAD_NORM = f"{BATCH_STATS}/head_norm/"
+ADAPTER = re.compile(r"(?P<layer>.*)/lora_[ab]")
+POSITIONS = re.compile(rf"(encoder/layer_\d+/|{CONSTANTS}/)?pos_embedding(/(?P<table>\w+))?")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _OUTPUTS = re.compile(r"(head|head_distillation)/(kernel|bias)")  # the last axis is the classes
 
@@ -58,6 +64,44 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     for i in range(depth):
         encoder[f"layer_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
     return params | {"encoder": encoder}
+
+
+def merge_adapters(
+    model: nn.Module, params: Mapping[str, np.ndarray]
+) -> tuple[nn.Module, dict[str, np.ndarray]]:
+    """`model` without its LoRA adapters, and `params` with each adapter added to its kernel.
+
+    `params`: {leaf name: array} of the unrolled model.
+    """
+    merged = {name: leaf for name, leaf in params.items() if not ADAPTER.fullmatch(name)}
+    for layer in {match["layer"] for match in map(ADAPTER.fullmatch, params) if match}:
+        factors = (np.asarray(params[f"{layer}/lora_{factor}"]) for factor in "ab")
+        merged[f"{layer}/kernel"] = params[f"{layer}/kernel"] + adapter_update(*factors)
+    return with_known(model, lora_rank=None), merged
+
+
+def merge_head_norm(
+    model: nn.Module, params: Mapping[str, np.ndarray], model_state: Mapping[str, np.ndarray]
+) -> tuple[nn.Module, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """`model`, `params` and `model_state` with the batch norm before the head in the head.
+
+    The norm has no scale and shift of its own, so a linear head with other numbers gives the same
+    logits. Leaves are named as in the unrolled model.
+    """
+    if not getattr(model, "head_batch_norm", False):
+        return model, dict(params), dict(model_state)
+    state = {name: x for name, x in model_state.items() if not is_of_head_norm(name)}
+    merged = dict(params)
+    if model.num_classes is not None:
+        mean, var = (model_state[f"{_HEAD_NORM}{name}"] for name in ("mean", "var"))
+        kernel = params["head/kernel"] / np.sqrt(var + HEAD_NORM_EPS)[:, None]
+        merged |= {"head/kernel": kernel, "head/bias": params["head/bias"] - mean @ kernel}
+    return model.clone(head_batch_norm=False), merged, state
+
+
+def is_of_head_norm(name: str) -> bool:
+    """Whether the variable `name` belongs to the batch norm before a ViT's head."""
+    return name.startswith(_HEAD_NORM)
 
 
 def split_leaves(
@@ -100,30 +144,30 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
             flags.append(f"--config.model.{field}={written}")
     if flags:
         faults[-1] += f"; to match the source: {' '.join(flags)}"
-    refuse(faults, f"init_from={pretrained.source!r} has another architecture")
+    collect_faults(faults, f"init_from={pretrained.source!r} has another architecture")
 
 
 def fit(
     pretrained: Pretrained, model: nn.Module, *, reset_head: bool, resize: str | None = None
-) -> dict[str, np.ndarray]:
-    """{leaf name: array} for the unrolled form of `model`, without its head if `reset_head`.
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(parameters, model state) by leaf name, for the unrolled form of `model`.
 
-    Rules, in this order: the head is dropped (`reset_head`); LoRA adapters, which no source has,
-    are left out; the first kernel is adapted if `model` takes another number of channels; position
-    tables are resampled if it has another grid, by the convention `resize` (None: the source's).
+    Rules, in this order: the head is dropped (`reset_head`); LoRA adapters and a norm before the
+    head, which no source has, are left out; the first kernel is adapted if `model` takes another
+    number of channels; position tables are resampled if it has another grid, by the convention
+    `resize` (None: the source's).
 
     Raises:
-      InputError: one error naming every parameter that no rule makes fit.
+      InputError: one error naming every leaf that no rule makes fit.
     """
-    # Only shapes matter here; sharding activations would need a mesh.
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    wanted = abstract_params(plain)
+    wanted = abstract_params(with_known(model, scan=False)) | abstract_model_state(model)
     adapters = [name for name in wanted if ADAPTER.fullmatch(name)]
-    wanted = {name: leaf for name, leaf in wanted.items() if name not in adapters}
-    found = dict(pretrained.params)
+    new = {*adapters, *(name for name in wanted if is_of_head_norm(name))}
+    found = {**pretrained.params, **pretrained.model_state}
     if reset_head:
+        new |= {name for name in wanted if is_of_head(name)}
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
-        wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head(name)}
+    wanted = {name: leaf for name, leaf in wanted.items() if name not in new}
     found = _adapt_channels(found, pretrained, model)
     if any(POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
@@ -134,44 +178,16 @@ def fit(
             faults.append(f"{name} {leaf.shape}: absent from the source")
         elif found[name].shape != leaf.shape:
             faults.append(f"{name}: {found[name].shape} in the source, {leaf.shape} in the model")
-    if faults:
-        said = (
-            f"init_from={pretrained.source!r} does not fit the model (set the fields of "
-            "config.model to the source's values):"
-        )
-        raise InputError("\n  ".join([said, *faults]))
+    collect_faults(
+        faults,
+        f"init_from={pretrained.source!r} does not fit the model (set the fields of config.model "
+        "to the source's values)",
+    )
     if reset_head:
         logger.info("%s: the head is initialised anew", pretrained.source)
     if adapters:
         logger.info("%s: LoRA adapters of rank %d are added", pretrained.source, model.lora_rank)
-    return found
-
-
-def fit_model_state(
-    pretrained: Pretrained, model: nn.Module, resize: str | None = None
-) -> dict[str, np.ndarray]:
-    """{name: array} of the model state of `model`, from the source.
-
-    A table of positions is resampled if the model has another grid, by the convention `resize`
-    (None: the source's).
-
-    Raises:
-      InputError: one error naming everything that does not fit.
-    """
-    wanted = abstract_model_state(model)
-    # Like the head itself, the norm before it may be new; sources hold none.
-    wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head_norm(name)}
-    found = dict(pretrained.model_state)
-    if any(POSITIONS.fullmatch(name) for name in found.keys() & wanted):
-        found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
-    faults = [f"{name}: the model has no such variable" for name in found if name not in wanted]
-    for name, leaf in wanted.items():
-        if name not in found:
-            faults.append(f"{name} {leaf.shape}: absent from the source")
-        elif found[name].shape != leaf.shape:
-            faults.append(f"{name}: {found[name].shape} in the source, {leaf.shape} in the model")
-    refuse(sorted(faults), f"init_from={pretrained.source!r} does not fit the model")
-    return found
+    return split_leaves(found)
 
 
 def _adapt_channels(
@@ -216,3 +232,38 @@ def _resample_positions(
     logger.info("%s: position embedding resampled (%s%s) from a grid of %s to %s",
                 pretrained.source, convention, means, old, new)  # fmt: skip
     return found | resampled
+
+
+def require_image_size(pretrained: Pretrained) -> None:
+    """Raise InputError if the model has no image size, for formats that need one."""
+    if pretrained.model.image_size is None:
+        raise InputError(
+            f"{pretrained.source}: has no image size, but the format needs one; give image_size"
+        )
+
+
+def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:
+    """Convert positions at the stem to equivalent learned 1-D ones, for formats without others.
+
+    With `class_token_has_one`, a class token without a position gets one of zeros.
+    """
+    require_image_size(pretrained)
+    model, params = pretrained.model, dict(pretrained.params)
+    if model.pos_embed != "learned_1d":
+        has_some = model.num_prefix_positions > 0
+        rows, columns = model.grid
+        table = np.zeros((1, rows * columns, model.width), np.float32)
+        if model.pos_embed != "none":
+            tables = tree.unflatten_names(params).get("pos_embedding")
+            table = np.asarray(model.positions(model.image_size).build(tables))
+            table = table if has_some else table[:, model.num_prefix_tokens :]
+        params = {name: leaf for name, leaf in params.items() if not POSITIONS.fullmatch(name)}
+        params["pos_embedding"] = table
+        logger.info("positions: writing %s as a table", model.pos_embed)
+        model = model.clone(pos_embed="learned_1d", pos_embed_class_token=has_some)
+    if class_token_has_one and not model.num_prefix_positions:
+        none = np.zeros((1, model.num_prefix_tokens, model.width), np.float32)
+        params["pos_embedding"] = np.concatenate([none, params["pos_embedding"]], axis=1)
+        logger.info("positions: the class token's entry is written as zeros")
+        model = model.clone(pos_embed_class_token=True)
+    return pretrained._replace(model=model, params=params)

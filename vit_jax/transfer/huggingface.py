@@ -2,38 +2,35 @@
 
 It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
 `DeiTModel`, from a file or a folder with config.json, and the encoder of `ViTMAEForPreTraining` and
-`ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden
-layer of the head; `method="pre_logits"` returns its output.
+`ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden layer of the head;
+`method="pre_logits"` returns its output.
 """
 
 import logging
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
-import numpy as np
 from etils import epath
 
 from vit_jax.config import image_hw
-from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.common import (
-    check_blocks,
-    check_family,
-    check_positions,
-    refuse,
-    square_side,
-    to_json,
-    with_learned_positions,
+from vit_jax.transfer.fit import with_learned_positions
+from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
+from vit_jax.transfer.names import (
+    HEADS_BY_WIDTH,
+    LINEAR,
+    NORM,
+    PATCHES,
+    Row,
+    find_unheld,
+    read_rows,
+    row,
+    rows_of,
+    write_rows,
 )
-from vit_jax.transfer.huggingface_images import library_ops, read_pixels, with_pixels, write_pixels
-from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
-
-__all__ = ["check", "knows", "library_ops", "read", "write"]
+from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
 
 logger = logging.getLogger("vit_jax")
 
@@ -46,134 +43,113 @@ _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive
 _LOSSES = {"single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
 _PROBLEM_TYPE = {ours: theirs for theirs, ours in _LOSSES.items()}
 _CLASSIFIERS = ("classifier", "cls_classifier")
+_PATCHES = "embeddings.patch_embeddings.projection"
 
 
-def knows(names: Iterable[str]) -> bool:
-    """Whether the arrays have transformers' names."""
-    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in names)
-
-
-def _entries(model: nn.Module, prefix: str) -> list[Entry]:
-    embeddings = f"{prefix}embeddings."
-    entries = [
-        same(f"{embeddings}cls_token", "class_token"),
-        same(f"{embeddings}position_embeddings", "pos_embedding"),
-        *torch_patches(f"{embeddings}patch_embeddings.projection", model.patch_size),
+def _rows(model: nn.Module, prefix: str, head: str | None) -> list[Row]:
+    """The rows of `model`; `prefix` and `head` are names that depend on transformers' class."""
+    embeddings, encoder = f"{prefix}embeddings", f"{prefix}encoder.layer.{{i}}"
+    ours = "encoder/layer_{i}"
+    qkv = []
+    for name in ("query", "key", "value"):
+        qkv += LINEAR(f"{encoder}.attention.attention.{name}", f"{ours}/attention/{name}")
+    table = [
+        row(f"{embeddings}.cls_token", "class_token"),
+        row(f"{embeddings}.position_embeddings", "pos_embedding"),
+        *PATCHES(f"{prefix}{_PATCHES}", "embedding"),
+        row(f"{embeddings}.distillation_token", "distillation_token"),
+        *NORM(f"{encoder}.layernorm_before", f"{ours}/norm_attention"),
+        *NORM(f"{encoder}.layernorm_after", f"{ours}/norm_mlp"),
+        *qkv,
+        *LINEAR(f"{encoder}.attention.output.dense", f"{ours}/attention/out"),
+        *LINEAR(f"{encoder}.intermediate.dense", f"{ours}/mlp/up"),
+        *LINEAR(f"{encoder}.output.dense", f"{ours}/mlp/down"),
+        *NORM(f"{prefix}layernorm", "encoder/norm"),
+        *LINEAR(f"{prefix}pooler.dense", "head_hidden"),
+        *LINEAR(head or "", "head"),
+        *LINEAR("distillation_classifier", "head_distillation"),
     ]
-    if isinstance(model, DeiT):
-        entries.append(same(f"{embeddings}distillation_token", "distillation_token"))
-    for i in range(model.depth):
-        theirs, ours = f"{prefix}encoder.layer.{i}", f"encoder/layer_{i}"
-        entries += torch_norm(f"{theirs}.layernorm_before", f"{ours}/norm_attention")
-        entries += torch_norm(f"{theirs}.layernorm_after", f"{ours}/norm_mlp")
-        attention = f"{theirs}.attention"
-        for name in ("query", "key", "value"):
-            entries += torch_linear(
-                f"{attention}.attention.{name}", f"{ours}/attention/{name}", model.qkv_bias
-            )
-        entries += torch_linear(f"{attention}.output.dense", f"{ours}/attention/out")
-        entries += torch_linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up")
-        entries += torch_linear(f"{theirs}.output.dense", f"{ours}/mlp/down")
-    entries += torch_norm(f"{prefix}layernorm", "encoder/norm")
-    if model.hidden_head:
-        entries += torch_linear(f"{prefix}pooler.dense", "head_hidden")
-    if model.num_classes is not None:
-        two = isinstance(model, DeiT) and model.distillation_head
-        entries += torch_linear("cls_classifier" if two else "classifier", "head")
-        if two:
-            entries += torch_linear("distillation_classifier", "head_distillation")
-    return entries
+    return rows_of(table, model)
 
 
-def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
-    """Make the model of `arrays`, which were read from `path`.
+def recognises(source: Source) -> bool:
+    """Whether the arrays have transformers' names."""
+    return any(name.endswith(f"{_PATCHES}.weight") for name in source.arrays)
+
+
+def read(source: Source) -> Pretrained:
+    """Make the model of the arrays.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
-    source = str(path)
-    arrays = layout.without_decoder(arrays, r"decoder\..*", source)
+    source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
+    arrays = source.arrays
     prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
+    patches, positions = f"{prefix}{_PATCHES}.weight", f"{prefix}embeddings.position_embeddings"
+    first_layer = f"{prefix}encoder.layer.0"
+    up = f"{first_layer}.intermediate.dense.weight"
     optional = {f"{name}.weight": 2 for name in _CLASSIFIERS}
-    layout.require(arrays, _needed(prefix), source, optional)
-    config = safetensors.read_config(path)
-    found = _read_shapes(arrays, prefix, source)
-    stated = layout.read_stated(config, _KINDS, source)
+    source.require({patches: 4, positions: 3, up: 2}, optional)
+    found = {  # keys of config.json that the arrays determine
+        "hidden_size": arrays[patches].shape[0],
+        "num_hidden_layers": source.count_layers(rf"{prefix}encoder\.layer\.(\d+)\."),
+        "intermediate_size": arrays[up].shape[0],
+        "patch_size": arrays[patches].shape[2:],
+    }
+    stated = source.read_stated(source.config, _KINDS)
     if "patch_size" in stated:
         stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
-    layout.check_agreement(stated, found, source)
-    assumed = _read_unseen(config, stated, found["hidden_size"], source)
+    source.check_agreement(stated, found)
+    assumed = _read_unseen(source, stated, found["hidden_size"])
     head = next((n for n in _CLASSIFIERS if f"{n}.weight" in arrays), None)
     distilled = f"{prefix}embeddings.distillation_token" in arrays
-    image_size = _image_size(arrays, prefix, stated, source)
-    if distilled and head is None and f"{prefix}pooler.dense.weight" in arrays:
-        logger.info("%s: the pooler is ignored; no head was trained with it", source)
-        arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{prefix}pooler.")}
+    if distilled and head is None:
+        source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
+    if "image_size" in stated:
+        image_size = image_hw(stated["image_size"], "image_size")
+    else:
+        side = source.square_side(arrays[positions].shape[1] - 1 - distilled)
+        image_size = (side * found["patch_size"][0], side * found["patch_size"][1])
     fields = {
-        "num_classes": None if head is None else arrays[f"{head}.weight"].shape[0],
+        "num_classes": head and source.size(f"{head}.weight", 0),
         "image_size": image_size,
         "patch_size": found["patch_size"],
         "width": found["hidden_size"],
         "depth": found["num_hidden_layers"],
         "mlp_dim": found["intermediate_size"],
         "num_heads": assumed["num_attention_heads"],
-        "hidden_head": f"{prefix}pooler.dense.weight" in arrays,
+        "hidden_head": f"{prefix}pooler.dense.weight" in source.arrays,
         "gelu": _GELU[assumed["hidden_act"]],
         "norm_eps": assumed["layer_norm_eps"],
-        "qkv_bias": f"{prefix}encoder.layer.0.attention.attention.query.bias" in arrays,
+        "qkv_bias": f"{first_layer}.attention.attention.query.bias" in arrays,
     }
     of_deit = {"distillation_head": head != "classifier"}
     model = DeiT(**fields, **of_deit) if distilled else ViT(**fields)
-    params = layout.read_entries(_entries(model, prefix), arrays, model, source)
-    pixels = read_pixels(path)
+    params = read_rows(_rows(model, prefix, head), source, model)
+    pixels = read_pixels(source)
     spec = Spec(
         image_size=model.image_size,
         resize="half_pixel",
-        class_names=_class_names(stated, model, source),
+        class_names=_class_names(stated, model, str(source.path)),
         loss=_LOSSES.get(stated.get("problem_type")),
     )
-    spec = with_pixels(spec, pixels, distilled, source)
+    spec = with_pixels(spec, pixels, distilled, str(source.path))
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
-    safetensors.say_assumed(path, config, assumed, stated | pixels)
-    return Pretrained(source, model, params, spec)
+    source.say_assumed(assumed, stated | pixels)
+    return Pretrained(str(source.path), model, params, spec)
 
 
-def _needed(prefix: str) -> dict[str, int]:
-    """{name: number of axes} of the arrays that determine the model's sizes."""
-    return {
-        f"{prefix}embeddings.patch_embeddings.projection.weight": 4,
-        f"{prefix}embeddings.position_embeddings": 3,
-        f"{prefix}encoder.layer.0.intermediate.dense.weight": 2,
-    }
-
-
-def _read_shapes(arrays: dict[str, np.ndarray], prefix: str, source: str) -> dict[str, Any]:
-    """{key of config.json: value} for keys that the arrays determine."""
-    projection, _, up = (arrays[name] for name in _needed(prefix))
-    layers = rf"{re.escape(prefix)}encoder\.layer\.(\d+)\."
-    return {
-        "hidden_size": projection.shape[0],
-        "num_hidden_layers": layout.count_layers(arrays, layers, source),
-        "intermediate_size": up.shape[0],
-        "num_channels": 3,
-        "pooler_act": "tanh",
-        "patch_size": tuple(projection.shape[2:]),
-    }
-
-
-def _read_unseen(
-    config: dict[str, Any] | None, stated: dict[str, Any], width: int, source: str
-) -> dict[str, Any]:
+def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str, Any]:
     """{key of config.json: value or default} for keys that the arrays do not determine.
 
     Raises:
       InputError: naming each value, and the loss, if it is not supported.
     """
-    default_heads = _DEFAULT_HEADS if config is not None else layout.heads_by_width(width)
+    default_heads = HEADS_BY_WIDTH.get(width) if source.config is None else _DEFAULT_HEADS
     heads = stated.get("num_attention_heads", default_heads)
     act = stated.get("hidden_act", "gelu")
-    eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     faults = []
     if heads is None:
         faults.append(
@@ -184,20 +160,9 @@ def _read_unseen(
     problem = stated.get("problem_type")
     if problem not in (None, *_LOSSES):
         faults.append(f"problem_type={problem!r}: known: {', '.join(_LOSSES)}")
-    refuse(faults, f"init_from={source!r}: its architecture cannot be inferred")
+    source.refuse(faults, "its architecture cannot be inferred")
+    eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
-
-
-def _image_size(
-    arrays: dict[str, np.ndarray], prefix: str, stated: dict[str, Any], source: str
-) -> tuple[int, int]:
-    """The stated image size; else the size of the square grid that the positions fill."""
-    if "image_size" in stated:
-        return image_hw(stated["image_size"], "image_size")
-    projection, positions, _ = (arrays[name] for name in _needed(prefix))
-    num_prefix = 1 + (f"{prefix}embeddings.distillation_token" in arrays)
-    side = square_side(positions.shape[1] - num_prefix, source)
-    return (side * projection.shape[2], side * projection.shape[3])
 
 
 def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple[str, ...] | None:
@@ -210,19 +175,9 @@ def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple
 
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if faults := check_family(model, ViT, DeiT):
-        return faults
-    faults = check_positions(model)
-    if model.pool != "token":
-        faults.append(f"pool={model.pool!r}, but the format classifies the class token")
-    if model.hidden_head and model.num_classes is not None:
-        faults.append("hidden_head=True, but the format's head is linear")
-    if model.norm_pooled:
-        faults.append("norm_pooled=True, but the format normalises the tokens")
-    faults += check_blocks(model)
-    if model.layer_scale is not None:
-        faults.append(f"layer_scale={model.layer_scale}")
-    return faults
+    of_head = {} if getattr(model, "num_classes", None) is None else {"hidden_head": (False,)}
+    needed = {"pool": ("token",), "norm_pooled": (False,), "layer_scale": (None,)}
+    return find_unheld(model, (ViT, DeiT), needed | of_head)
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
@@ -237,18 +192,18 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         teacher = "WithTeacher" if distilled and model.distillation_head else ""
         family = "DeiT" if distilled else "ViT"
         architecture, prefix = f"{family}ForImageClassification{teacher}", f"{kind}."
-    arrays = layout.write_entries(_entries(model, prefix), pretrained.params)
+    head = "cls_classifier" if distilled and model.distillation_head else "classifier"
+    arrays = write_rows(_rows(model, prefix, head), pretrained.params, model)
     spec = pretrained.spec.at(model.image_size)
     config = {"architectures": [architecture], **_config(model, kind, spec.class_names)}
     if spec.loss in _PROBLEM_TYPE:
         config["problem_type"] = _PROBLEM_TYPE[spec.loss]
     elif spec.loss is not None:  # a plug-in's loss
         logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
-    path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / "config.json", to_json(config))
-    write_whole(path / "preprocessor_config.json", to_json(write_pixels(spec)))
-    safetensors.write_arrays(path / "model.safetensors", arrays)
-    return ["config.json", "preprocessor_config.json", "model.safetensors"]
+    write_json(path / "config.json", config)
+    write_json(path / "preprocessor_config.json", write_pixels(spec))
+    write_tensors(path / WEIGHTS, arrays)
+    return ["config.json", "preprocessor_config.json", WEIGHTS]
 
 
 def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) -> dict[str, Any]:
@@ -263,7 +218,7 @@ def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) ->
         "hidden_dropout_prob": 0.0,
         "hidden_size": model.width,
         "id2label": {str(i): name for i, name in enumerate(labels)},
-        "image_size": layout.int_or_pair(model.image_size),
+        "image_size": int_or_pair(model.image_size),
         "initializer_range": 0.02,
         "intermediate_size": model.mlp_dim,
         "label2id": {name: i for i, name in enumerate(labels)},
@@ -272,7 +227,7 @@ def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) ->
         "num_attention_heads": model.num_heads,
         "num_channels": 3,
         "num_hidden_layers": model.depth,
-        "patch_size": layout.int_or_pair(model.patch_size),
+        "patch_size": int_or_pair(model.patch_size),
         "pooler_act": "tanh",
         "pooler_output_size": model.width,
         "qkv_bias": model.qkv_bias,

@@ -5,12 +5,9 @@ import operator
 import re
 from typing import Any
 
-from etils import epath
-
-from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.common import join_faults
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Cut, Spec, ops_of_cut, read_preparation, share_of
+from vit_jax.errors import InputError
+from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
+from vit_jax.transfer.source import Source, read_json
 
 logger = logging.getLogger("vit_jax")
 
@@ -32,15 +29,21 @@ _PROCESSORS = {
             "crop_size": 224, "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711]},
 }  # fmt: skip
+# Values of keys that change the pixels, the default first, and how to say them.
+_SUPPORTED = {
+    "do_resize": ((True,), "true, because the model takes images of one size"),
+    "do_pad": ((False,), "false; padding is not supported"),
+    "resample": ((2, 3), "2 (bilinear) or 3 (bicubic)"),
+}
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
 
-def read_pixels(path: epath.Path) -> dict[str, Any]:
+def read_pixels(source: Source) -> dict[str, Any]:
     """The values of preprocessor_config.json; {} if the file does not exist."""
-    file = path / "preprocessor_config.json"
-    content = safetensors.read_json(file) if path.is_dir() and file.exists() else {}
-    return layout.read_stated(content, _PIXELS, str(file))
+    file = source.path / "preprocessor_config.json"
+    content = read_json(file) if source.path.is_dir() and file.exists() else {}
+    return source.read_stated(content, _PIXELS)
 
 
 def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
@@ -59,15 +62,12 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
         given["size"] = {"shortest_edge": given["size"]}
     mean, std = _mean_and_std(given)
     spec = spec._replace(mean=mean, std=std)
-    if match:
-        faults = _pixel_faults(given, spec.image_size)
-    else:
-        faults = [
-            f"image_processor_type={processor!r}: needs ViTImageProcessor, DeiTImageProcessor or "
-            "BitImageProcessor"
-        ]
-    if faults:
-        fault = join_faults(faults, where)
+    of_processor = (
+        f"image_processor_type={processor!r}: needs ViTImageProcessor, DeiTImageProcessor or "
+        "BitImageProcessor"
+    )
+    if faults := _pixel_faults(given, spec.image_size) if match else [of_processor]:
+        fault = str(InputError(*faults, where=where))
         logger.warning("%s; only the weights can be used", fault)
         return spec._replace(fault=fault)
     resized = _height_width(given["size"])
@@ -100,30 +100,25 @@ def _in_proportion(size: Any) -> bool:
 
 def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[str]:
     """The unsupported values in `given`, a preprocessor_config.json's values and defaults."""
-    faults = []
-    if not given.get("do_resize", True):
-        faults.append("do_resize=False: needs true, because the model takes images of one size")
-    if given.get("do_pad"):
-        faults.append("do_pad=True: needs false; padding is not supported")
-    if given["resample"] not in _FILTERS:
-        faults.append(f"resample={given['resample']}: needs 2 (bilinear) or 3 (bicubic)")
-    resized = _height_width(given["size"])
-    cropped = _height_width(given.get("crop_size")) if given["do_center_crop"] else resized
+    faults = [
+        f"{key}={given[key]}: needs {need}"
+        for key, (values, need) in _SUPPORTED.items()
+        if given.get(key, values[0]) not in values
+    ]
+    resized, crops = _height_width(given["size"]), given["do_center_crop"]
+    key, cropped = ("crop_size", _height_width(given.get("crop_size"))) if crops else (
+        "size", resized
+    )  # fmt: skip
+    need = None
     if resized is None:
-        faults.append(f"size={given['size']!r}: needs an int, height and width, or shortest_edge")
-    elif _in_proportion(given["size"]) and not given["do_center_crop"]:
-        faults.append(f"size={given['size']!r}: needs do_center_crop=true, because this size keeps "
-                      "the aspect ratio of the files")  # fmt: skip
+        key, need = "size", "an int, height and width, or shortest_edge"
+    elif _in_proportion(given["size"]) and not crops:
+        need = "do_center_crop=true, because this size keeps the aspect ratio of the files"
     elif cropped != image_size:
-        key = "crop_size" if given["do_center_crop"] else "size"
-        height, width = image_size
-        faults.append(
-            f"{key}={given.get(key)!r}: needs {height} x {width}, the image_size of config.json"
-        )
+        need = "{} x {}, the image_size of config.json".format(*image_size)
     elif any(map(operator.lt, resized, cropped)):
-        faults.append(f"size={given['size']!r}: needs at least crop_size={given['crop_size']!r}, "
-                      "because a larger crop has a black border")  # fmt: skip
-    return faults
+        key, need = "size", "at least the crop_size: a larger crop has a black border"
+    return faults if need is None else [*faults, f"{key}={given.get(key)!r}: needs {need}"]
 
 
 def _height_width(size: Any) -> tuple[int, int] | None:
@@ -164,9 +159,7 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = spec.ops or ops_for(spec)
-    if spec.exif is False:
-        pixels["exif"] = False
-    return pixels
+    return pixels | {"exif": spec.exif_if_off}
 
 
 def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""Published files by name, and downloads of files by address into a cache.
+"""Published files by name, and downloads of files by address, or from the Hub, into a cache.
 
 Sources of addresses, sizes and classes: the README of github.com/google-research/vision_transformer
 for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT,
 github.com/google-research/big_vision for "better plain ViT", and timm's models/efficientnet.py for
 EfficientNet. None of them publishes hashes. The server of most files sends a hash with the file,
 which is checked.
+
+huggingface_hub fetches and caches the files of the Hugging Face Hub. Its environment variables
+apply: HF_TOKEN, HF_HOME and HF_HUB_CACHE (the cache's folder), HF_ENDPOINT (another server),
+HF_HUB_OFFLINE=1 (only the cache is read).
 """
 
 import base64
 import hashlib
-import http.client
 import json
 import logging
 import os
@@ -19,20 +22,22 @@ import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
+import huggingface_hub
 from etils import epath
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import logging as hub_logging
 
+from vit_jax.data.division import HASHES
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, cache_folder, replaced, write_whole
-from vit_jax.transfer.hub import fetch_from_hub, files_beside, parse_address
+from vit_jax.transfer.source import WEIGHTS
 
 logger = logging.getLogger("vit_jax")
 
 _NOTE = "fetched.json"  # address and hashes, next to the fetched files
-_ATTEMPTS = 3
 _TIMEOUT_S = 60  # maximum time without a byte
-_CHUNK_BYTES = 1 << 20
 _SINGLE = (".npz", ".safetensors")
 _I21K_CLASSES = 21_843
 
@@ -115,12 +120,8 @@ PUBLISHED = _table()
 def by_address(source: str | os.PathLike) -> Published | None:
     """The published file with the name or address `source`; None if there is none."""
     source = os.fspath(source)
-    if source in PUBLISHED:
-        return PUBLISHED[source]
-    address = source.replace(_GOOGLE, "gs://")
-    return next(
-        (p for p in PUBLISHED.values() if p.address.replace(_GOOGLE, "gs://") == address), None
-    )
+    addresses = {p.address.replace(_GOOGLE, "gs://"): p for p in PUBLISHED.values()}
+    return PUBLISHED.get(source) or addresses.get(source.replace(_GOOGLE, "gs://"))
 
 
 def loss_by_file_name(name: str, num_classes: int | None) -> str | None:
@@ -136,21 +137,10 @@ def loss_by_file_name(name: str, num_classes: int | None) -> str | None:
 _ON_HUB = {"hf:": "", "timm:": "timm/"}
 
 
-def is_on_hub(source: str | os.PathLike) -> bool:
-    """Whether `source` names a repository of the Hub, as "hf:ORGANISATION/NAME" or "timm:NAME"."""
-    return os.fspath(source).startswith(tuple(_ON_HUB))
-
-
-def is_published(source: str | os.PathLike) -> bool:
-    """Whether others can fetch `source`: a name in PUBLISHED, on the Hub, or at a web address."""
-    at_web = os.fspath(source).startswith(("https://", "http://"))
-    return at_web or is_on_hub(source) or by_address(source) is not None
-
-
-def _fetch_repository(source: str) -> epath.Path:
-    start = next(start for start in _ON_HUB if source.startswith(start))
-    name, at, revision = source.removeprefix(start).partition("@")
-    return fetch_from_hub(_ON_HUB[start] + name, revision=revision if at else None, source=source)
+def is_fetched(source: str | os.PathLike) -> bool:
+    """Whether `source` is a name in PUBLISHED, on the Hub, or an address."""
+    source = os.fspath(source)
+    return "://" in source or source.startswith(tuple(_ON_HUB)) or source in PUBLISHED
 
 
 def locate(source: str | os.PathLike) -> epath.Path:
@@ -164,28 +154,27 @@ def locate(source: str | os.PathLike) -> epath.Path:
       InputError: if the source does not exist, or the download is incomplete or corrupt.
     """
     source = os.fspath(source)
-    if source in PUBLISHED:
-        known = PUBLISHED[source]
-        if is_on_hub(known.address):
-            return _fetch_repository(known.address)
-        path = _cached(source, known.address)
+    known = PUBLISHED.get(source)
+    address = source if known is None else known.address
+    start = next((start for start in _ON_HUB if address.startswith(start)), None)
+    if start is not None:
+        name, _, revision = address.removeprefix(start).partition("@")
+        return fetch_from_hub(_ON_HUB[start] + name, revision=revision or None, source=source)
+    at_web, is_single = address.startswith(("http://", "https://")), address.endswith(_SINGLE)
+    if at_web or ("://" in address and is_single):
+        if not urllib.parse.urlsplit(address).path.endswith(_SINGLE):
+            raise InputError(f"init_from={source!r}: the address must end in .npz or .safetensors")
+        if (on_hub := parse_address(address)) is not None:
+            repo_id, file, revision = on_hub
+            return fetch_from_hub(repo_id, file, revision=revision, source=source)
+        path = _cached(source, address)
         found = round(path.stat().length / 2**20)
-        if known.mebibytes is not None and abs(found - known.mebibytes) > 1:
+        if known is not None and known.mebibytes is not None and abs(found - known.mebibytes) > 1:
             raise InputError(
                 f"init_from={source!r}: {known.address} has {found} MiB, but was published with "
                 f"{known.mebibytes} MiB; fetch the file by other means and give the path"
             )
         return path
-    if is_on_hub(source):
-        return _fetch_repository(source)
-    scheme = source.partition("://")[0] if "://" in source else None
-    if scheme in ("http", "https") or (scheme and source.endswith(_SINGLE)):
-        if not urllib.parse.urlsplit(source).path.endswith(_SINGLE):
-            raise InputError(f"init_from={source!r}: the address must end in .npz or .safetensors")
-        on_hub = parse_address(source)
-        if on_hub is not None:
-            return fetch_from_hub(*on_hub[:2], revision=on_hub[2], source=source)
-        return _cached(source, source)
     path = absolute(source)
     try:
         there = path.exists()
@@ -209,26 +198,39 @@ def _hint(source: str) -> str:
     return f"; {nearest(source, list(PUBLISHED))}" if is_name else ""
 
 
+def _files_beside(name: str) -> list[str]:
+    """The files that may describe the weights in the file `name`, in the same folder."""
+    stem = name.rpartition(".")[0]
+    described = ["config.json", "preprocessor_config.json"] if name == WEIGHTS else [f"{stem}.json"]
+    return [*described, f"{stem}{HASHES}"]
+
+
+def _entrance(weights: pathlib.Path) -> epath.Path:
+    """What is read of a fetched file: the folder of WEIGHTS, or the file."""
+    return epath.Path(weights.parent if weights.name == WEIGHTS else weights)
+
+
 def _cached(source: str, address: str) -> epath.Path:
     """The file at `address`, fetched unless the cache holds it unchanged."""
     folder = cache_folder("pretrained") / hashlib.sha256(address.encode()).hexdigest()[:16]
     name = pathlib.PurePosixPath(urllib.parse.urlsplit(address).path).name
     note = folder / _NOTE
     if note.exists():
-        written = json.loads(note.read_text())
-        if all(_sha256(folder / file) == digest for file, digest in written["sha256"].items()):
-            return _entrance(folder, name)
+        written = json.loads(note.read_text())["sha256"]
+        if all((folder / f).exists() and sha256(folder / f) == written[f] for f in written):
+            return _entrance(folder / name)
         logger.warning("%s has changed since it was fetched; fetching it again", folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("fetching %s", address)
-    digests = {name: _fetch(source, address, folder / name)}
-    for file in files_beside(name):
-        digest = _fetch(source, urllib.parse.urljoin(address, file), folder / file, optional=True)
-        if digest is not None:
-            digests[file] = digest
+    fetched = [name] if _fetch(source, address, folder / name) else []
+    for file in _files_beside(name):
+        beside = urllib.parse.urljoin(address, file)
+        if _fetch(source, beside, folder / file, optional=True):
+            fetched.append(file)
+    digests = {file: sha256(folder / file) for file in fetched}
     write_whole(epath.Path(note), json.dumps({"address": address, "sha256": digests}, indent=1))
     logger.info("fetched %s to %s", address, folder)
-    return _entrance(folder, name)
+    return _entrance(folder / name)
 
 
 def forget(path: epath.Path) -> None:
@@ -238,75 +240,133 @@ def forget(path: epath.Path) -> None:
         (folder / _NOTE).unlink(missing_ok=True)
 
 
-def _entrance(folder: pathlib.Path, name: str) -> epath.Path:
-    return epath.Path(folder if name == "model.safetensors" else folder / name)
-
-
-def _fetch(
-    source: str, address: str, target: pathlib.Path, *, optional: bool = False
-) -> str | None:
-    """Fetch `address` to `target`, atomically; return its SHA-256, or None if it does not exist.
-
-    Only an `optional` file may be missing.
-    """
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            with replaced(target) as file:
-                if address.startswith(("http://", "https://")):
-                    return _download(address, file)
-                return _copy(address, file)
-        except (OSError, http.client.HTTPException, ValueError) as e:
-            refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
-            gone = refused or isinstance(e, FileNotFoundError)
-            if optional and gone:
-                return None
-            if gone or attempt == _ATTEMPTS:
-                raise InputError(
-                    f"init_from={source!r}: {address} cannot be fetched ({e}); check the "
-                    "connection, or fetch it by other means and give the path"
-                ) from None
-            logger.warning("%s: %s; attempt %d of %d failed", address, e, attempt, _ATTEMPTS)
-
-
-def _download(address: str, file: Any) -> str:
-    """Download to `file`; raises ValueError if size or MD5 differ from the server's headers."""
-    with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
-        md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
-        while chunk := response.read(_CHUNK_BYTES):
-            file.write(chunk)
-            size += len(chunk)
-            md5.update(chunk)
-            sha256.update(chunk)
-        stated = response.headers.get("Content-Length")
-        if stated is not None and int(stated) != size:
-            raise ValueError(f"got {size} of {stated} bytes")
-        # "crc32c=...,md5=...", in one header or several.
-        hashes = ",".join(response.headers.get_all("x-goog-hash", []))
-        stated = [h.strip()[4:] for h in hashes.split(",") if h.strip().startswith("md5=")]
-        found = base64.b64encode(md5.digest()).decode()
-        if stated and stated[0] != found:
-            raise ValueError(f"its MD5 is {found}, but the server states {stated[0]}")
-    return sha256.hexdigest()
-
-
-def _copy(address: str, file: Any) -> str:
-    """Copy from an object store; any error becomes OSError, a missing object FileNotFoundError."""
-    path = epath.Path(address)
+def _fetch(source: str, address: str, target: pathlib.Path, *, optional: bool = False) -> bool:
+    """Fetch `address` to `target`, atomically; False if an `optional` file does not exist."""
     try:
-        if not path.exists():
-            raise FileNotFoundError("no such object")
-        with path.open("rb") as stored:
-            shutil.copyfileobj(stored, file, _CHUNK_BYTES)
-    except FileNotFoundError:
-        raise
-    except Exception as e:
-        raise OSError(str(e)) from e
-    file.flush()
-    return _sha256(pathlib.Path(file.name))
+        with replaced(target) as file:
+            if address.startswith(("http://", "https://")):
+                _download(address, file)
+            else:
+                with epath.Path(address).open("rb") as stored:
+                    shutil.copyfileobj(stored, file)
+    except Exception as e:  # whatever the client of an object store raises
+        refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
+        if optional and (refused or isinstance(e, FileNotFoundError)):
+            return False
+        raise InputError(
+            f"init_from={source!r}: {address} cannot be fetched ({e}); check the connection, or "
+            "fetch it by other means and give the path"
+        ) from None
+    return True
 
 
-def _sha256(path: pathlib.Path) -> str | None:
-    if not path.exists():
-        return None
+def _download(address: str, file: IO[bytes]) -> None:
+    """Download to `file`; raises ValueError if size or MD5 differ from the server's headers."""
+    md5, size = hashlib.md5(usedforsecurity=False), 0
+    with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
+        while chunk := response.read(1 << 20):
+            file.write(chunk)
+            md5.update(chunk)
+            size += len(chunk)
+        headers = response.headers
+    if int(headers.get("Content-Length", size)) != size:
+        raise ValueError(f"got {size} of {headers['Content-Length']} bytes")
+    # "crc32c=...,md5=...", in one header or several.
+    hashes = ",".join(headers.get_all("x-goog-hash", []))
+    stated = [h.strip()[4:] for h in hashes.split(",") if h.strip().startswith("md5=")]
+    found = base64.b64encode(md5.digest()).decode()
+    if stated and stated[0] != found:
+        raise ValueError(f"its MD5 is {found}, but the server states {stated[0]}")
+
+
+def sha256(path: pathlib.Path | epath.Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_address(address: str) -> tuple[str, str, str] | None:
+    """(repository, file, revision) of a file's address on the Hub; None for other addresses."""
+    match = re.fullmatch(
+        re.escape(constants.ENDPOINT) + r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?#]+)(\?[^#]*)?",
+        address,
+    )
+    return match and (match[1], urllib.parse.unquote(match[3]), urllib.parse.unquote(match[2]))
+
+
+def fetch_from_hub(
+    repo_id: str, file: str = WEIGHTS, *, revision: str | None = None, source: str | None = None
+) -> epath.Path:
+    """Fetches weights and the files that describe them, unless the cache has this version of them.
+
+    Args:
+      repo_id: ORGANISATION/NAME, such as google/vit-base-patch16-224.
+      file: the path of the weights in the repository.
+      revision: a branch, a tag or a commit; None is the newest commit of the default branch.
+      source: the value of `init_from`, for errors; by default "hf:" and `repo_id`.
+
+    Returns:
+      The cached file; for model.safetensors the folder that holds it and those files, all of
+      one commit.
+
+    Raises:
+      InputError: if the repository, the revision or the file does not exist or may not be read, or
+        if the Hub is not reached and the cache lacks a file.
+    """
+    hub_logging.disable_propagation()  # it prints its own messages
+    source = f"hf:{repo_id}" if source is None else source
+    folder, _, name = file.rpartition("/")
+    try:
+        weights = pathlib.Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision))
+        commit = weights.parents[file.count("/")].name
+        for beside in _files_beside(name):
+            _fetch_optional(repo_id, f"{folder}/{beside}".lstrip("/"), commit)
+    except (errors.HFValidationError, errors.HTTPError, OSError) as e:
+        raise InputError(f"init_from={source!r}: {_describe(e, repo_id, file, revision)}") from None
+    return epath.Path(weights.parent if name == WEIGHTS else weights)
+
+
+def _fetch_optional(repo_id: str, file: str, commit: str) -> None:
+    """Fetches a file that the commit may lack; raises if that cannot be found out."""
+    try:
+        huggingface_hub.hf_hub_download(repo_id, file, revision=commit)
+    except errors.LocalEntryNotFoundError:  # not reached; an earlier answer may be in the cache
+        # A path: cached; None: unknown; anything else: the commit is known to lack the file.
+        cached = huggingface_hub.try_to_load_from_cache(repo_id, file, revision=commit)
+        if cached is None or isinstance(cached, str):
+            raise
+    except errors.EntryNotFoundError:
+        pass
+
+
+def _describe(error: Exception, repo_id: str, file: str, revision: str | None) -> str:
+    """What happened and what to do."""
+    at = f"{constants.ENDPOINT}/{repo_id}"
+    match error:
+        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+            return (
+                f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not hold {repo_id} "
+                "completely; unset it once, or copy the cache of a machine that has fetched it"
+            )
+        case errors.GatedRepoError():
+            return f"{at} needs its terms accepted on that page, and then HF_TOKEN set"
+        case errors.RepositoryNotFoundError() if re.fullmatch(r"timm/[^.]+", repo_id):
+            return (
+                f"{at} does not exist; timm's names end in a tag, as in "
+                "timm:vit_base_patch16_224.augreg_in21k; https://huggingface.co/timm lists them"
+            )
+        case errors.RepositoryNotFoundError():
+            return f"{at} does not exist, or is private; check the name, or set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return f"{at} has no revision {revision!r}; take a branch, a tag or a commit"
+        case errors.LocalEntryNotFoundError():
+            reason = _first_line(error.__cause__ or error)
+            return f"{at} is not reached ({reason}) and the cache lacks {file}; check the network"
+        case errors.EntryNotFoundError():
+            return f"{at} has no file {file}; choose a repository with {WEIGHTS}"
+    return f"{at}: {file} cannot be fetched ({_first_line(error)}); try again"
+
+
+def _first_line(error: BaseException) -> str:
+    """The error's first line; its class if it says nothing, as a timeout may."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

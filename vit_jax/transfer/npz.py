@@ -5,7 +5,10 @@ The first variant was published with Dosovitskiy et al. 2020 (arXiv:2010.11929) 
 2022 (arXiv:2205.01580). In the later variant, positions are added before the class token is
 prepended, and a file without positions has fixed sine-cosine positions.
 
-Hybrids use the first variant; their ResNets, and Big Transfer's, are in resnet.py.
+Hybrids use the first variant. Big Transfer's ResNets have names of their own. ResNets number blocks
+and units from 1. A hybrid's GroupNorm leaves are published as (1, 1, 1, C), the only form that the
+reference code reads; here (C,) is read too. Some of Big Transfer's files number their layers
+(`standardized_conv2d_17`).
 
 `write` also writes NAME.json for facts that the arrays do not show: the rows of a grid that is not
 square, the value range, the names of the classes.
@@ -13,13 +16,11 @@ square, the value range, the names of the classes.
 
 import io
 import logging
-import tokenize
-import zipfile
-import zlib
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
-import ml_dtypes
 import numpy as np
 from etils import epath
 
@@ -30,17 +31,17 @@ from vit_jax.models.bit import BiT
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, resnet
-from vit_jax.transfer.common import (
-    check_blocks,
-    check_family,
-    check_positions,
-    square_side,
-    to_json,
+from vit_jax.transfer.names import (
+    Row,
+    find_unheld,
+    layer,
+    read_rows,
+    row,
+    rows_of,
+    write_rows,
 )
-from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, read_preparation
-from vit_jax.transfer.safetensors import read_json
+from vit_jax.transfer.source import Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
@@ -50,247 +51,242 @@ _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names
           "loss": "softmax or sigmoid",
           "exif": "true or false"}  # fmt: skip
 
-# Names by variant: the position embedding, and a layer's second norm, attention and MLP.
-_VARIANTS = {
-    "first": (
-        "Transformer/posembed_input/pos_embedding",
-        "LayerNorm_2",
-        "MultiHeadDotProductAttention_1",
-        "MlpBlock_3",
-    ),
-    "later": ("pos_embedding", "LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
-}
+_DENSE = layer({"/kernel": ("kernel", ""), "/bias": ("bias", "")})
+_NORM = layer({"/scale": ("scale", ""), "/bias": ("bias", "")})
+_TO_HEADS = layer(
+    {"/kernel": ("kernel", "d (heads k) -> d heads k"), "/bias": ("bias", "(heads k) -> heads k")}
+)
+_FROM_HEADS = layer({"/kernel": ("kernel", "(heads k) d -> heads k d"), "/bias": ("bias", "")})
+_GROUP_NORM = layer({"/gamma": ("scale", ""), "/beta": ("bias", "")})
+_FLAT_NORM = layer({"/scale": ("scale", "c -> 1 1 1 c"), "/bias": ("bias", "c -> 1 1 1 c")})
 
 
-def _entries(model: nn.Module, variant: str) -> list[Entry]:
-    if isinstance(model, BiT):
-        return resnet.bit_entries(model)
-    positions, norm_mlp, attention, mlp = _VARIANTS[variant]
-    p, q = model.patch_size
-    entries = [
-        rearranged("embedding/kernel", "embedding/kernel", "p q c d -> (p q c) d", p=p, q=q),
-        same("embedding/bias", "embedding/bias"),
-    ]
-    if isinstance(model, HybridViT):
-        entries += resnet.stem_entries(model)
-    if model.has_class_token:
-        entries.append(same("cls", "class_token"))
-    if model.pos_embed == "learned_1d":
-        entries.append(same(positions, "pos_embedding"))
-    for i in range(model.depth):
-        theirs, ours = f"Transformer/encoderblock_{i}", f"encoder/layer_{i}"
-        entries += _norm(f"{theirs}/LayerNorm_0", f"{ours}/norm_attention")
-        entries += _norm(f"{theirs}/{norm_mlp}", f"{ours}/norm_mlp")
-        entries += _attention(f"{theirs}/{attention}", f"{ours}/attention", model.num_heads)
-        entries += _mlp(f"{theirs}/{mlp}", f"{ours}/mlp")
-    entries += _norm("Transformer/encoder_norm", "encoder/norm")
-    if model.pool == "map":
-        theirs = "MAPHead_0"
-        entries.append(same(f"{theirs}/probe", "map_head/probe"))
-        entries += _norm(f"{theirs}/LayerNorm_0", "map_head/norm")
-        entries += _attention(f"{theirs}/{attention}", "map_head/attention", model.num_heads)
-        entries += _mlp(f"{theirs}/{mlp}", "map_head/mlp")
-    if model.hidden_head:
-        entries += _dense("pre_logits", "head_hidden")
-    if model.num_classes is not None:
-        entries += _dense("head", "head")
-    return entries
+class Variant(NamedTuple):
+    """The names in which the variants differ: of the positions, and of modules of a layer."""
 
+    positions: str
+    norm_mlp: str
+    attention: str
+    mlp: str
 
-def _dense(theirs: str, ours: str) -> list[Entry]:
-    return [same(f"{theirs}/{leaf}", f"{ours}/{leaf}") for leaf in ("kernel", "bias")]
-
-
-def _norm(theirs: str, ours: str) -> list[Entry]:
-    return [same(f"{theirs}/{leaf}", f"{ours}/{leaf}") for leaf in ("scale", "bias")]
-
-
-def _mlp(theirs: str, ours: str) -> list[Entry]:
-    return _dense(f"{theirs}/Dense_0", f"{ours}/up") + _dense(f"{theirs}/Dense_1", f"{ours}/down")
-
-
-def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
-    """The entries of an attention layer, whose kernels have an axis for the heads."""
-    entries = []
-    for name in ("query", "key", "value"):
-        kernel, bias = f"{name}/kernel", f"{name}/bias"
-        entries += [
-            rearranged(f"{theirs}/{kernel}", f"{ours}/{kernel}", "d h k -> d (h k)", h=h),
-            rearranged(f"{theirs}/{bias}", f"{ours}/{bias}", "h k -> (h k)", h=h),
+    def rows(self) -> list[Row]:
+        """The table of names of ViTs and hybrids."""
+        theirs, ours = "Transformer/encoderblock_{i}", "encoder/layer_{i}"
+        return [
+            row("embedding/kernel", "embedding/kernel", "(p q c) d -> p q c d"),
+            row("embedding/bias", "embedding/bias"),
+            *_stem_rows(),
+            row("cls", "class_token"),
+            row(self.positions, "pos_embedding"),
+            *_NORM(f"{theirs}/LayerNorm_0", f"{ours}/norm_attention"),
+            *_NORM(f"{theirs}/{self.norm_mlp}", f"{ours}/norm_mlp"),
+            *_attention_rows(f"{theirs}/{self.attention}", f"{ours}/attention"),
+            *_DENSE(f"{theirs}/{self.mlp}/Dense_0", f"{ours}/mlp/up"),
+            *_DENSE(f"{theirs}/{self.mlp}/Dense_1", f"{ours}/mlp/down"),
+            *_NORM("Transformer/encoder_norm", "encoder/norm"),
+            row("MAPHead_0/probe", "map_head/probe"),
+            *_NORM("MAPHead_0/LayerNorm_0", "map_head/norm"),
+            *_attention_rows(f"MAPHead_0/{self.attention}", "map_head/attention"),
+            *_DENSE(f"MAPHead_0/{self.mlp}/Dense_0", "map_head/mlp/up"),
+            *_DENSE(f"MAPHead_0/{self.mlp}/Dense_1", "map_head/mlp/down"),
+            *_DENSE("pre_logits", "head_hidden"),
+            *_DENSE("head", "head"),
         ]
-    return [
-        *entries,
-        rearranged(f"{theirs}/out/kernel", f"{ours}/out/kernel", "h k d -> (h k) d", h=h),
-        same(f"{theirs}/out/bias", f"{ours}/out/bias"),
-    ]
 
 
-# Encrypted members raise RuntimeError, unknown compression its subclass NotImplementedError.
-_UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
-               tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # fmt: skip
-_ZIP = b"PK\x03\x04"
+def _attention_rows(theirs: str, ours: str) -> list[Row]:
+    rows = []
+    for name in ("query", "key", "value"):
+        rows += _TO_HEADS(f"{theirs}/{name}", f"{ours}/{name}")
+    return rows + _FROM_HEADS(f"{theirs}/out", f"{ours}/out")
+
+
+def _stem_rows() -> list[Row]:
+    """The ResNet of a hybrid."""
+    theirs, ours = "block{block}/unit{unit}", "stem/stage_{stage}/layer_{layer}"
+    rows = [row("conv_root/kernel", "stem/conv_root/kernel")]
+    rows += _FLAT_NORM("gn_root", "stem/norm_root")
+    for part in ("1", "2", "3", "_proj"):
+        rows.append(row(f"{theirs}/conv{part}/kernel", f"{ours}/conv{part}/kernel"))
+        rows += _FLAT_NORM(f"{theirs}/gn{part}", f"{ours}/norm{part}")
+    return rows
+
+
+def _bit_rows() -> list[Row]:
+    """The names of Big Transfer's ResNets."""
+    theirs, ours = "resnet/block{block}/unit{unit:02}", "trunk/stage_{stage}/layer_{layer}"
+    rows = [row(_BIT_ROOT, "trunk/conv_root/kernel")]
+    rows += _GROUP_NORM("resnet/group_norm", "trunk/norm")
+    for part, number in zip("abc", "123", strict=True):
+        kernel = f"{theirs}/{part}/standardized_conv2d/kernel"
+        rows.append(row(kernel, f"{ours}/conv{number}/kernel"))
+        rows += _GROUP_NORM(f"{theirs}/{part}/group_norm", f"{ours}/norm{number}")
+    rows.append(
+        row(f"{theirs}/a/proj/standardized_conv2d/kernel", f"{ours}/conv_proj/kernel"),
+    )
+    rows.append(row(f"{_BIT_HEAD}/kernel", "head/kernel", "d c -> 1 1 d c"))
+    return [*rows, row(f"{_BIT_HEAD}/bias", "head/bias")]
+
+
+_BIT_ROOT = "resnet/root_block/standardized_conv2d/kernel"
+_BIT_HEAD = "resnet/head/conv2d"
+_STEM_ROOT = "conv_root/kernel"
+
+FIRST = Variant(
+    "Transformer/posembed_input/pos_embedding",
+    "LayerNorm_2",
+    "MultiHeadDotProductAttention_1",
+    "MlpBlock_3",
+)
+LATER = Variant("pos_embedding", "LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0")
+
 # Prefixes of a ViT's parameters in files that also hold the optimizer's state or a text tower.
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 
-def recognises(path: epath.Path) -> bool:
-    """Whether `path` has the name of such a file."""
-    return path.suffix == ".npz" and not path.is_dir()
+def recognises(source: Source, variant: Variant) -> bool:
+    """Whether it is such a file with the names of `variant`: more than of the other."""
+    if not (source.has_arrays and source.path.suffix == ".npz"):
+        return False
+    seen = {
+        own: sum(any(part in f"/{name}" for part in parts) for name in source.arrays)
+        for own, parts in (
+            (FIRST, ("posembed_input/", *(f"/{part}/" for part in FIRST[1:]))),
+            (LATER, ("MAPHead_0/", *(f"/{part}/" for part in LATER[1:]))),
+        )
+    }
+    return variant is max(seen, key=seen.__getitem__)
 
 
-def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
-    try:
-        with path.open("rb") as file:
-            if file.read(4) != _ZIP:
-                raise ValueError("it is not a zip archive, as every .npz must be")
-            file.seek(0)
-            arrays = np.load(file, allow_pickle=False)
-            if isinstance(arrays, np.ndarray):
-                raise ValueError("it holds one array without a name")
-            return {name: _as_float32(name, arrays[name]) for name in arrays.files}
-    except _UNREADABLE as e:
-        raise InputError(
-            f"init_from={str(path)!r}: not a readable .npz of plain arrays ({e}); fetch it again"
-        ) from None
-
-
-def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
-    """Convert weights to float32, also bfloat16, which NumPy stores as two bytes without a type."""
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is not an array")
-    if array.dtype == np.dtype("V2"):
-        array = array.view(ml_dtypes.bfloat16)
-    return layout.as_float32(name, array)
-
-
-def read(path: epath.Path) -> Pretrained:
-    """Read the model in the file `path`; its architecture is inferred from the arrays.
+def read(source: Source, variant: Variant) -> Pretrained:
+    """Read the model in the file; its architecture is inferred from the arrays.
 
     Raises:
       InputError: if the file cannot be read or holds another architecture.
     """
-    source = str(path)
-    arrays = _unstack_scanned(_find_model(path, _read_arrays(path)))
-    beside = path.with_suffix(".json")
-    content = read_json(beside) if beside.exists() else {}
-    stated = layout.read_stated(content, _KINDS, str(beside))
+    source.arrays = _name_as_published(_find_model(source))
+    stated = source.read_stated(source.config, _KINDS)
     image_size = image_hw(stated["image_size"]) if "image_size" in stated else None
-    variant = _tell_variant(arrays)
-    if resnet.is_bit(arrays):
-        arrays = resnet.without_numbers(arrays, source)
-        model = resnet.infer_bit(arrays, image_size, source)
-    else:
-        arrays = resnet.fold_norms(arrays)
-        model = _infer_model(source, variant, arrays, image_size)
-    params = layout.read_entries(_entries(model, variant), arrays, model, source)
-    names = class_names_of(stated.get("class_names"), model.num_classes, source)
-    pixels = {key: tuple(stated[key]) for key in ("mean", "std") if key in stated}
-    image_size = image_size or model.image_size
-    pixels |= read_preparation(stated, image_size, str(beside))
-    spec = Spec(image_size, "corner_aligned", class_names=names, cut=_read_cut(stated), **pixels)
-    return Pretrained(source, model, params, spec)
+    is_bit = any(name.startswith("resnet/") for name in source.arrays)
+    model = _infer_bit(source, image_size) if is_bit else _infer_vit(source, variant, image_size)
+    params = read_rows(_rows(model, variant), source, model)
+    spec = Spec(
+        image_size or model.image_size,
+        "corner_aligned",
+        class_names=class_names_of(stated.get("class_names"), model.num_classes, str(source.path)),
+        cut=Cut(float(stated["crop"]), stated["crop_mode"], stated["interpolation"])
+        if "crop" in stated
+        else None,
+        **{key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
+        **read_preparation(stated, image_size or model.image_size, str(source.config_path)),
+    )
+    return Pretrained(str(source.path), model, params, spec)
 
 
-def _read_cut(stated: dict[str, Any]) -> Cut | None:
-    if "crop" not in stated:
-        return None
-    return Cut(float(stated["crop"]), stated["crop_mode"], stated["interpolation"])
-
-
-def _find_model(path: epath.Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _find_model(source: Source) -> dict[str, np.ndarray]:
     """The arrays that belong to the model, by their names below its prefix."""
+    arrays = source.arrays
     place = next((place for place in _PLACES if f"{place}embedding/kernel" in arrays), "")
     found = {n.removeprefix(place): a for n, a in arrays.items() if n.startswith(place)}
     if len(found) < len(arrays):
         logger.info("%s: the model is read from %s; %d other arrays are ignored",
-                    path, place, len(arrays) - len(found))  # fmt: skip
+                    source.path, place, len(arrays) - len(found))  # fmt: skip
     return found
 
 
-def _unstack_scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split layers that are stacked along the first axis into separate layers."""
-    stacked, unstacked = "Transformer/encoderblock/", {}
+def _name_as_published(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`arrays` with layers apart that are stacked, norms in their published shape, no numbers."""
+    stacked, found = "Transformer/encoderblock/", {}
+    is_flat_norm = re.compile(r"(.*/)?gn(\d|_root|_proj)/(scale|bias)").fullmatch
     for name, array in arrays.items():
         if name.startswith(stacked) and array.ndim:
             rest = name.removeprefix(stacked)
-            unstacked |= {f"Transformer/encoderblock_{i}/{rest}": a for i, a in enumerate(array)}
+            found |= {f"Transformer/encoderblock_{i}/{rest}": a for i, a in enumerate(array)}
+        elif is_flat_norm(name) and array.ndim == 1:
+            found[name] = array.reshape(1, 1, 1, -1)
+        elif name.startswith("resnet/"):
+            found[re.sub(r"(standardized_conv2d|group_norm|conv2d)_\d+", r"\1", name)] = array
         else:
-            unstacked[name] = array
-    return unstacked
+            found[name] = array
+    return found
 
 
-def _tell_variant(arrays: dict[str, np.ndarray]) -> str:
-    """The variant whose distinctive names occur most often."""
-    seen = {
-        variant: sum(any(part in name for part in parts) for name in arrays)
-        for variant, parts in (
-            ("first", ("posembed_input/", *(f"/{part}/" for part in _VARIANTS["first"][1:]))),
-            ("later", ("MAPHead_0/", *(f"/{part}/" for part in _VARIANTS["later"][1:]))),
-        )
-    }
-    return max(seen, key=seen.get)
+def _rows(model: nn.Module, variant: Variant) -> list[Row]:
+    return rows_of(_bit_rows() if isinstance(model, BiT) else variant.rows(), model)
 
 
-def _infer_model(source, variant, arrays, image_size) -> ViT:
-    positions, _, attention, mlp = _VARIANTS[variant]
-    first_layer = "Transformer/encoderblock_0"
-    query, up = f"{first_layer}/{attention}/query/kernel", f"{first_layer}/{mlp}/Dense_0/kernel"
-    needed = {"embedding/kernel": 4, query: 3, up: 2}
-    if variant == "first" or positions in arrays:
-        needed[positions] = 3
-    layout.require(arrays, needed, source, {"head/kernel": 2})
-    has_token, has_positions = "cls" in arrays, positions in arrays
-    has_probe = "MAPHead_0/probe" in arrays
-    class_token_has_position = variant == "first"
-    patch_size = arrays["embedding/kernel"].shape[:2]
-    stem = resnet.infer_stem(arrays, source) if resnet.is_hybrid(arrays) else {}
-    if not has_positions:
-        image_size = None
-    elif image_size is None:
-        num_patches = arrays[positions].shape[1] - int(has_token and class_token_has_position)
-        side = square_side(num_patches, source)
-        stride = map_stride(stem["stages"]) if stem else 1
-        image_size = (side * stride * patch_size[0], side * stride * patch_size[1])
-    return (HybridViT if stem else ViT)(
-        **stem,
-        num_classes=arrays["head/kernel"].shape[1] if "head/kernel" in arrays else None,
+def _count_units(source: Source, prefix: str) -> tuple[int, ...]:
+    """The number of units of each block of a ResNet."""
+    matches = (re.match(rf"{prefix}block(\d+)/unit(\d+)/", name) for name in source.arrays)
+    units: dict[int, int] = {}
+    for block, unit in ((int(m[1]), int(m[2])) for m in matches if m):
+        units[block] = max(unit, units.get(block, 1))
+    return tuple(units.get(block, 1) for block in range(1, max(units, default=0) + 1))
+
+
+def _infer_bit(source: Source, image_size: tuple[int, int] | None) -> BiT:
+    """The model of a BiT's arrays, which do not determine the image size."""
+    source.require({_BIT_ROOT: 4}, {f"{_BIT_HEAD}/kernel": 4})
+    return BiT(
+        num_classes=source.size(f"{_BIT_HEAD}/kernel", 3),
         image_size=image_size,
-        patch_size=tuple(patch_size),
-        width=arrays["embedding/kernel"].shape[3],
-        depth=layout.count_layers(arrays, r"Transformer/encoderblock_(\d+)/", source),
-        mlp_dim=arrays[up].shape[1],
-        num_heads=arrays[query].shape[1],
-        pool="map" if has_probe else "token" if has_token else "gap",
-        hidden_head="pre_logits/kernel" in arrays,
-        pos_embed="learned_1d" if has_positions else "sincos_2d",
-        pos_embed_class_token=class_token_has_position or not (has_token and has_positions),
+        stages=_count_units(source, "resnet/"),
+        stem_width=source.size(_BIT_ROOT, 3),
     )
 
 
-def check(model: nn.Module, variant: str) -> list[str]:
+def _infer_vit(source: Source, variant: Variant, image_size: tuple[int, int] | None) -> ViT:
+    """The ViT or hybrid of the arrays; `image_size` as stated."""
+    arrays, positions = source.arrays, variant.positions
+    first_layer = "Transformer/encoderblock_0"
+    query = f"{first_layer}/{variant.attention}/query/kernel"
+    up = f"{first_layer}/{variant.mlp}/Dense_0/kernel"
+    is_first, has_token, has_positions = variant is FIRST, "cls" in arrays, positions in arrays
+    needed = {"embedding/kernel": 4, query: 3, up: 2} | ({positions: 3} if is_first else {})
+    source.require(needed, {"head/kernel": 2, positions: 3, _STEM_ROOT: 4})
+    p, q = arrays["embedding/kernel"].shape[:2]
+    stem = {}
+    if _STEM_ROOT in arrays:
+        stem = {"stages": _count_units(source, ""), "stem_width": source.size(_STEM_ROOT, 3)}
+    if not has_positions:
+        image_size = None
+    elif image_size is None:
+        side = source.square_side(arrays[positions].shape[1] - (has_token and is_first))
+        stride = map_stride(stem["stages"]) if stem else 1
+        image_size = (side * stride * p, side * stride * q)
+    return (HybridViT if stem else ViT)(
+        **stem,
+        num_classes=source.size("head/kernel", 1),
+        image_size=image_size,
+        patch_size=(p, q),
+        width=arrays["embedding/kernel"].shape[3],
+        depth=source.count_layers(r"Transformer/encoderblock_(\d+)/"),
+        mlp_dim=arrays[up].shape[1],
+        num_heads=arrays[query].shape[1],
+        pool="map" if "MAPHead_0/probe" in arrays else "token" if has_token else "gap",
+        hidden_head="pre_logits/kernel" in arrays,
+        pos_embed="learned_1d" if has_positions else "sincos_2d",
+        pos_embed_class_token=is_first or not (has_token and has_positions),
+    )
+
+
+_HELD = {"gelu": ("tanh",), "norm_eps": (1e-6,), "norm_pooled": (False,), "layer_scale": (None,),
+         "qkv_bias": (True,)}  # fmt: skip
+_HELD_BY = {
+    FIRST: _HELD | {"pool": ("token", "gap"), "pos_embed": ("learned_1d",)},
+    LATER: _HELD | {"pos_embed": ("learned_1d", "sincos_2d")},
+}
+
+
+def check(model: nn.Module, variant: Variant) -> list[str]:
     """The reasons why a file of the variant cannot hold `model`."""
-    faults = check_family(model, *((ViT, HybridViT, BiT) if variant == "first" else (ViT,)))
-    if faults or isinstance(model, BiT):
+    families = (ViT, HybridViT, BiT) if variant is FIRST else (ViT,)
+    if faults := find_unheld(model, families, _HELD_BY[variant]):
         return faults
-    faults = check_blocks(model, qkv_bias=True)
-    elsewhere = {"gelu": "tanh", "norm_eps": 1e-6, "norm_pooled": False, "layer_scale": None}
-    for field, value in elsewhere.items():
-        if getattr(model, field) != value:
-            faults.append(f"{field}={getattr(model, field)!r}")
-    if model.has_class_token and model.pool != "token":
-        faults.append(f"a class token that pool={model.pool!r} does not use")
-    if variant == "first" and model.pool == "map":
-        faults.append("pool='map'")
-    return faults + _find_position_faults(model, variant)
-
-
-def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
-    if faults := check_positions(model):
-        return faults
-    known = ("learned_1d",) if variant == "first" else ("learned_1d", "sincos_2d")
-    if model.pos_embed not in known:
-        return [f"pos_embed={model.pos_embed!r}"]
-    if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
+    has_class_token = getattr(model, "has_class_token", False)
+    if has_class_token and model.pool != "token":
+        return [f"a class token that pool={model.pool!r} does not use"]
+    if variant is FIRST and has_class_token and not model.pos_embed_class_token:
         return ["pos_embed_class_token=False"]
     return []
 
@@ -310,29 +306,23 @@ def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
     return pretrained._replace(model=model, params=params)
 
 
-def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[str]:
     """Write NAME.npz, and NAME.json with facts that it cannot hold; return the files' names."""
     if path.suffix != ".npz":
         raise InputError(f"--output={path}: the name must end in .npz")
-    if variant == "later":
+    if variant is LATER:
         pretrained = _with_position_in_class_token(pretrained)
     model, spec = pretrained.model, pretrained.spec
-    stated = {"mean": list(spec.mean), "std": list(spec.std)}
-    if image_size := model.image_size or spec.image_size:
+    image_size = model.image_size or spec.image_size
+    stated: dict[str, Any] = {"mean": list(spec.mean), "std": list(spec.std)}
+    if image_size:
         stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
-        share, mode, interpolation = spec.cut
-        stated |= {"crop": share, "crop_mode": mode, "interpolation": interpolation}
-    for key in ("ops", "loss"):
-        if getattr(spec, key) is not None:
-            stated[key] = getattr(spec, key)
-    if spec.exif is False:
-        stated["exif"] = False
-    if spec.class_names:
-        stated["class_names"] = list(spec.class_names)
+        stated |= zip(("crop", "crop_mode", "interpolation"), spec.cut, strict=True)
+    stated |= {"ops": spec.ops, "loss": spec.loss, "exif": spec.exif_if_off}
+    stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()
-    np.savez(content, **layout.write_entries(_entries(model, variant), pretrained.params))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.with_suffix(".json"), to_json(stated))
+    np.savez(content, **write_rows(_rows(model, variant), pretrained.params, model))
+    write_json(path.with_suffix(".json"), stated)
     write_whole(path, content.getvalue())
     return [path.name, path.with_suffix(".json").name]

@@ -1,22 +1,24 @@
-"""A pretrained model and the facts that its source states about it."""
+"""A pretrained model and the facts that its source states: images, loss, names of classes."""
 
 import logging
 import math
+import os
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import numpy as np
+from etils import epath
 
 from vit_jax import tree
 from vit_jax.data.division import Division
-from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
-from vit_jax.data.ops import parse_calls, parse_ops
-from vit_jax.errors import InputError
+from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
+from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
 
+_IMAGENET_CLASSES = 1000
 _IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
 _RESIZES = ("resize", "resize_small", "torchvision_resize", "inception_crop")
 _CENTRAL_CROPS = ("central_crop", "torchvision_crop")
@@ -51,11 +53,11 @@ class Spec(NamedTuple):
     cut: the resize and crop to the image size, as closely as a `Cut` can describe it; None resizes
       the whole image, each side separately.
     ops: the exact preprocessing string for `image_size`; without `decode` it is for pixels of one
-      size. None derives it from `cut`. `images.ops_for` gives the string for any images.
+      size. None derives it from `cut`. `ops_for` gives the string for any images.
     loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
     exif: whether images are turned by their EXIF orientation; None means yes.
     channels: number of channels of the images.
-    fault: the reason why the stated preprocessing is not supported (`images.ops_for` raises it);
+    fault: the reason why the stated preprocessing is not supported (`ops_for` raises it);
       None if it is supported.
     """
 
@@ -71,6 +73,11 @@ class Spec(NamedTuple):
     channels: int = 3
     fault: str | None = None
 
+    @property
+    def exif_if_off(self) -> bool | None:
+        """`exif` for a JSON file, which states it only if it is False."""
+        return None if self.exif else self.exif
+
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """This spec for another image size; `ops` resize, and are kept if they contain no size."""
         if image_size == self.image_size:
@@ -82,7 +89,7 @@ class Spec(NamedTuple):
 
 def _follows_image_size(ops: str) -> bool:
     calls = parse_calls(ops, "ops")
-    return not any(args or "size" in kwargs for _, args, kwargs in calls)
+    return not any(args or "size" in kwargs for _, _, args, kwargs in calls)
 
 
 def with_resize(ops: str) -> str:
@@ -90,9 +97,9 @@ def with_resize(ops: str) -> str:
 
     Files are decoded, and resized if `ops` do not: before a central crop they keep their aspect.
     """
-    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
+    names = [full_size(name) for _, name, _, _ in parse_calls(ops, "ops")]
     if {*names} & {*_RESIZES}:
-        return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
+        return ops if OPS.find(names[0]).takes_encoded else f"decode|{ops}"
     if {*names} & {*_CENTRAL_CROPS}:
         return "decode|resize_small(antialias=True)|central_crop"
     return "decode|resize(antialias=True)"
@@ -124,20 +131,6 @@ def share_of(side: int, resized: int) -> float:
     return share
 
 
-def read_preparation(
-    stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
-) -> dict[str, Any]:
-    """{"ops", "loss", "exif"} of a Spec: keys that this project adds to a format's own.
-
-    Raises:
-      InputError: if `ops` cannot be parsed.
-    """
-    ops = stated.get("ops")
-    if ops is not None:
-        parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "exif")}
-
-
 class Pretrained(NamedTuple):
     """A pretrained model.
 
@@ -166,6 +159,78 @@ class Pretrained(NamedTuple):
             "params": tree.unflatten_names(self.params),
             **tree.unflatten_names(self.model_state),
         }
+
+
+def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
+    """The preprocessing string of a source with an image size; see `data.parse_ops`.
+
+    All commands prepare images by it. For a run it does what the run's evaluation does.
+
+    Args:
+      spec: of the source.
+      data_size: (height, width) of all images; None: they are files of any size. Ops that crop
+        these images to another size than the model's are replaced by `with_resize`.
+
+    Raises:
+      InputError: if the source's preprocessing is not supported.
+    """
+    if spec.fault is not None:
+        raise InputError(spec.fault)
+    if spec.ops is None:
+        return ops_of_cut(spec.cut or Cut(), spec.image_size)
+    host_ops, faults = parse_ops(spec.ops, spec.image_size)[0], Faults()
+    faults.check(check_crops, host_ops, "ops", data_size)
+    made = next((op.gives for op in reversed(host_ops) if op.gives is not None), data_size)
+    reads = data_size is not None or any(op.takes_encoded for op in host_ops[:1])
+    return spec.ops if reads and not faults and made == spec.image_size else with_resize(spec.ops)
+
+
+def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
+    """Load an image as the model's input: float32 (H, W, channels) in its value range.
+
+        model, variables = vit_jax.load_pretrained(source)
+        image = vit_jax.load_image("cat.jpg", vit_jax.pretrained_spec(source))
+        logits = model.apply(variables, image[None])
+
+    Reads JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF, and turns the image by its EXIF
+    orientation unless `spec.exif` is False. If `spec.image_size` is None the image keeps its size.
+
+    Raises:
+      InputError: if the file cannot be read or decoded.
+    """
+    from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
+    from vit_jax.data.host_tf import tf
+    from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
+
+    ops = "decode" if spec.image_size is None else ops_for(spec)
+    try:
+        encoded = epath.Path(path).read_bytes()
+    except OSError as e:
+        raise InputError(f"{os.fspath(path)}: not a readable file ({e})") from None
+    try:
+        with tf.device("cpu"):
+            image = tf.constant(to_known_format(encoded, spec.exif is not False))
+            if spec.channels != 3:
+                image = to_pixels(image, spec.channels)
+            for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
+                image = op(image, None)
+    except tf.errors.OpError:  # whose text is TensorFlow's own
+        why = why_unreadable(encoded) or "it is damaged; save it again"
+        raise InputError(f"{os.fspath(path)}: not a readable image: {why}") from None
+    per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
+    mean, std = (np.asarray(values, np.float32) for values in per)
+    return (image.numpy().astype(np.float32) / 255 - mean) / std
+
+
+def class_names(spec: Spec, num_classes: int) -> tuple[str, ...]:
+    """The source's class names; without them ImageNet's for 1,000 classes, else numbers."""
+    if spec.class_names is not None and len(spec.class_names) == num_classes:
+        return spec.class_names
+    if num_classes == _IMAGENET_CLASSES:
+        from tensorflow_datasets.datasets.siscore.labels import IMAGENET_LABELS_LIST
+
+        return tuple(IMAGENET_LABELS_LIST)  # sorted by synset number
+    return tuple(f"class {i}" for i in range(num_classes))
 
 
 def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
@@ -200,3 +265,17 @@ def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[st
             f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
         )
     return tuple(names)
+
+
+def read_preparation(
+    stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
+) -> dict[str, Any]:
+    """{"ops", "loss", "exif"} of a Spec: keys that this project adds to a format's own.
+
+    Raises:
+      InputError: if `ops` cannot be parsed.
+    """
+    ops = stated.get("ops")
+    if ops is not None:
+        parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
+    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "exif")}

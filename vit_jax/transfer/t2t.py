@@ -5,7 +5,6 @@ authors' T2T_ViT; absent arguments are read from the arrays, or have the authors
 """
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -15,135 +14,96 @@ from etils import epath
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.position import SINCOS_1D
 from vit_jax.models.t2t import SPLITS, STRIDE, T2T_VARIANTS, T2TViT
-from vit_jax.transfer import fit, layout, safetensors, timm_config
-from vit_jax.transfer.common import check_blocks, check_family, refuse, square_side
-from vit_jax.transfer.layout import Entry, joined, same, torch_linear, torch_norm, transposed
+from vit_jax.transfer import timm_config
+from vit_jax.transfer.fit import split_leaves
+from vit_jax.transfer.names import (
+    LINEAR,
+    NORM,
+    Row,
+    find_unheld,
+    read_rows,
+    row,
+    rows_of,
+    write_rows,
+)
 from vit_jax.transfer.pretrained import Pretrained
+from vit_jax.transfer.source import Source, int_or_pair
 
 logger = logging.getLogger("vit_jax")
 
 _STEM = "tokens_to_token"
 _PROJECT = f"{_STEM}.project.weight"
+_UP = "blocks.0.mlp.fc1.weight"
 _HEAD_WIDTH = 64  # of every published size
-_RESIZE = "half_pixel"  # the authors' convention for another image size
-_QKV = ("query", "key", "value")
+_LAYER = "encoder/layer_{i}"
 
 
-def knows(names: Iterable[str]) -> bool:
-    """Whether the arrays have the authors' names."""
-    return _PROJECT in names
+def _fused(theirs: str, ours: str, *parts: str) -> list[Row]:
+    return LINEAR(theirs, *(f"{ours}/{part}" for part in parts))
 
 
-def _entries(model: nn.Module) -> list[Entry]:
-    entries = [same("cls_token", "class_token"), same("pos_embed", f"{CONSTANTS}/pos_embedding")]
-    for i in range(len(SPLITS) - 1):
-        entries += _mixer_entries(f"{_STEM}.attention{i + 1}", f"stem/mixer_{i}", model)
-    entries += torch_linear(f"{_STEM}.project", "embedding")
-    for i in range(model.depth):
-        theirs, ours = f"blocks.{i}", f"encoder/layer_{i}"
-        entries += torch_norm(f"{theirs}.norm1", f"{ours}/norm_attention")
-        entries += torch_norm(f"{theirs}.norm2", f"{ours}/norm_mlp")
-        entries += _fused(f"{theirs}.attn.qkv", f"{ours}/attention", _QKV, model.qkv_bias)
-        entries += torch_linear(f"{theirs}.attn.proj", f"{ours}/attention/out")
-        entries += torch_linear(f"{theirs}.mlp.fc1", f"{ours}/mlp/up")
-        entries += torch_linear(f"{theirs}.mlp.fc2", f"{ours}/mlp/down")
-    entries += torch_norm("norm", "encoder/norm")
-    return entries + (torch_linear("head", "head") if model.num_classes is not None else [])
-
-
-def _mixer_entries(theirs: str, ours: str, model: nn.Module) -> list[Entry]:
-    entries = torch_norm(f"{theirs}.norm1", f"{ours}/norm_attention")
-    entries += torch_norm(f"{theirs}.norm2", f"{ours}/norm_mlp")
-    if model.token_module == "performer":
-        entries += _fused(f"{theirs}.kqv", ours, ("key", "query", "value"), True)
-        entries += torch_linear(f"{theirs}.proj", f"{ours}/out")
-        entries.append(same(f"{theirs}.w", f"{CONSTANTS}/{ours}/random_features"))
-        first, second = "mlp.0", "mlp.2"
+def _mixer_rows(theirs: str, ours: str, token_module: str) -> list[Row]:
+    rows = NORM(f"{theirs}.norm1", f"{ours}/norm_attention")
+    rows += NORM(f"{theirs}.norm2", f"{ours}/norm_mlp")
+    if token_module == "performer":
+        rows += _fused(f"{theirs}.kqv", ours, "key", "query", "value")
+        rows.append(row(f"{theirs}.w", f"{CONSTANTS}/{ours}/random_features"))
+        proj, first, second = "proj", "mlp.0", "mlp.2"
     else:
-        entries += _fused(f"{theirs}.attn.qkv", ours, _QKV, False)
-        entries += torch_linear(f"{theirs}.attn.proj", f"{ours}/out")
-        first, second = "mlp.fc1", "mlp.fc2"
-    entries += torch_linear(f"{theirs}.{first}", f"{ours}/mlp/up")
-    return entries + torch_linear(f"{theirs}.{second}", f"{ours}/mlp/down")
+        rows += _fused(f"{theirs}.attn.qkv", ours, "query", "key", "value")
+        proj, first, second = "attn.proj", "mlp.fc1", "mlp.fc2"
+    rows += LINEAR(f"{theirs}.{proj}", f"{ours}/out")
+    rows += LINEAR(f"{theirs}.{first}", f"{ours}/mlp/up")
+    return rows + LINEAR(f"{theirs}.{second}", f"{ours}/mlp/down")
 
 
-def _fused(theirs: str, ours: str, parts: tuple[str, ...], bias: bool) -> list[Entry]:
-    kernels = joined(transposed, f"{theirs}.weight", [f"{ours}/{part}/kernel" for part in parts])
-    biases = joined(same, f"{theirs}.bias", [f"{ours}/{part}/bias" for part in parts])
-    return [kernels, biases] if bias else [kernels]
+def _rows(model: T2TViT) -> list[Row]:
+    mixers = []
+    for i in range(len(SPLITS) - 1):
+        mixers += _mixer_rows(f"{_STEM}.attention{i + 1}", f"stem/mixer_{i}", model.token_module)
+    table = [
+        row("cls_token", "class_token"),
+        row("pos_embed", f"{CONSTANTS}/pos_embedding"),
+        *mixers,
+        *LINEAR(f"{_STEM}.project", "embedding"),
+        *NORM("blocks.{i}.norm1", f"{_LAYER}/norm_attention"),
+        *NORM("blocks.{i}.norm2", f"{_LAYER}/norm_mlp"),
+        *_fused("blocks.{i}.attn.qkv", f"{_LAYER}/attention", "query", "key", "value"),
+        *LINEAR("blocks.{i}.attn.proj", f"{_LAYER}/attention/out"),
+        *LINEAR("blocks.{i}.mlp.fc1", f"{_LAYER}/mlp/up"),
+        *LINEAR("blocks.{i}.mlp.fc2", f"{_LAYER}/mlp/down"),
+        *NORM("norm", "encoder/norm"),
+        *LINEAR("head", "head"),
+    ]
+    return rows_of(table, model)
 
 
-def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
-    """Make the model of `arrays`, which were read from `path`.
+def recognises(source: Source) -> bool:
+    """Whether the arrays have the authors' names."""
+    return _PROJECT in source.arrays
+
+
+def read(source: Source) -> Pretrained:
+    """Make the model of the arrays.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
-    source = str(path)
-    needed = {_PROJECT: 2, "blocks.0.mlp.fc1.weight": 2, "pos_embed": 3, "cls_token": 3}
-    layout.require(arrays, needed, source, {"head.weight": 2})
-    config = timm_config.read_config(path)
-    found = _read_shapes(arrays, source)
-    heads = config.args.get("num_heads", found["embed_dim"] // _HEAD_WIDTH)
-    _check(config, found, heads, arrays, source)
-    mean, std = config.value_range()
-    assumed = {"num_heads": heads, "mean": mean, "std": std}
-    given = config.stated | config.args | config.pixels
-    safetensors.say_assumed(path, config.content, assumed, given)
-    image_size = config.image_size()
-    if image_size is None:
-        side = square_side(arrays["pos_embed"].shape[1] - 1, source) * STRIDE
-        image_size = (side, side)
-    model = T2TViT(
-        found["num_classes"] or None,
-        image_size,
-        (STRIDE, STRIDE),
-        found["embed_dim"],
-        found["depth"],
-        mlp_dim=arrays["blocks.0.mlp.fc1.weight"].shape[0],
-        num_heads=heads,
-        token_module=found["tokens_type"],
-        token_width=found["token_dim"],
-        qkv_bias=found["qkv_bias"],
-        gelu="exact",
-        norm_eps=1e-5,
-    )
-    leaves = layout.read_entries(_entries(model), arrays, model, source)
-    params, model_state = fit.split_leaves(leaves)
-    if "qk_scale" in config.args:
-        params |= _scale_queries(params, model, float(config.args["qk_scale"]), source)
-    spec = timm_config.read_spec(config, model, source)._replace(resize=_RESIZE)
-    return Pretrained(source, model, params, spec, model_state=model_state)
-
-
-def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
-    """{the authors' argument: value} for arguments that the arrays determine."""
+    arrays = source.arrays
+    source.require({_PROJECT: 2, _UP: 2, "pos_embed": 3, "cls_token": 3}, {"head.weight": 2})
+    config = timm_config.Config(source)
+    width, mlp_dim = arrays[_PROJECT].shape[0], arrays[_UP].shape[0]
     is_performer = f"{_STEM}.attention1.kqv.weight" in arrays
-    return {
+    found = {  # the authors' arguments that the arrays determine
         "tokens_type": "performer" if is_performer else "transformer",
         "token_dim": arrays[_PROJECT].shape[1] // SPLITS[-1].size ** 2,
-        "embed_dim": arrays[_PROJECT].shape[0],
-        "depth": layout.count_layers(arrays, r"blocks\.(\d+)\.", source),
+        "embed_dim": width,
+        "depth": source.count_layers(r"blocks\.(\d+)\."),
         "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
-        "num_classes": arrays["head.weight"].shape[0] if "head.weight" in arrays else 0,
+        "num_classes": source.size("head.weight", 0) or 0,
     }
-
-
-def _check(
-    config: timm_config.Config,
-    found: dict[str, Any],
-    heads: int,
-    arrays: dict[str, np.ndarray],
-    source: str,
-) -> None:
-    """Raise InputError if the config contradicts the arrays, or shows no number of heads."""
-    width = found["embed_dim"]
-    wanted = {key: config.args[key] for key in found if key in config.args}
-    wanted.setdefault("num_classes", config.stated.get("num_classes"))
-    if "mlp_ratio" in config.args:
-        found = found | {"mlp_dim": arrays["blocks.0.mlp.fc1.weight"].shape[0]}
-        wanted["mlp_dim"] = int(width * config.args["mlp_ratio"])
-    layout.check_agreement(wanted, found, source)
+    heads = config.args.get("num_heads", width // _HEAD_WIDTH)
+    config.check_agreement(found, width, mlp_dim)
     faults = []
     if heads < 1 or width % heads:
         faults.append(
@@ -151,7 +111,31 @@ def _check(
         )
     if config.args.get("in_chans", 3) != 3:
         faults.append(f"in_chans={config.args['in_chans']} is not supported")
-    refuse(faults, f"init_from={source!r}: cannot be read")
+    source.refuse(faults, "cannot be read")
+    config.say_assumed(num_heads=heads)
+    image_size = config.image_size
+    if image_size is None:
+        side = source.square_side(arrays["pos_embed"].shape[1] - 1) * STRIDE
+        image_size = (side, side)
+    model = T2TViT(
+        found["num_classes"] or None,
+        image_size,
+        (STRIDE, STRIDE),
+        width,
+        found["depth"],
+        mlp_dim=mlp_dim,
+        num_heads=heads,
+        token_module=found["tokens_type"],
+        token_width=found["token_dim"],
+        qkv_bias=found["qkv_bias"],
+        gelu="exact",
+        norm_eps=1e-5,
+    )
+    params, model_state = split_leaves(read_rows(_rows(model), source, model))
+    if "qk_scale" in config.args:
+        params |= _scale_queries(params, model, float(config.args["qk_scale"]), str(source.path))
+    spec = config.read_spec(image_size, model.num_classes, "half_pixel")  # the authors' convention
+    return Pretrained(str(source.path), model, params, spec, model_state=model_state)
 
 
 def _scale_queries(
@@ -167,31 +151,25 @@ def _scale_queries(
     return {name: (params[name] * factor).astype(np.float32) for name in leaves}
 
 
+_HELD = {
+    "pool": ("token",), "hidden_head": (False,), "norm_pooled": (False,),
+    "pos_embed": (SINCOS_1D,), "pos_embed_class_token": (True,), "layer_scale": (None,),
+    "gelu": ("exact",), "norm_eps": (1e-5,),
+}  # fmt: skip
+
+
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if faults := check_family(model, T2TViT):
-        return faults
-    needed = {
-        "pool": "token",
-        "hidden_head": False,
-        "norm_pooled": False,
-        "pos_embed": SINCOS_1D,
-        "positions_at": "stem",
-        "pos_embed_class_token": True,
-        "layer_scale": None,
-        "gelu": "exact",
-        "norm_eps": 1e-5,
-    }
-    return check_blocks(model, **needed)
+    return find_unheld(model, (T2TViT,), _HELD)
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write the files of `timm_config.write`; return their names."""
     model = pretrained.model
     leaves = {**pretrained.params, **pretrained.model_state}
-    arrays = layout.write_entries(_entries(model), leaves)
+    arrays = write_rows(_rows(model), leaves, model)
     args = {
-        "img_size": layout.int_or_pair(model.image_size),
+        "img_size": int_or_pair(model.image_size),
         "tokens_type": model.token_module,
         "num_classes": model.num_classes or 0,
         "embed_dim": model.width,

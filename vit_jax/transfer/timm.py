@@ -1,46 +1,43 @@
-"""Models with the names of the `timm` library: VisionTransformer and its distilled form.
+"""Models with the names of the `timm` library: VisionTransformer, distilled too, and EfficientNet.
 
 `model_args` of the JSON file are arguments of VisionTransformer; absent arguments have timm's
-defaults. `timm_config` holds the rest of the file, `timm_efficientnet` the names of EfficientNet.
+defaults. `timm_config` holds the rest of the file.
+
+An EfficientNet has the form of the tf_efficientnet_* models, which pad as TensorFlow does and
+normalise with epsilon 1e-3. timm's own efficientnet_* models have the same arrays, but pad evenly
+and use another epsilon; they are refused. The JSON file states `architecture`, such as
+tf_efficientnet_b0, or for other sizes `width` and `depth`, the factors by which B0 is scaled.
 """
 
-import logging
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
-import numpy as np
 from etils import epath
 
-from vit_jax.config import image_hw
+from vit_jax.errors import InputError
 from vit_jax.models.deit import DeiT
-from vit_jax.models.efficientnet import EfficientNet
+from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, safetensors, timm_config, timm_efficientnet
-from vit_jax.transfer.common import (
-    check_blocks,
-    check_family,
-    check_positions,
-    refuse,
-    require_image_size,
-    square_side,
-    with_learned_positions,
-)
-from vit_jax.transfer.layout import (
-    Entry,
-    joined,
-    same,
-    torch_linear,
-    torch_norm,
-    torch_patches,
-    transposed,
+from vit_jax.transfer import timm_config
+from vit_jax.transfer.fit import require_image_size, split_leaves, with_learned_positions
+from vit_jax.transfer.names import (
+    HEADS_BY_WIDTH,
+    LINEAR,
+    NORM,
+    PATCHES,
+    Row,
+    find_unheld,
+    layer,
+    read_rows,
+    row,
+    rows_of,
+    write_rows,
 )
 from vit_jax.transfer.pretrained import Pretrained
-from vit_jax.transfer.timm_config import Config, read_config
-
-logger = logging.getLogger("vit_jax")
+from vit_jax.transfer.source import Source, int_or_pair
+from vit_jax.transfer.timm_config import Config
 
 _GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
 _ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
@@ -55,86 +52,131 @@ _ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_c
          "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
          "final_norm": True}  # fmt: skip
 
+_PATCHES = "patch_embed.proj.weight"
+_UP = "blocks.0.mlp.fc1.weight"
+_LAYER = "encoder/layer_{i}"
 
-def knows(names: Iterable[str]) -> bool:
+VIT_ROWS = [
+    *PATCHES("patch_embed.proj", "embedding"),
+    row("cls_token", "class_token"),
+    row("pos_embed", "pos_embedding"),
+    row("dist_token", "distillation_token"),
+    *NORM("blocks.{i}.norm1", f"{_LAYER}/norm_attention"),
+    *NORM("blocks.{i}.norm2", f"{_LAYER}/norm_mlp"),
+    *LINEAR("blocks.{i}.attn.qkv", *(f"{_LAYER}/attention/{n}" for n in ("query", "key", "value"))),
+    *LINEAR("blocks.{i}.attn.proj", f"{_LAYER}/attention/out"),
+    *LINEAR("blocks.{i}.mlp.fc1", f"{_LAYER}/mlp/up"),
+    *LINEAR("blocks.{i}.mlp.fc2", f"{_LAYER}/mlp/down"),
+    row("blocks.{i}.ls1.gamma", f"{_LAYER}/scale_attention/scale"),
+    row("blocks.{i}.ls2.gamma", f"{_LAYER}/scale_mlp/scale"),
+    *NORM("fc_norm", "pooled_norm"),
+    *NORM("norm", "encoder/norm"),
+    row("attn_pool.latent", "map_head/probe"),
+    *LINEAR("attn_pool.q", "map_head/attention/query"),
+    *LINEAR("attn_pool.kv", "map_head/attention/key", "map_head/attention/value"),
+    *LINEAR("attn_pool.proj", "map_head/attention/out"),
+    *NORM("attn_pool.norm", "map_head/norm"),
+    *LINEAR("attn_pool.mlp.fc1", "map_head/mlp/up"),
+    *LINEAR("attn_pool.mlp.fc2", "map_head/mlp/down"),
+    *LINEAR("head", "head"),
+    *LINEAR("head_dist", "head_distillation"),
+]
+
+_TF = "tf_efficientnet_"
+_CONV = layer({".weight": ("kernel", "h w c d -> d c h w")})
+_SQUEEZED = layer({".weight": ("kernel", "c d -> d c 1 1"), ".bias": ("bias", "")})
+
+
+def _normed(conv: str, norm: str, place: str, part: str) -> list[Row]:
+    """A convolution and its batch norm, whose statistics belong to the model state."""
+    ours = f"{place}/norm_{part}"
+    return [
+        *_CONV(conv, f"{place}/conv_{part}"),
+        *NORM(norm, ours),
+        row(f"{norm}.running_mean", f"batch_stats/{ours}/mean"),
+        row(f"{norm}.running_var", f"batch_stats/{ours}/var"),
+    ]
+
+
+_BLOCK, _STAGE = "blocks.{i}.{j}", "trunk/stage_{i}/layer_{j}"
+EFFICIENTNET_ROWS = [
+    *_normed("conv_stem", "bn1", "trunk", "root"),
+    *_normed(f"{_BLOCK}.conv_pw", f"{_BLOCK}.bn1", _STAGE, "expand"),
+    *_normed(f"{_BLOCK}.conv_dw", f"{_BLOCK}.{{second}}", _STAGE, "depthwise"),
+    *_normed(f"{_BLOCK}.{{last}}", f"{_BLOCK}.{{third}}", _STAGE, "project"),
+    *_SQUEEZED(f"{_BLOCK}.se.conv_reduce", f"{_STAGE}/se_reduce"),
+    *_SQUEEZED(f"{_BLOCK}.se.conv_expand", f"{_STAGE}/se_expand"),
+    *_normed("conv_head", "bn2", "trunk", "last"),
+    *LINEAR("classifier", "head"),
+]
+
+
+def _efficientnet_rows(model: EfficientNet) -> list[Row]:
+    """The rows of `model`; in a block without expansion conv_pw is the projection."""
+    layers = [
+        {"i": i, "j": j}
+        | ({"second": "bn2", "third": "bn3", "last": "conv_pwl"} if stage.expansion > 1 else
+           {"second": "bn1", "third": "bn2", "last": "conv_pw"})
+        for i, stage in enumerate(model.stage_sizes)
+        for j in range(stage.blocks)
+    ]  # fmt: skip
+    return rows_of(EFFICIENTNET_ROWS, model, layers)
+
+
+def recognises(source: Source) -> bool:
     """Whether the arrays have timm's names."""
-    return "patch_embed.proj.weight" in names
+    of_efficientnet = {"conv_stem.weight", "conv_head.weight", "blocks.0.0.conv_dw.weight"}
+    return _PATCHES in source.arrays or source.arrays.keys() >= of_efficientnet
 
 
-def _entries(model: nn.Module) -> list[Entry]:
-    entries = torch_patches("patch_embed.proj", model.patch_size)
-    if model.has_class_token:
-        entries.append(same("cls_token", "class_token"))
-    if model.pos_embed == "learned_1d":
-        entries.append(same("pos_embed", "pos_embedding"))
-    if isinstance(model, DeiT):
-        entries.append(same("dist_token", "distillation_token"))
-    for i in range(model.depth):
-        theirs, ours = f"blocks.{i}", f"encoder/layer_{i}"
-        entries += torch_norm(f"{theirs}.norm1", f"{ours}/norm_attention")
-        entries += torch_norm(f"{theirs}.norm2", f"{ours}/norm_mlp")
-        fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
-        entries += _fused(f"{theirs}.attn.qkv", fused, model.qkv_bias)
-        entries += torch_linear(f"{theirs}.attn.proj", f"{ours}/attention/out")
-        entries += torch_linear(f"{theirs}.mlp.fc1", f"{ours}/mlp/up")
-        entries += torch_linear(f"{theirs}.mlp.fc2", f"{ours}/mlp/down")
-        if model.layer_scale is not None:
-            entries.append(same(f"{theirs}.ls1.gamma", f"{ours}/scale_attention/scale"))
-            entries.append(same(f"{theirs}.ls2.gamma", f"{ours}/scale_mlp/scale"))
-    if model.norm_pooled:
-        entries += torch_norm("fc_norm", "pooled_norm")
-    else:
-        entries += torch_norm("norm", "encoder/norm")
-    if model.pool == "map":
-        entries.append(same("attn_pool.latent", "map_head/probe"))
-        entries += torch_linear("attn_pool.q", "map_head/attention/query")
-        entries += _fused("attn_pool.kv", [f"map_head/attention/{n}" for n in ("key", "value")])
-        entries += torch_linear("attn_pool.proj", "map_head/attention/out")
-        entries += torch_norm("attn_pool.norm", "map_head/norm")
-        entries += torch_linear("attn_pool.mlp.fc1", "map_head/mlp/up")
-        entries += torch_linear("attn_pool.mlp.fc2", "map_head/mlp/down")
-    if model.num_classes is not None:
-        entries += torch_linear("head", "head")
-        if isinstance(model, DeiT):
-            entries += torch_linear("head_dist", "head_distillation")
-    return entries
-
-
-def _fused(theirs: str, ours: list[str], bias: bool = True) -> list[Entry]:
-    """The entries of several dense layers with the same inputs, stored as one."""
-    entries = [joined(transposed, f"{theirs}.weight", [f"{name}/kernel" for name in ours])]
-    return entries + [joined(same, f"{theirs}.bias", [f"{name}/bias" for name in ours])] * bias
-
-
-def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
-    """Make the model of `arrays`, which were read from `path`.
+def read(source: Source) -> Pretrained:
+    """Make the model of the arrays.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
-    source = str(path)
-    arrays = layout.without_decoder(arrays, r"decoder_.*|mask_token", source)
-    needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
-    layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
-    config = read_config(path)
-    found = _read_shapes(arrays, source)
-    pool = _read_pool(config, arrays)
+    return _read_vit(source) if _PATCHES in source.arrays else _read_efficientnet(source)
+
+
+def _read_vit(source: Source) -> Pretrained:
+    source.leave_out(r"decoder_.*|mask_token", "the decoder of a masked autoencoder is")
+    source.require({_PATCHES: 4, _UP: 2}, {"pos_embed": 3, "head.weight": 2})
+    arrays, config = source.arrays, Config(source)
+    width, mlp_dim = arrays[_PATCHES].shape[0], arrays[_UP].shape[0]
+    found = {  # timm's arguments that the arrays determine
+        "embed_dim": width,
+        "depth": source.count_layers(r"blocks\.(\d+)\."),
+        "class_token": "cls_token" in arrays,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
+        "qk_norm": False,
+        "patch_size": arrays[_PATCHES].shape[2:],
+        "fc_norm": "fc_norm.weight" in arrays,
+        "num_classes": source.size("head.weight", 0) or 0,
+    }
+    pool = _read_pool(config, source)
     act = config.args.get("act_layer") or "gelu"
-    heads = _num_heads(config, found["embed_dim"])
-    _check_supported(config, pool, act, heads, found["embed_dim"], source)
-    mean, std = config.value_range()
-    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads, "eps": _DEFAULT_EPS,
-               "mean": mean, "std": std}  # fmt: skip
-    given = config.stated | config.args | config.pixels
-    safetensors.say_assumed(path, config.content, assumed, given)
-    mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
-    _check_agreement(config, found, mlp_dim, pool, source)
-    image_size, class_token_has_position = _read_positions(config, arrays, source)
+    heads = _num_heads(config, width)
+    faults = [
+        f"{name}={config.args[name]!r} is not supported" for name, value in _ONLY.items()
+        if config.args.get(name, value) != value
+    ]  # fmt: skip
+    for name, value, known in (("global_pool", pool, _POOLS), ("act_layer", act, _GELU)):
+        if value not in known:
+            faults.append(f"{name}={value!r}: known: {', '.join(known)}")
+    if heads is None:
+        faults.append(
+            f"number of heads: no published ViT is {width} wide; state num_heads in model_args"
+        )
+    source.refuse(faults, "cannot be read")
+    config.say_assumed(act_layer=act, global_pool=pool, num_heads=heads, eps=_DEFAULT_EPS)
+    defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
+    config.check_agreement(found, width, mlp_dim, **defaults)
+    image_size, class_token_has_position = _read_positions(config, source)
     fields = {
         "num_classes": found["num_classes"] or None,
         "image_size": image_size,
         "patch_size": found["patch_size"],
-        "width": found["embed_dim"],
+        "width": width,
         "depth": found["depth"],
         "mlp_dim": mlp_dim,
         "num_heads": heads,
@@ -146,130 +188,105 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         "norm_eps": float(config.args.get("eps", _DEFAULT_EPS)),
         "qkv_bias": found["qkv_bias"],
     }
-    if found["class_token"] != (_POOLS[pool] == "token"):
+    if found["class_token"] != (pool == "token"):
         fields["class_token"] = found["class_token"]
     if "blocks.0.ls1.gamma" in arrays:
         fields["layer_scale"] = float(config.args.get("init_values") or 1e-5)
-    model = DeiT(**fields) if "dist_token" in arrays else ViT(**fields)
-    params = layout.read_entries(_entries(model), arrays, model, source)
-    return Pretrained(source, model, params, timm_config.read_spec(config, model, source))
+    model = (DeiT if "dist_token" in arrays else ViT)(**fields)
+    params = read_rows(rows_of(VIT_ROWS, model), source, model)
+    spec = config.read_spec(image_size, model.num_classes, "antialiased")
+    return Pretrained(str(source.path), model, params, spec)
 
 
-def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
-    """{timm's argument: value} for arguments that the arrays determine."""
-    return {
-        "embed_dim": arrays["patch_embed.proj.weight"].shape[0],
-        "depth": layout.count_layers(arrays, r"blocks\.(\d+)\.", source),
-        "class_token": "cls_token" in arrays,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
-        "qk_norm": False,
-        "patch_size": tuple(arrays["patch_embed.proj.weight"].shape[2:]),
-        "fc_norm": "fc_norm.weight" in arrays,
-        "num_classes": arrays["head.weight"].shape[0] if "head.weight" in arrays else 0,
-    }
-
-
-def _read_pool(config: Config, arrays: dict[str, np.ndarray]) -> Any:
+def _read_pool(config: Config, source: Source) -> Any:
     """timm's global_pool: as stated, else inferred from the arrays, else the default."""
     pool = config.args.get("global_pool", config.stated.get("global_pool"))
     if pool is not None:
         return pool
     if not config.is_named:
         return "token"
-    if "attn_pool.latent" in arrays:
+    if "attn_pool.latent" in source.arrays:
         return "map"
-    of_patches = "fc_norm.weight" in arrays or "cls_token" not in arrays
+    of_patches = "fc_norm.weight" in source.arrays or "cls_token" not in source.arrays
     return "avg" if of_patches else "token"
 
 
-def _check_supported(
-    config: Config, pool: Any, act: Any, heads: int | None, width: int, source: str
-) -> None:
-    """Raise InputError naming each argument that is not supported."""
-    faults = [
-        f"{name}={config.args[name]!r} is not supported" for name, value in _ONLY.items()
-        if config.args.get(name, value) != value
-    ]  # fmt: skip
-    if pool not in _POOLS:
-        faults.append(f"global_pool={pool!r}: known: {', '.join(_POOLS)}")
-    if act not in _GELU:
-        faults.append(f"act_layer={act!r}: known: {', '.join(_GELU)}")
-    if heads is None:
-        faults.append(
-            f"number of heads: no published ViT is {width} wide; state num_heads in model_args"
-        )
-    refuse(faults, f"init_from={source!r}: cannot be read")
-
-
-def _check_agreement(
-    config: Config, found: dict[str, Any], mlp_dim: int, pool: str, source: str
-) -> None:
-    """Raise InputError if `config` contradicts `found`, the values from the arrays."""
-    wanted = {key: config.args[key] for key in found if key in config.args}
-    wanted.setdefault("num_classes", config.stated.get("num_classes"))
-    if not config.is_named:
-        wanted.setdefault("class_token", True)
-        if wanted.get("fc_norm") is None:
-            wanted["fc_norm"] = pool == "avg"
-    if "patch_size" in config.args:
-        wanted["patch_size"] = image_hw(config.args["patch_size"], "patch_size")
-    if "mlp_ratio" in config.args:
-        found = found | {"mlp_dim": mlp_dim}
-        wanted["mlp_dim"] = int(found["embed_dim"] * config.args["mlp_ratio"])
-    layout.check_agreement(wanted, found, source)
-
-
-def _read_positions(
-    config: Config, arrays: dict[str, np.ndarray], source: str
-) -> tuple[tuple[int, int] | None, bool]:
+def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | None, bool]:
     """(image size, whether the class token has a position).
 
     The image size is the stated one, else that of the square grid that the positions fill, else
     None.
     """
-    p, q = arrays["patch_embed.proj.weight"].shape[2:]
-    prefix = sum(token in arrays for token in ("cls_token", "dist_token"))
+    p, q = source.arrays[_PATCHES].shape[2:]
+    prefix = sum(token in source.arrays for token in ("cls_token", "dist_token"))
     no_embed_class = config.args.get("no_embed_class")
-    num_positions = arrays["pos_embed"].shape[1] if "pos_embed" in arrays else None
-    image_size = config.image_size()
+    image_size, num_positions = config.image_size, source.size("pos_embed", 1)
     if num_positions is not None and prefix and no_embed_class is None:
         # True if there are as many positions as patches; without a size, if they form a square.
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
         square = math.isqrt(num_positions) ** 2 == num_positions
         no_embed_class = square if patches is None else num_positions == patches
     if image_size is None and num_positions is not None:
-        side = square_side(num_positions - (0 if no_embed_class else prefix), source)
+        side = source.square_side(num_positions - (0 if no_embed_class else prefix))
         image_size = (side * p, side * q)
     return image_size, not no_embed_class
 
 
 def _num_heads(config: Config, width: int) -> int | None:
     """The number of heads: as stated, else timm's default, else that of ViTs of this width."""
-    if "num_heads" in config.args:
-        return config.args["num_heads"]
-    by_width = layout.heads_by_width(width)
-    if "model_args" in config.stated and not config.is_named:
-        return _DEFAULT_HEADS
-    if by_width is not None:
-        logger.info("assuming %d heads, as in published ViTs of width %d", by_width, width)
-    return by_width
+    has_default = "model_args" in config.stated and not config.is_named
+    default = _DEFAULT_HEADS if has_default else HEADS_BY_WIDTH.get(width)
+    return config.args.get("num_heads", default)
+
+
+def _read_efficientnet(source: Source) -> Pretrained:
+    source.require({"conv_stem.weight": 4, "conv_head.weight": 4}, {"classifier.weight": 2})
+    config = Config(source)
+    architecture = str(config.stated.get("architecture", _TF))
+    if not architecture.startswith(_TF):
+        raise InputError(
+            f"init_from={str(source.path)!r}: {architecture} pads its images evenly, and only "
+            f"timm's {_TF}* models, which pad as TensorFlow does, can be read; take one of those"
+        )
+    num_classes = source.size("classifier.weight", 0)
+    stated = {"num_classes": config.stated.get("num_classes")}
+    source.check_agreement(stated, {"num_classes": num_classes or 0})
+    config.say_assumed()
+    model = EfficientNet(num_classes, config.image_size, *_find_factors(config, source))
+    leaves = read_rows(_efficientnet_rows(model), source, model)
+    params, model_state = split_leaves(leaves)
+    spec = config.read_spec(model.image_size, num_classes, "antialiased")
+    return Pretrained(str(source.path), model, params, spec, model_state=model_state)
+
+
+def _find_factors(config: Config, source: Source) -> tuple[float, float]:
+    """The factors of width and depth: as stated, else those of the published size that fits."""
+    if "width" in config.stated and "depth" in config.stated:
+        return float(config.stated["width"]), float(config.stated["depth"])
+    own = {name for name in source.arrays if not name.startswith("classifier.")}
+    for variant in EFFICIENTNET_VARIANTS.values():
+        model = EfficientNet(None, None, variant.width_factor, variant.depth_factor)
+        names = {row.theirs for row in _efficientnet_rows(model)}
+        if names == own and len(source.arrays["bn2.bias"]) == model.width:
+            return variant.width_factor, variant.depth_factor
+    raise InputError(
+        f"init_from={str(source.path)!r}: has no published size of an EfficientNet; state the "
+        'factors of width and depth in the JSON file next to the weights, e.g. {"width": 1.1, '
+        '"depth": 1.2}'
+    )
 
 
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if isinstance(model, EfficientNet):
-        return timm_efficientnet.check(model)
-    if faults := check_family(model, ViT, DeiT):
+    if type(model) is EfficientNet:
+        return find_unheld(model, (EfficientNet,), {"norm_eps": (1e-3,)})
+    if faults := find_unheld(model, (ViT, DeiT), {"hidden_head": (False,)}):
         return faults
-    faults = check_positions(model)
-    if model.hidden_head:
-        faults.append("hidden_head=True, but the format's head is linear")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
-        faults.append("distillation_head=False, but the format's DeiT has two heads")
-    faults += check_blocks(model)
+        return ["distillation_head=False, but the format's DeiT has two heads"]
     if model.pool == "map" and not model.qkv_bias:
-        faults.append("qkv_bias=False with pool='map', but the format's pooling has biases")
-    return faults
+        return ["qkv_bias=False with pool='map', but the format's pooling has biases"]
+    return []
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
@@ -278,14 +295,14 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     Returns the files' names.
     """
     if isinstance(pretrained.model, EfficientNet):
-        return timm_efficientnet.write(path, pretrained)
+        return _write_efficientnet(path, pretrained)
     require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
         pretrained = with_learned_positions(pretrained, class_token_has_one=distilled)
     model = pretrained.model
-    arrays = layout.write_entries(_entries(model), pretrained.params)
+    arrays = write_rows(rows_of(VIT_ROWS, model), pretrained.params, model)
     args = _model_args(model)
     config = {
         "architecture": _architecture(model),
@@ -300,8 +317,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 def _model_args(model: nn.Module) -> dict[str, Any]:
     """The arguments of VisionTransformer that make `model`."""
     args = {
-        "img_size": layout.int_or_pair(model.image_size),
-        "patch_size": layout.int_or_pair(model.patch_size),
+        "img_size": int_or_pair(model.image_size),
+        "patch_size": int_or_pair(model.patch_size),
         "embed_dim": model.width,
         "depth": model.depth,
         "num_heads": model.num_heads,
@@ -339,3 +356,19 @@ def _mlp_ratio(model: nn.Module) -> float:
     while int(model.width * ratio) < model.mlp_dim:
         ratio = math.nextafter(ratio, math.inf)
     return int(ratio) if ratio.is_integer() else ratio
+
+
+def _write_efficientnet(path: epath.Path, pretrained: Pretrained) -> list[str]:
+    model, spec = pretrained.model, pretrained.spec
+    factors = model.width_factor, model.depth_factor
+    names = {v[:2]: name for name, v in EFFICIENTNET_VARIANTS.items()}
+    config: dict[str, Any] = {
+        "architecture": f"{_TF}{names.get(factors, 'B0').lower()}",
+        "num_classes": model.num_classes or 0,
+        "num_features": model.width,
+    }
+    if factors not in names:
+        config |= {"width": model.width_factor, "depth": model.depth_factor}
+    leaves = {**pretrained.params, **pretrained.model_state}
+    arrays = write_rows(_efficientnet_rows(model), leaves, model)
+    return timm_config.write(path, config, arrays, spec.at(model.image_size or spec.image_size))

@@ -4,20 +4,23 @@ It holds facts that the arrays do not show: arguments of the architecture, and t
 """
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import flax.linen as nn
 import numpy as np
 from etils import epath
 
 from vit_jax.config import image_hw
-from vit_jax.files import write_whole
-from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.common import to_json
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Cut, Spec, class_names_of, ops_of_cut, read_preparation
+from vit_jax.transfer.pretrained import (
+    Cut,
+    Spec,
+    class_names_of,
+    ops_for,
+    ops_of_cut,
+    read_preparation,
+)
+from vit_jax.transfer.source import WEIGHTS, Source, write_json, write_tensors
 
-_DEFAULT_CUT = Cut(0.875, "center", "bicubic")
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
@@ -32,96 +35,76 @@ _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size
            "interpolation": "bilinear or bicubic"}  # fmt: skip
 
 
-class Config(NamedTuple):
-    """The JSON file next to the arrays.
+class Config:
+    """The JSON file next to the arrays of `source`.
 
-    content: the whole file; None if it does not exist.
+    exists: whether there is such a file.
     stated, args, pixels: the values of the file, of its model_args and of its pretrained_cfg.
-    """
-
-    content: dict[str, Any] | None
-    stated: dict[str, Any]
-    args: dict[str, Any]
-    pixels: dict[str, Any]
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the architecture is registered in timm, such as vit_base_patch16_224.
-
-        Then only the arrays show its arguments; otherwise VisionTransformer's defaults apply.
-        """
-        name = str(self.stated.get("architecture", ""))
-        return self.content is None or re.match(r"\w+_\w+_patch\d+", name) is not None
-
-    def value_range(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(mean, std) of pixels in [0, 1]: as stated, else timm's default; 0.5 without the file."""
-        unknown = self.content is None
-        mean, std = (
-            tuple(self.pixels.get(key, (0.5,) * 3 if unknown else default))
-            for key, default in _IMAGENET.items()
-        )
-        return mean, std
-
-    def image_size(self) -> tuple[int, int] | None:
-        """The image size that `model_args`, or else `pretrained_cfg`, states."""
-        if "img_size" in self.args:
-            return image_hw(self.args["img_size"], "img_size")
-        if "input_size" in self.pixels:
-            return image_hw(self.pixels["input_size"][1:], "input_size")
-        return None
-
-
-def read_config(path: epath.Path) -> Config:
-    """Read the file next to the arrays at `path`.
+    is_named: whether the architecture is registered in timm, such as vit_base_patch16_224. Then
+      only the arrays show its arguments; otherwise VisionTransformer's defaults apply.
+    mean, std: of pixels in [0, 1]: as stated, else timm's default; 0.5 without the file.
+    image_size: as `model_args`, or else `pretrained_cfg`, states it; None if neither does.
 
     Raises:
       InputError: naming each value that has the wrong kind for its key.
     """
-    source = str(path)
-    content = safetensors.read_config(path)
-    stated = layout.read_stated(content, _KINDS, source)
-    args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
-    # timm's older files have the keys of pretrained_cfg at the top level.
-    pixels = layout.read_stated(stated.get("pretrained_cfg", content), _PIXELS, source)
-    return Config(content, stated, args, pixels)
 
+    def __init__(self, source: Source):
+        self._source = source
+        content = source.config
+        self.exists = content is not None
+        self.stated = source.read_stated(content, _KINDS)
+        self.args = source.read_stated(self.stated.get("model_args"), _ARGUMENTS)
+        # timm's older files have the keys of pretrained_cfg at the top level.
+        self.pixels = source.read_stated(self.stated.get("pretrained_cfg", content), _PIXELS)
+        name = str(self.stated.get("architecture", ""))
+        self.is_named = not self.exists or re.match(r"\w+_\w+_patch\d+", name) is not None
+        self.mean, self.std = (
+            tuple(self.pixels.get(key, default if self.exists else (0.5,) * 3))
+            for key, default in _IMAGENET.items()
+        )
+        self.image_size = None
+        if "img_size" in self.args:
+            self.image_size = image_hw(self.args["img_size"], "img_size")
+        elif "input_size" in self.pixels:
+            self.image_size = image_hw(self.pixels["input_size"][1:], "input_size")
 
-def read_spec(config: Config, model: nn.Module, source: str) -> Spec:
-    """The preprocessing, the loss and the class names of a source."""
-    mean, std = config.value_range()
-    names = config.stated.get("label_names")
-    return Spec(
-        image_size=model.image_size,
-        resize="antialiased",
-        mean=mean,
-        std=std,
-        class_names=class_names_of(names, model.num_classes, source),
-        cut=None if config.content is None else _read_cut(config.pixels),
-        **read_preparation(config.stated, model.image_size, source),
-    )
+    def say_assumed(self, **assumed: Any) -> None:
+        """Log the values in `assumed` and of the pixels that the file does not state."""
+        assumed |= {"mean": self.mean, "std": self.std}
+        self._source.say_assumed(assumed, self.stated | self.args | self.pixels)
 
+    def check_agreement(
+        self, found: Mapping[str, Any], width: int, mlp_dim: int, **defaults: Any
+    ) -> None:
+        """Raise InputError if the file contradicts `found`, the arguments that the arrays show.
 
-def _read_cut(pixels: dict[str, Any]) -> Cut:
-    share, mode, interpolation = _DEFAULT_CUT
-    return Cut(
-        float(pixels.get("crop_pct", share)),
-        pixels.get("crop_mode", mode),
-        pixels.get("interpolation", interpolation),
-    )
+        `defaults` are values of absent arguments.
+        """
+        wanted = defaults | {key: self.args[key] for key in found if key in self.args}
+        wanted.setdefault("num_classes", self.stated.get("num_classes"))
+        if "patch_size" in self.args:
+            wanted["patch_size"] = image_hw(self.args["patch_size"], "patch_size")
+        if "mlp_ratio" in self.args:
+            wanted["mlp_dim"] = int(width * self.args["mlp_ratio"])
+        self._source.check_agreement(wanted, {**found, "mlp_dim": mlp_dim})
 
-
-def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
-    """timm's preprocessing config."""
-    share, mode, interpolation = spec.cut or Cut()
-    size = {} if spec.image_size is None else {"input_size": [3, *spec.image_size]}
-    return {
-        "mean": list(spec.mean),
-        "std": list(spec.std),
-        **size,
-        "crop_pct": share,
-        "crop_mode": mode,
-        "interpolation": interpolation,
-    }
+    def read_spec(
+        self, image_size: tuple[int, int] | None, num_classes: int | None, resize: str
+    ) -> Spec:
+        """The preprocessing, the loss and the class names; `resize`: see `Spec`."""
+        named, source = self.stated.get("label_names"), str(self._source.path)
+        cut = {"crop_pct": 0.875, "crop_mode": "center", "interpolation": "bicubic"}
+        share, mode, interpolation = (self.pixels.get(key, cut[key]) for key in cut)
+        return Spec(
+            image_size,
+            resize,
+            self.mean,
+            self.std,
+            class_names_of(named, num_classes, source),
+            Cut(float(share), mode, interpolation) if self.exists else None,
+            **read_preparation(self.stated, image_size, source),
+        )
 
 
 def library_ops(spec: Spec) -> str:
@@ -137,19 +120,27 @@ def write(
     `config` holds the facts of the architecture; those of `spec` are added. Returns the files'
     names.
     """
-    config = config | {"pretrained_cfg": _pretrained_cfg(spec)}
-    if spec.class_names:
-        config["label_names"] = list(spec.class_names)
-    if spec.loss is not None:
-        config["loss"] = spec.loss
-    if spec.exif is False:
-        config["exif"] = False
-    if spec.image_size is not None and ops_for(spec) != library_ops(spec):
-        config["ops"] = spec.ops or ops_for(spec)
+    share, mode, interpolation = spec.cut or Cut()
+    size = spec.image_size
+    pixels = {
+        "mean": list(spec.mean),
+        "std": list(spec.std),
+        **({} if size is None else {"input_size": [3, *size]}),
+        "crop_pct": share,
+        "crop_mode": mode,
+        "interpolation": interpolation,
+    }
+    ops_are_own = size is not None and ops_for(spec) != library_ops(spec)
+    config = config | {
+        "pretrained_cfg": pixels,
+        "label_names": list(spec.class_names) if spec.class_names else None,
+        "loss": spec.loss,
+        "exif": spec.exif_if_off,
+        "ops": spec.ops or ops_for(spec) if ops_are_own else None,
+    }
     alone = path.suffix == ".safetensors"
     beside = path.with_suffix(".json") if alone else path / "config.json"
-    path = path if alone else path / "model.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(beside, to_json(config))
-    safetensors.write_arrays(path, arrays)
+    path = path if alone else path / WEIGHTS
+    write_json(beside, config)
+    write_tensors(path, arrays)
     return [beside.name, path.name]

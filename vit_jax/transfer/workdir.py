@@ -1,5 +1,6 @@
 """Reads models from the workdirs of this project."""
 
+import functools
 import json
 from collections.abc import Container
 from typing import Any
@@ -14,24 +15,23 @@ from vit_jax import tree
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, image_hw, model_fields
 from vit_jax.config.stored import read_config
-from vit_jax.data import OWN_PICTURES
+from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
-from vit_jax.data.host_ops import FULL_SIZE
-from vit_jax.data.ops import parse_calls
+from vit_jax.data.ops import full_size, parse_calls
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer.fit import unstack_layers
-from vit_jax.transfer.merge import merge_adapters, merge_head_norm
+from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+from vit_jax.transfer.source import Source
 
 NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
 
 
-def recognises(path: epath.Path) -> bool:
-    """Whether `path` is the workdir of a run, or a checkpoint in one: WORKDIR/checkpoints/STEP."""
-    path = _workdir_of(path) if path.exists() else path
+def recognises(source: Source) -> bool:
+    """Whether it is the workdir of a run, or a checkpoint in one: WORKDIR/checkpoints/STEP."""
+    path = _workdir_of(source.path) if source.path.exists() else source.path
     return (path / "config.json").exists() and (path / "checkpoints").exists()
 
 
@@ -40,18 +40,16 @@ def _workdir_of(path: epath.Path) -> epath.Path:
     return path.parent.parent if is_step else path
 
 
-def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
-    """Read the newest valid checkpoint of the workdir `path`, or the checkpoint `path`.
+def read(source: Source) -> Pretrained:
+    """Read the newest valid checkpoint of a workdir, or the one that the source is.
 
     LoRA adapters are merged into the kernels.
-
-    `averaged`: see `read_pretrained`.
 
     Raises:
       InputError: if there is no checkpoint, it does not verify, or `averaged` is given for a run
         without a running average.
     """
-    source, path = path, _workdir_of(path)
+    path, averaged = _workdir_of(source.path), source.averaged
     config = read_config(path)
     has_average = config.optimizer.ema_decay is not None
     if averaged is not None and not has_average:
@@ -64,7 +62,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         channels=config.data.channels,
         **model_fields(config),
     )
-    step, params, model_state = _restore(source, path, model, weights)
+    step, params, model_state = _restore(source.path, path, model, weights)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -74,7 +72,9 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(config, model, path)
-    return Pretrained(str(source), plain, params, spec, run, state, read_division(path, config))
+    return Pretrained(
+        str(source.path), plain, params, spec, run, state, read_division(path, config)
+    )
 
 
 def _restore(
@@ -91,15 +91,9 @@ def _restore(
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     state = {"params": "model_state", "ema": "ema_model_state"}[weights]
     shapes = {weights: abstract_params(model), state: abstract_model_state(model)}
+    on_device = functools.partial(jax.tree.map, lambda leaf: leaf.update(sharding=device))
     target = {
-        field: tree.unflatten_names(
-            {
-                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-                for name, leaf in leaves.items()
-            }
-        )
-        for field, leaves in shapes.items()
-        if leaves
+        field: tree.unflatten_names(on_device(leaves)) for field, leaves in shapes.items() if leaves
     }
     if source == workdir:
         restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
@@ -168,7 +162,7 @@ def _evaluated_by(config: ConfigDict) -> str:
     if entry is None or not entry.ops:
         return "decode"
     first, _, crops = entry.ops.partition("|")
-    of_files = data_of(entry)[0] in (*OWN_PICTURES, "unlabelled")
+    of_files = data_of(entry)[0] in (*OWN_IMAGES, "unlabelled")
     if of_files or first.strip() != "decode" or with_resize(entry.ops) == entry.ops:
         return entry.ops
     return crops.strip() or "decode"
@@ -176,11 +170,9 @@ def _evaluated_by(config: ConfigDict) -> str:
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     """`Spec.cut`; None for the whole image, or if a `Cut` cannot describe the ops."""
-    calls = [
-        call for call in parse_calls(ops, "ops") if FULL_SIZE.get(call[0], call[0]) != "decode"
-    ]
-    crops = [("central_crop", [], {}), ("central_crop", [], {"pad": True})]
-    crops.append(("torchvision_crop", [], {}))
+    calls = [call for _, *call in parse_calls(ops, "ops") if full_size(call[0]) != "decode"]
+    crops = [["central_crop", [], {}], ["central_crop", [], {"pad": True}]]
+    crops.append(["torchvision_crop", [], {}])
     if not calls or (calls[-1] not in crops and calls[-1][0] != "torchvision_resize"):
         return None
     if len(calls) == 1 and calls[0] in crops:

@@ -1,0 +1,115 @@
+"""Runs side by side, from workdirs written by hand."""
+
+import csv
+import io
+import json
+
+import pytest
+from opened import config_json
+
+from vit_jax.config.text import load_config
+from vit_jax.insight import plots, runs
+from vit_jax.main import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def write_run(path, rows, **changes):
+    config = load_config("configs/quickstart.py:debug")
+    for key, value in changes.items():
+        section, _, leaf = key.partition("__")
+        config[section][leaf] = value
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(config_json(config))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def workdirs(tmp_path):
+    curve = [{"step": s, "train/loss": 2 / s, "time/images_per_s": 9.0} for s in (1, 2, 3)]
+    a = write_run(tmp_path / "a/run", [*curve, {"step": 2, "test/top1": 0.5}])
+    b = write_run(
+        tmp_path / "b/run", [*curve[:2], {"step": 2, "train/loss": None, "val/top1": 0.25}],
+        optimizer__peak_lr=0.5,
+    )  # fmt: skip
+    with open(b / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "train/l')  # cut off by a kill
+    return [a, b]
+
+
+def test_differences_and_last_metrics(workdirs):
+    a, b = read = runs.read_all(workdirs)[0]
+    assert (a.name, b.name, a.step, b.step) == ("a/run", "b/run", 3, 2)
+    assert runs.differences(read) == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+    assert runs.last_values(read) == {
+        "step": [3, 2],
+        "test/top1": [0.5, None],
+        "val/top1": [None, 0.25],
+        "train/loss": [pytest.approx(2 / 3), 1.0],  # not the NaN of step 2
+    }
+    assert runs.choose_metrics(read) == ["train/loss", "test/top1", "val/top1"]
+
+
+def test_steps_are_whole_numbers(workdirs):
+    figure = plots.draw_runs(runs.read_all(workdirs)[0], ["train/loss"])
+    ticks = figure.axes[0].get_xticks()
+    assert (ticks == ticks.round()).all()
+
+
+def test_tables_and_image(workdirs, tmp_path, capsys):
+    words = ["report", *map(str, workdirs)]
+    outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
+    assert main([*words, *outputs, "--metric=train/loss"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer.peak_lr" in out and "50.00 %" in out
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
+    assert table[0] == ["kind", "name", "a/run", "b/run"]
+    assert ["config", "optimizer.peak_lr", "0.0015", "0.5"] in table
+    assert ["metrics", "test/top1", "0.5", ""] in table
+    assert main([*words, "--format=json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"] == ["a/run", "b/run"]
+    assert said["config"] == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+
+
+def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
+    folder = tmp_path / "a [1]"
+    (tmp_path / "a").rename(folder)
+    write_run(folder / "other", [], optimizer__peak_lr=0.25)
+    (folder / "labels").mkdir()  # a member that is no run
+    (folder / "study.json").write_text("{}")
+    assert main(["report", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"] == ["a [1]/other", "a [1]/run", "b/run"]
+    assert said["config"] == {"optimizer.peak_lr": [0.25, 1.5e-3, 0.5]}
+
+
+def test_no_run_has_a_row_yet(tmp_path, capsys):
+    words = ["report", str(write_run(tmp_path / "run", []))]
+    assert main(words) == 0
+    assert "The configs are the same" in capsys.readouterr().out
+    assert main([*words, f"--output={tmp_path / 'c.png'}"]) == 2
+    assert "no run has a metric yet" in capsys.readouterr().err
+
+
+REFUSED = {
+    "no run": ([], "no workdir"),
+    "twice": (["run", "run"], "run, run"),
+    "empty": (["."], "has no config.json or study.json"),
+    "endings": (["run", "--output=x.pdf", "--output=no/x.png", "--format=xml"], "3 faults"),
+    "figures": (["run", "--figures=no"], "--figures="),
+    "metric": (["run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
+    words, says = REFUSED[case]
+    write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

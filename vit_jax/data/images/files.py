@@ -1,0 +1,220 @@
+"""Files of images on disk: what a folder holds, what is skipped, and how messages name files."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import pathlib
+import stat
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from vit_jax.data.images.formats import EXTENSIONS
+
+# Split -> the names, in small letters, that its folder or list may have.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+_FEW = 5  # names in a message
+
+logger = logging.getLogger("vit_jax")
+_said: set[str] = set()
+
+
+def shown(path: str | os.PathLike) -> str:
+    """`path` as messages show it: bytes that are not UTF-8 and unprintable characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
+
+
+def few(names: Iterable[str]) -> str:
+    """The first few of `names` for a message, and how many more there are."""
+    names = [*names]
+    more = f" and {len(names) - _FEW:,} more" if len(names) > _FEW else ""
+    return ", ".join(map(shown, names[:_FEW])) + more
+
+
+def warn_once(text: str) -> None:
+    """Logs a warning unless this process has said it."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def split_of(name: str) -> str | None:
+    """The split that a folder or a list of this name holds; None if it names none."""
+    return next((split for split, names in SPLIT_NAMES.items() if name.lower() in names), None)
+
+
+class File(NamedTuple):
+    """An image file.
+
+    size: in bytes; -1 if it does not exist, as behind a dangling link.
+    identity: a number that all links to the file share; 0 if unknown.
+    """
+
+    size: int
+    identity: int
+
+
+def look_up(path: str | os.PathLike) -> File | None:
+    """The file at `path`; None for a folder, and for a pipe or a device, whose reading may never
+    end.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return File(-1, 0)
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return File(found.st_size, found.st_dev << 64 | found.st_ino if found.st_ino else 0)
+
+
+def group_links(
+    root: str | os.PathLike, files: Mapping[str, File], classes: Mapping[str, str]
+) -> dict[str, str]:
+    """{name: the first name of its file} of those in `classes` that share a file, as links do.
+
+    Names are paths from `root`. Warns, once a process, of the links among them.
+    """
+    by_file: dict[int, list[str]] = {}
+    for name in classes:
+        if files[name].identity:
+            by_file.setdefault(files[name].identity, []).append(name)
+    first = {n: min(names) for names in by_file.values() if len(names) > 1 for n in names}
+    links = sorted(name for name in first if name != first[name])
+    other = [name for name in links if classes[name] != classes[first[name]]]
+    for what, names in (("count several times", links), ("have several labels", other)):
+        if names:
+            pairs = few(f"{name} is {first[name]}" for name in names)
+            warn_once(
+                f"{shown(root)}: {len(names):,} images {what}, by links: {pairs}; remove the links "
+                "unless you mean them"
+            )
+    return first
+
+
+class Walk:
+    """Finds the images at any depth below folders, and notes what it skips.
+
+    Links are followed, but not round and round. Names that begin with a dot, and macOS's `__MACOSX`
+    folders, are no images.
+
+    skipped: {kind: files of the kind, which are not read}.
+    ignored: the folders that were not entered.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, list[str]] = collections.defaultdict(list)
+        self.ignored: list[str] = []
+
+    def images(self, root: str | os.PathLike) -> dict[str, File]:
+        """{path: file} of the images below `root`, unsorted; paths from there.
+
+        A dangling link counts, as a record that is broken.
+        """
+        root, found = os.fspath(root), dict[str, File]()
+        seen: set[str] = set()
+
+        def note(error: OSError) -> None:
+            self.ignored.append(os.fspath(error.filename))
+
+        for parent, folders, names in os.walk(root, onerror=note, followlinks=True):
+            seen.add(os.path.realpath(parent))
+            self.ignored += [os.path.join(parent, name) for name in folders if is_hidden(name)]
+            folders[:] = [
+                name
+                for name in folders
+                if not is_hidden(name) and os.path.realpath(os.path.join(parent, name)) not in seen
+            ]
+            for name in names:
+                if file := self.look_at(parent, name):
+                    found[os.path.relpath(os.path.join(parent, name), root)] = file
+        return found
+
+    def look_at(self, parent: str | os.PathLike, name: str) -> File | None:
+        """The image `name` in `parent`; None if the file is no image, which is noted."""
+        path, extension = os.path.join(parent, name), os.path.splitext(name)[1].lower()
+        if name.startswith("."):
+            kind = "hidden"
+        elif extension not in EXTENSIONS:
+            kind = shown(extension) or "without extension"
+        elif file := look_up(path):
+            return file
+        else:
+            kind = f"{extension} that is no file"
+        self.skipped[kind].append(path)
+        return None
+
+    def say(self, root: str | os.PathLike) -> None:
+        """Warns, once a process, of all that was skipped below `root`."""
+        say_ignored(root, self.ignored)
+        if self.skipped:
+            kinds = (
+                f"{len(paths):,} {kind} ({few(os.path.relpath(path, root) for path in paths)})"
+                for kind, paths in sorted(self.skipped.items())
+            )
+            warn_once(
+                f"{shown(root)}: skipped {', '.join(kinds)}; images are files ending in "
+                f"{', '.join(EXTENSIONS)}: convert the others"
+            )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a folder of this name holds files that an operating system adds."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def say_ignored(root: str | os.PathLike, folders: Iterable[str | os.PathLike]) -> None:
+    """Warns, once a process, that `folders` below `root` are not read."""
+    if names := sorted(os.path.relpath(folder, root) for folder in folders):
+        warn_once(f"{shown(root)}: ignored these folders: {', '.join(map(shown, names))}")
+
+
+def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
+    """The folders in `parent` that are not hidden, sorted by name.
+
+    Leaves out links to `parent` or to a folder that holds it: they would double every image.
+    """
+    above = {parent.resolve(), *parent.resolve().parents}
+    return sorted(
+        p
+        for p in parent.iterdir()
+        if p.is_dir() and not is_hidden(p.name) and not (p.is_symlink() and p.resolve() in above)
+    )
+
+
+def find_dataset_below(root: pathlib.Path) -> pathlib.Path | None:
+    """The folder in `root` that holds train/, if there is one such folder; else None."""
+
+    def holds_train(path: pathlib.Path) -> bool:
+        try:
+            return any(split_of(folder.name) == "train" for folder in class_like_folders(path))
+        except OSError:  # cannot be listed, such as the lost+found of a disk
+            return False
+
+    found = [path for path in class_like_folders(root) if holds_train(path)]
+    return found[0] if len(found) == 1 else None
+
+
+def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
+    """What `root` holds, and what to do: "found 12 images, 3 folders, 1 .txt; add some".
+
+    Where a data set lies below `root`, its folder is the remedy instead of `remedy`.
+    """
+    below = find_dataset_below(root)
+    if below is not None:
+        # data_dir may be a key of data or of an evaluator.
+        return f"found {shown(below.name)}/ with train/ in it; set data_dir to {shown(below)}"
+
+    def kind(entry: os.DirEntry) -> str:
+        extension = os.path.splitext(entry.name)[1].lower()
+        if os.path.isdir(entry.path):
+            return "folders"
+        return "images" if extension in EXTENSIONS else extension or "files without extension"
+
+    kinds = collections.Counter(kind(e) for e in os.scandir(root) if not is_hidden(e.name))
+    found = few(f"{number:,} {what}" for what, number in kinds.most_common())
+    return f"found {found or 'nothing in it'}; {remedy}"

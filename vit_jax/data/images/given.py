@@ -1,0 +1,181 @@
+"""Images without labels that a user names or hands over; every label is 0."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from PIL import Image
+
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.files import Walk, shown
+from vit_jax.data.images.formats import (
+    EXTENSIONS,
+    as_known_format,
+    read_image,
+    to_8_bit,
+    why_file_unreadable,
+)
+from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.subset import give_channels
+from vit_jax.errors import InputError, collect_faults
+
+
+def find_images(paths: Sequence[str | os.PathLike]) -> list[str]:
+    """As `search_images`, for callers that need all of `paths`.
+
+    Raises: InputError naming every path that does not exist or holds no image.
+    """
+    found, faults = search_images(paths)
+    collect_faults([f"{path}: {fault}" for path, fault in faults.items()])
+    if not found:
+        raise InputError("images: none given; give a path, an image, an array or a list of these")
+    return found
+
+
+def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[str, str]]:
+    """The files in `paths`, and the images at any depth below its folders.
+
+    The files of each folder are sorted. A warning names what is skipped in a folder.
+
+    Returns: the files, and {path: why it gives none} of the other paths.
+    """
+    found, faults = [], {}
+    for path in map(pathlib.Path, paths):
+        if path.is_dir():
+            walk = Walk()
+            below = sorted(os.path.join(path, name) for name in walk.images(path))
+            walk.say(path)
+            found += below
+            if not below:
+                faults[shown(path)] = f"holds no file ending in {', '.join(EXTENSIONS)}"
+        elif path.is_file():
+            found.append(os.fspath(path))
+        elif path.exists():  # whose reading may never end
+            faults[shown(path)] = "no file, but a pipe or a device; save the image as a file"
+        else:
+            faults[shown(path)] = "no such file or folder"
+    return found, faults
+
+
+def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> Source:
+    """A source of the files `paths`, in that order; each is read on demand.
+
+    `exif` turns them by their EXIF orientation; they are decoded to `channels`.
+    """
+    paths_tensor = tf.constant([os.fsencode(path) for path in paths], tf.string)
+    return _without_labels(
+        lambda record_id: read_image(tf.gather(paths_tensor, record_id), exif),
+        identity=("files", list(paths)),
+        names=[shown(path) for path in paths],
+        channels=channels,
+        why_unreadable=lambda record: why_file_unreadable(paths[record]),
+    )
+
+
+def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
+    """A source of `images`, in their order.
+
+    Args:
+      images: one image, or a list of images of any kinds and sizes: a path to a file or a folder; a
+        Pillow image; an array of uint8 pixels (H, W) or (H, W, C) for C of 1, 3 or 4, or several of
+        one size, (N, H, W, C). Folders in a list are searched as by `find_images`.
+      exif, channels: as in `image_files`.
+
+    Raises:
+      InputError: if there are none, or one is of another kind.
+    """
+    is_one = isinstance(images, (str, os.PathLike, Image.Image))
+    if is_one or (hasattr(images, "ndim") and images.ndim < 4):
+        images = [images]
+    images = list(images)
+    if all(isinstance(image, (str, os.PathLike)) for image in images):
+        return image_files(find_images(images), exif, channels)
+    files = [file for i, image in enumerate(images) for file in _encode(i, image)]
+    encoded = tf.constant([content for _, content in files])
+    return _without_labels(
+        lambda record_id: as_known_format(tf.gather(encoded, record_id), exif),
+        identity=("images", [len(content) for _, content in files]),
+        names=[path or f"image {i}" for i, (path, _) in enumerate(files)],
+        channels=channels,
+    )
+
+
+def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
+    """(path if there is one, bytes) of the image, or of those of a folder.
+
+    All are files, so that all are decoded alike; PNG is lossless.
+    """
+    if isinstance(image, (str, os.PathLike)):
+        return [(path, epath.Path(path).read_bytes()) for path in find_images([image])]
+    if not isinstance(image, Image.Image):
+        image = _from_pixels(i, image)
+    if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
+        try:
+            image = to_8_bit(image)
+        except ValueError as e:
+            raise InputError(f"images[{i}]: {e}; scale them to 8 or 16 bits") from None
+    png = io.BytesIO()
+    image.save(png, "PNG", compress_level=1, exif=image.getexif())
+    return [(None, png.getvalue())]
+
+
+def _from_pixels(i: int, image: Any) -> Image.Image:
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8:
+        raise InputError(
+            f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels from 0 to 255. For "
+            "values in the model's own range, call model.apply (vit_jax.load_pretrained)"
+        )
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    if pixels.size == 0 or (pixels.ndim != 2 and pixels.shape[2:] not in ((3,), (4,))):
+        raise InputError(
+            f"images[{i}]: an array of shape {pixels.shape}; needed: (H, W), or (H, W, C) for 1, 3 "
+            "or 4 channels C"
+        )
+    return Image.fromarray(pixels)
+
+
+def _without_labels(
+    read_encoded: Callable[[tf.Tensor], tf.Tensor],
+    identity: Sequence[Any],
+    names: Sequence[str],
+    channels: int,
+    why_unreadable: Callable[[int], str] = lambda record: "",
+) -> Source:
+    """A source of images without labels.
+
+    read_encoded: index -> the bytes of an image, as `formats.as_known_format` gives them.
+    identity: of the data, for the fingerprint.
+    names: of the images, in messages.
+    channels: number of channels that they are decoded to.
+    why_unreadable: as in `Source`.
+    """
+
+    def read(record_id):
+        return {
+            "image": read_encoded(record_id),
+            "label": tf.zeros([], tf.int32),
+            "mask": tf.ones([]),
+        }
+
+    source = Source(
+        name="files",
+        split="all",
+        num_examples=len(names),
+        num_classes=1,
+        class_names=None,
+        image_shape=None,
+        fingerprint=fingerprint(*identity),
+        read=read,
+        record_name=names.__getitem__,
+        encoded=True,
+        why_unreadable=why_unreadable,
+    )
+    return give_channels(source, channels)

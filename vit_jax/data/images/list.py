@@ -1,0 +1,445 @@
+"""A list of image files and their labels: CSV, TSV, or JSON lines.
+
+    file,label              file,labels               {"file": "1.jpg", "label": "cat"}
+    1.jpg,cat               1.jpg,cat;dog             {"file": "2.jpg", "labels": ["cat", "dog"]}
+
+`data.data_dir` is the list (a tenth of it is held out), or a folder with a list for each split:
+train.csv, val.jsonl, test.csv, with any name that a split's folder may have. Paths are relative to
+the folder of the list, or absolute. An image may have several labels, or none, in the column
+`labels`; or a column for each class, with 1 where the image shows it. The column `split` says the
+split of each image; images with the same text in the column `group` are held out together.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from vit_jax.data.images.files import File, few, group_links, look_up, shown, split_of, warn_once
+from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
+from vit_jax.data.images.formats import EXTENSIONS
+from vit_jax.data.sources import DataSet, Request, Source
+from vit_jax.errors import InputError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+_DELIMITERS = ",;\t"
+# Column -> its names; the first that a list has counts.
+_COLUMNS = {
+    "file": ("file", "filename", "file_name", "path", "image"),
+    "label": ("label", "class"),
+    **{name: (name,) for name in ("labels", "split", "group")},
+}
+_SHOWS = {"0": False, "1": True, "0.0": False, "1.0": True}  # values of the column of a class
+_SHOWN = 5  # faults, of a list that has many
+
+
+class Row(NamedTuple):
+    """What a list says of one file.
+
+    split: train, val or test; None where the list has no column `split`.
+    group: of the images that are held out together; None where there is no column `group`.
+    """
+
+    labels: tuple[str, ...]
+    split: str | None
+    group: str | None
+
+
+Rows = dict[str, Row]
+
+
+class Lists(NamedTuple):
+    """The lists of a data set.
+
+    root: their folder, without links.
+    by_split: {split: file}; of a single list `train` only.
+    """
+
+    root: pathlib.Path
+    by_split: dict[str, pathlib.Path]
+
+    def read(self, split: str, multi_label: bool | None) -> dict[str, Rows]:
+        """{split: {file: its row}} of train and of `split`; of `all`, and of a single list, of all.
+
+        Raises: InputError with the first faulty lines, or if a file is in two splits.
+        """
+        found: dict[str, Rows] = {}
+        if len(self.by_split) == 1:
+            for path, row in read_list(self.by_split["train"], multi_label).items():
+                found.setdefault(row.split or "train", {})[path] = row
+        else:
+            for name, file in self.by_split.items():
+                if split == "all" or name in ("train", split):
+                    found[name] = read_list(file, multi_label, name)
+        _check_disjoint(self.root, found)
+        return found
+
+    def names(self, found: Iterable[str] | None = None) -> list[str]:
+        """The splits that can be asked for; `found`: those of a single list that has been read."""
+        if len(self.by_split) == 1 and found is None:
+            found = self.read("all", multi_label=True)
+        has_test = "test" in {*self.by_split, *(found or ())}
+        return ["train", "val", *["test"] * has_test, "all"]
+
+
+def find_lists(data_dir: str | os.PathLike | None) -> Lists:
+    """The lists that `data_dir` names: one file, or those of a folder.
+
+    Raises: InputError if there is none for training, or two for a split.
+    """
+    if data_dir is None:
+        raise InputError(
+            "data.data_dir=None: data.name='list' needs a .csv, .tsv or .jsonl file of files and "
+            "labels, or a folder with train.csv; give --config.data.data_dir=LIST"
+        )
+    path = pathlib.Path(data_dir).expanduser()
+    where = f"data.data_dir={shown(path)!r}"
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise InputError(f"{where}: needs a name that ends in {' or '.join(SUFFIXES)}")
+        root = path.parent.resolve()  # TensorFlow takes link/.. for the link's folder
+        return Lists(root, {"train": root / path.name})
+    if not path.is_dir():
+        raise InputError(
+            f"{where}: no such list; if it was moved, give --config.data.data_dir=LIST"
+        )
+    path = path.resolve()
+    found: dict[str, pathlib.Path] = {}
+    for file in sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES):
+        split = split_of(file.stem)
+        if split is None:
+            warn_once(f"{shown(path)}: ignored {shown(file.name)}, which names no split")
+        elif split in found:
+            raise InputError(
+                f"{where}: {found[split].name} and {file.name} are both lists of {split}; keep one"
+            )
+        else:
+            found[split] = file
+    if "train" not in found:
+        raise InputError(f"{where}: holds no train.csv or train.jsonl; add one, or name the list")
+    return Lists(path, found)
+
+
+class List(DataSet):
+    """The images of a list; splits `train`, `val`, `all`, and `test` where there are some for it.
+
+    Classes are the labels of the training images, sorted, as numbers if all are numbers. Without
+    images for `val` a tenth of the training list is held out by the first labels, as `divider`
+    says. With `multi_label` labels are float32 (C,), 1 for each class that the image shows; None:
+    they are if an image has several labels, or none.
+    """
+
+    def open(self, request: Request) -> Source:
+        """Raises InputError naming faulty lines, or labels that the training list lacks."""
+        split, divider, multi_label = request.split, request.divider, request.multi_label
+        lists = find_lists(request.data_dir)
+        by_split = lists.read(split, multi_label)
+        check_split(split, lists.names(by_split), lists.root)
+        file = lists.by_split.get(split, lists.by_split["train"])
+        training = by_split.get("train", {})
+        rows = by_split.get(split, training)
+        if split == "all":
+            rows = {path: row for found in by_split.values() for path, row in found.items()}
+        files, groups = _look_up(file, rows)
+        if training and split in ("train", "val"):
+            firsts = {path: next(iter(row.labels), "") for path, row in training.items()}
+            given = "val" in {*lists.by_split, *by_split}
+            splits = split_files(divider, lists.root, lists.root, firsts, None if given else groups)
+            training = {path: training[path] for path in splits}
+            if split == "train" or not given:
+                rows = pick(splits, split, rows, file)
+        elif split != "all" and (begun := training.keys() & divider.begun_with()):
+            training = {path: row for path, row in training.items() if path in begun}
+            classes = {path: row.labels for path, row in rows.items()}
+            kept = of_classes({*_sorted_labels(training)}, classes, file)
+            rows = {path: rows[path] for path in kept}
+        if split not in ("train", "all"):
+            divider.warn_of_trained(f"{shown(file)}, {split}", rows)
+        class_names = _sorted_labels(training)
+        _check_labels(lists, file, training, rows)
+        _warn_of_missing(file, split, {path: files[path] for path in rows})
+        if multi_label is None:
+            multi_label = any(len(row.labels) != 1 for row in (*training.values(), *rows.values()))
+        label_of = {name: i for i, name in enumerate(class_names)}
+        labels = {path: [label_of[name] for name in row.labels] for path, row in rows.items()}
+        if multi_label:
+            one_hot = np.eye(len(class_names), dtype=np.float32)
+            vectors = {path: one_hot[numbers].sum(axis=0) for path, numbers in labels.items()}
+            return own_images(request, lists.root, file.parent, files, vectors, class_names)
+        firsts_of = {path: numbers[0] for path, numbers in labels.items()}
+        return own_images(request, lists.root, file.parent, files, firsts_of, class_names)
+
+
+def _sorted_labels(rows: Mapping[str, Row]) -> tuple[str, ...]:
+    """The labels of `rows`: as numbers if all are numbers, else as text."""
+    labels = {label for row in rows.values() for label in row.labels}
+    are_numbers = all(label.isdecimal() for label in labels)
+    return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
+
+
+def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) -> None:
+    """Raise InputError unless there are images, and the training images have all their labels."""
+    where, train = f"data.data_dir: {shown(file)}", lists.by_split["train"].name
+    known = _sorted_labels(training)
+    if not rows and not training:
+        raise InputError(f"{where} lists no images and has no labels; add some")
+    if not training:
+        raise InputError(
+            f"{where} has no images with the split train, whose labels are the classes; add some, "
+            "or leave out the column split"
+        )
+    if not known:
+        raise InputError(f"{where}: {train} has no labels; add some")
+    if unknown := [label for label in _sorted_labels(rows) if label not in known]:
+        raise InputError(
+            f"{where} has the labels {', '.join(map(repr, unknown))}, which {train} lacks; give "
+            "them images there or remove them"
+        )
+    if not rows:
+        raise InputError(f"{where} lists no images; add some")
+
+
+def _warn_of_missing(file: pathlib.Path, split: str, files: Mapping[str, File]) -> None:
+    """Warns of the files of a list's split that do not exist; raises InputError if all do not."""
+    missing = [path for path, found in files.items() if found.size < 0]
+    whole = f"its {len(files):,} files" + (f" for {split}" if split != "all" else "")
+    if len(missing) == len(files):
+        raise InputError(
+            f"data.data_dir: {shown(file)}: none of {whole} is there, {shown(missing[0])} for one; "
+            f"paths are relative to {shown(file.parent)}"
+        )
+    if missing:
+        warn_once(
+            f"{shown(file)}: {len(missing):,} of {whole} are not there, {shown(missing[0])} for "
+            "one; they are masked"
+        )
+
+
+def _look_up(file: pathlib.Path, rows: Rows) -> tuple[dict[str, File], dict[str, str]]:
+    """({path: file}, {path: group}) of the files of a list.
+
+    Files with several names, by links, are a group, and groups that share a file are one.
+
+    Raises: InputError that names a pipe or a device, whose reading may never end.
+    """
+    files: dict[str, File] = {}
+    for path in rows:
+        found = look_up(file.parent / path)
+        if found is None:
+            raise InputError(
+                f"data.data_dir: {shown(file)}: {shown(path)} is no file, but a folder, a pipe or "
+                "a device; save the image as a file"
+            )
+        files[path] = found
+    labels = {path: ";".join(row.labels) for path, row in rows.items()}
+    links = group_links(file.parent, files, labels)
+    groups = {path: f"group {row.group}" for path, row in rows.items() if row.group}
+    return files, _join(links, groups)
+
+
+def _join(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """{path: group}, in which all groups that share a path, directly or not, are one."""
+    joined: dict[str, str] = {}
+
+    def first(group: str) -> str:
+        while group in joined:
+            group = joined[group]
+        return group
+
+    for path in one.keys() & other.keys():
+        kept, gone = sorted((first(one[path]), first(other[path])))
+        if kept != gone:
+            joined[gone] = kept
+    return {path: first(group) for path, group in {**one, **other}.items()}
+
+
+def _check_disjoint(root: pathlib.Path, found: Mapping[str, Rows]) -> None:
+    """Raise InputError if a file or a group is in two splits."""
+    first: dict[str, str] = {}
+    faults = []
+    for split, rows in found.items():
+        named = {
+            *map(shown, rows),
+            *(f"the group {row.group}" for row in rows.values() if row.group),
+        }
+        for name in sorted(named):
+            other = first.setdefault(name, split)
+            if other != split:
+                faults.append(f"{shown(name)} is in {other} and in {split}; list it in one of them")
+    _raise_first(f"data.data_dir: {shown(root)}: ", faults)
+
+
+def _raise_first(where: str, faults: Sequence[str]) -> None:
+    """Raise InputError with the first of `faults`, if there are any, and the number of the rest."""
+    more = [f"{len(faults) - _SHOWN} lines more"] * (len(faults) > _SHOWN)
+    if faults:
+        raise InputError(*(f"{where}{fault}" for fault in [*faults[:_SHOWN], *more]))
+
+
+def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = None) -> Rows:
+    """{file: its row} of a list, in its order; `only` is the one split that its rows may name.
+
+    Raises: InputError with the first faulty lines.
+    """
+    found: Rows = {}
+    faults: list[str] = []
+    name_of = _namer(file.parent)
+    try:
+        for line, row in _rows(file):
+            try:
+                path = name_of(row.pop("file", None))
+                if path in found:
+                    raise ValueError(
+                        f"{shown(path)} is listed twice; list it once, with one split, and "
+                        "all its labels in `labels`"
+                    )
+                found[path] = _parse_row(path, row, multi_label, only)
+            except ValueError as e:
+                faults.append(f"line {line}: {e}")
+    except InputError:  # of the columns
+        raise
+    except (ValueError, csv.Error) as e:  # text that is not UTF-8 is a ValueError too
+        faults.append(f"cannot be read ({e}); needed: UTF-8, as CSV or JSON lines")
+    _raise_first(f"data.data_dir: {shown(file)}, ", faults)
+    return found
+
+
+def _namer(folder: pathlib.Path) -> Callable[[Any], str]:
+    """path in a list -> the path from the list's resolved `folder` that all its spellings share."""
+    real = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
+    def name_of(path: Any) -> str:
+        if not isinstance(path, str) or not path.strip():
+            raise ValueError("has no file; needed: its path from the folder of the list")
+        if os.path.isabs(path) or ".." in path.split("/"):  # perhaps behind a link
+            parent, name = os.path.split(folder / path)
+            path = os.path.relpath(os.path.join(real(parent), name), folder)
+        path = os.path.normpath(path)
+        if os.path.splitext(path)[1] == "":  # as some lists name images
+            endings = (e for e in EXTENSIONS if os.path.exists(folder / f"{path}{e}"))
+            path += next(endings, "")
+        return path
+
+    return name_of
+
+
+def _parse_row(
+    path: str, row: Mapping[Any, Any], multi_label: bool | None, only: str | None
+) -> Row:
+    """The row of `path`; raises ValueError with a fault of it."""
+    if None in row:
+        raise ValueError(
+            f"has {len(row[None]):,} more values than there are columns; write several labels into "
+            'one cell, as cat;dog or, where ; separates columns, as "cat;dog"'
+        )
+    labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
+    if not labels and "labels" not in row:
+        raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
+    if len(labels) != 1 and multi_label is False:
+        raise ValueError(
+            f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
+            "--config=folder:multilabel, which sets data.multi_label=true and a loss and an "
+            "evaluator for it"
+        )
+    split = None
+    if "split" in row:
+        said = str(row["split"] or "").strip()
+        split = split_of(said)
+        if split is None or only not in (None, split):
+            needed = "train, val or test" if only is None else only
+            raise ValueError(f"{shown(path)} has the split {said!r}; needed: {needed}")
+    group = row.get("group")
+    return Row(labels, split, None if group in (None, "") else str(group))
+
+
+def _labels(value: Any) -> list[str]:
+    """The labels in one cell of a list; [] if it is empty.
+
+    Raises: ValueError if it is neither text nor a number, nor a list of these.
+    """
+    if value is None or value != value:  # NaN, as pandas writes what is missing
+        return []
+    if isinstance(value, list):
+        return [label for part in value for label in _labels(part)]
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"has the label {value!r}; needed: text, a number, or a list of these")
+    return [label.strip() for label in str(value).split(";") if label.strip()]
+
+
+def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """(line, {column: value}) of each row, with the columns of a `Row` and `file`.
+
+    Values for which there is no column have the key None. Warns of columns that are not read.
+
+    Raises: InputError if columns are missing; ValueError if a line is no row.
+    """
+    unknown: set[str] = set()
+    with open(file, encoding="utf-8-sig", newline="") as lines:
+        rows = _json_rows(lines) if file.suffix.lower() == ".jsonl" else _csv_rows(file, lines)
+        for line, row in rows:
+            known = _find_columns(tuple(row))
+            unknown |= {*row} - {*known.values(), None, ""}
+            extra = {None: row[None]} if None in row else {}
+            yield line, {column: row[name] for column, name in known.items()} | extra
+    if unknown:
+        warn_once(f"{shown(file)}: these columns are not read: {few(sorted(unknown))}")
+
+
+@functools.lru_cache(maxsize=64)
+def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
+    """{column: its name in a list} of the columns that are read and are among `names`."""
+    given = {name.strip().lower(): name for name in names if name is not None}
+    found = {c: next((n for n in options if n in given), "") for c, options in _COLUMNS.items()}
+    return {column: given[name] for column, name in found.items() if name}
+
+
+def _csv_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
+    header = lines.readline()
+    # Commas, unless another delimiter gives a column for the file.
+    names_by = {
+        mark: next(csv.reader([header], delimiter=mark, skipinitialspace=True), [])
+        for mark in _DELIMITERS
+    }
+    delimiter = next((m for m in names_by if "file" in _find_columns(tuple(names_by[m]))), ",")
+    names = names_by[delimiter]
+    columns = _find_columns(tuple(names))
+    # pandas writes the numbers of rows in a column without a name.
+    others = [name for name in names if name.strip() and name not in columns.values()]
+    classes = [] if {"label", "labels"} & {*columns} else others
+    if "file" not in columns or not ({"label", "labels"} & {*columns} or classes):
+        raise InputError(
+            f"data.data_dir: {shown(file)}, line 1: has the columns "
+            f"{shown(', '.join(names)) or 'none'}; needed: file, and label or labels, or a column "
+            "of 0 and 1 for each class"
+        )
+    reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
+    for row in reader:
+        for name in classes:
+            if row[name] not in _SHOWS:
+                raise InputError(
+                    f"data.data_dir: {shown(file)}, line {reader.line_num + 1}: has "
+                    f"{row[name]!r} for {shown(name)}; needed: a column label or labels, or 0 or 1 "
+                    "in the column of each class"
+                )
+        if classes:
+            row["labels"] = [name.strip() for name in classes if _SHOWS[row.pop(name)]]
+        yield reader.line_num + 1, row
+
+
+def _json_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
+    for number, text in enumerate(lines, 1):
+        if text.strip():
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as e:
+                raise ValueError(f"line {number}: {e.msg}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no object")
+            yield number, row

@@ -1,0 +1,244 @@
+"""Files of records, TFRecord or array_record: read by index, neighbours together.
+
+A run of neighbouring records ("stretch") is read by opening its file once. order.py chooses the
+records and their order; this module finds the stretches among them. A record that cannot be read
+does not affect others.
+
+A TFRecord file is a sequence of records. Each has its length (8 bytes), a checksum of the length
+(4), its data, and a checksum of the data (4). The byte offsets of the records are computed once and
+cached on disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import os
+import pathlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import numpy as np
+from etils import epath
+
+from vit_jax.data.elements import PARALLEL_CALLS, untuned
+from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
+from vit_jax.files import cache_folder, replaced
+
+_MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
+_STRETCHES_IN_FLIGHT = 8
+_HEADER_BYTES = 12
+_FOOTER_BYTES = 4
+_FILES_AT_ONCE = 16  # scanned in parallel: most of the time is spent waiting for the disk
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordFiles:
+    """A source's way to read records from files.
+
+    Attributes:
+      segments: int64 (s,), sorted: the first record of each segment; a segment lies in one file.
+      open: (first, count) -> tf.data.Dataset of `count` strings, the stored records; all must lie
+        in one segment. At a record that cannot be read it raises an error or ends early.
+      parse: (string, record_id) -> the result of `Source.read` for that record; raises an error if
+        the string is no stored record. The empty string is never one.
+    """
+
+    segments: np.ndarray
+    open: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
+    parse: Callable[[tf.Tensor, tf.Tensor], dict[str, tf.Tensor]]
+
+
+def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
+    """Map a data set of ids, int64 (b,) each, to the stored records: single strings, in order.
+
+    Equal neighbours are read once. The string is empty for id -1 and for a record that cannot be
+    read.
+    """
+    segments = tf.constant(files.segments, tf.int64)
+    grouped = ids.flat_map(
+        lambda ids: tf.data.Dataset.from_tensor_slices(
+            # Checks of the starts, which are right, would be a fifth of the graph.
+            tf.RaggedTensor.from_row_starts(ids, stretch_starts(ids, segments), validate=False)
+        )
+    )
+    stored = grouped.map(
+        lambda ids: _read_stretch(files, ids),
+        num_parallel_calls=_STRETCHES_IN_FLIGHT,
+        deterministic=True,
+    )
+    return stored.unbatch()
+
+
+def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
+    """Map a data set of ids, int64 (b,) each, to single (id, label) pairs.
+
+    Records whose label cannot be read are left out. Images are not decoded, and may be broken.
+    """
+
+    def label_of(record_id, stored):  # in the map that parses, so that TensorFlow prunes the image
+        return record_id, files.parse(stored, record_id)["label"]
+
+    stored = tf.data.Dataset.zip(ids.unbatch(), stored_records(files, ids))
+    return stored.map(label_of, PARALLEL_CALLS).ignore_errors()
+
+
+def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
+    """The rows of `ids` (b,) at which a stretch begins: int64 (r,), starting with 0.
+
+    Within a stretch each id equals the previous one or follows it in the same segment, or all are
+    -1.
+    """
+    rows = tf.range(tf.size(ids, tf.int64))
+    segment = tf.searchsorted(segments, ids, side="right")  # 0 only for padding
+    step = ids[1:] - ids[:-1]
+    breaks = (step < 0) | (step > 1) | (segment[1:] != segment[:-1])
+    breaks = tf.concat([[True], breaks], 0)
+    row_in_stretch = rows - tf.gather(
+        tf.where(breaks)[:, 0], tf.cumsum(tf.cast(breaks, tf.int64)) - 1
+    )
+    return tf.where(breaks | (row_in_stretch % _MAX_ROWS == 0))[:, 0]
+
+
+def _read_stretch(files: RecordFiles, ids: tf.Tensor) -> tf.Tensor:
+    """The strings (k,) of a stretch; if reading them together fails, they are read one by one."""
+    first = tf.maximum(ids[0], 0)
+    count = tf.where(ids[0] < 0, tf.constant(0, tf.int64), ids[-1] - ids[0] + 1)
+    at_once = tf.maximum(count, 1)
+
+    def read_one(record_id):
+        one = files.open(record_id, tf.constant(1, tf.int64)).ignore_errors()
+        return one.concatenate(tf.data.Dataset.from_tensors("")).take(1)
+
+    together = files.open(first, count).take(count).batch(at_once, drop_remainder=True)
+    apart = tf.data.Dataset.range(first, first + count).flat_map(read_one).batch(at_once)
+    padding = tf.data.Dataset.from_tensors([""])
+    either = together.ignore_errors().concatenate(apart).concatenate(padding).take(1)
+    return tf.gather(untuned(either).get_single_element(), tf.maximum(ids, 0) - first)
+
+
+def open_files(file_format: str, parts, parse: Callable) -> RecordFiles:
+    """The record files of TFDS's file instructions `parts`; `parse` becomes `RecordFiles.parse`.
+
+    Raises: InputError if a file is damaged or its number of records is wrong.
+    """
+    segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
+    openers = {"tfrecord": _open_tfrecord, "array_record": _open_array_record}
+    return RecordFiles(segments, openers[file_format](parts, segments), parse)
+
+
+def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
+    """Make `RecordFiles.open` for TFRecord files."""
+    files = sorted({part.filename for part in parts})
+    offsets_of = dict(zip(files, record_offsets(files), strict=True))
+    for part in parts:
+        found = len(offsets_of[part.filename]) - 1
+        if found != part.examples_in_shard:
+            raise InputError(
+                f"data.data_dir: {part.filename} holds {found} records, but dataset_info.json "
+                f"says {part.examples_in_shard}; copy or prepare it again"
+            )
+    ends = [offsets_of[part.filename][part.skip : part.skip + part.take + 1] for part in parts]
+    boundaries = tf.constant(np.concatenate(ends))  # for each part one more than its records
+    paths, firsts = tf.constant([part.filename for part in parts]), tf.constant(segments)
+
+    def open_stretch(first, count):
+        part = tf.searchsorted(firsts, first[None], side="right", out_type=tf.int64)[0] - 1
+        begin, end = tf.unstack(tf.gather(boundaries, first + part + [0, count]))
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=tf.gather(paths, part)[None],
+            compression_type="",
+            buffer_size=tf.maximum(end - begin, 1),  # so that the stretch is one read
+            byte_offsets=begin[None],
+        )
+        spec = tf.TensorSpec([], tf.string)
+        return tf.data.experimental.from_variant(variant, spec).take(count)
+
+    return open_stretch
+
+
+def _open_array_record(parts, segments: np.ndarray) -> Callable:
+    """Make `RecordFiles.open` for array_record files."""
+    del segments  # array_record has its own table
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    records = ArrayRecordDataSource(list(parts))
+
+    def read(first, count):
+        try:
+            return np.array(records.__getitems__(range(first, first + count)), dtype=object)
+        except RuntimeError as e:  # damage, which is permanent, or a failing store, which is not
+            if "Corrupted" in str(e):
+                raise ValueError(str(e)) from e  # TensorFlow's InvalidArgumentError
+            raise
+
+    def open_stretch(first, count):
+        at_once = tf.data.Dataset.from_tensors((first, count)).map(
+            lambda first, count: tf.ensure_shape(
+                tf.numpy_function(read, [first, count], tf.string, stateful=False), [None]
+            )
+        )
+        return at_once.unbatch()
+
+    return open_stretch
+
+
+def record_offsets(paths: Sequence[epath.PathLike]) -> list[np.ndarray]:
+    """For each file of n records the start of every record and the end of the last: int64 (n + 1,).
+
+    Offsets are cached in $XDG_CACHE_HOME/vit_jax/tfrecord under the file's path, size and mtime.
+
+    Raises: InputError if a file does not end at the end of a record.
+    """
+    cache = cache_folder("tfrecord")
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        return list(threads.map(lambda path: _cached_offsets(epath.Path(path), cache), paths))
+
+
+def _cached_offsets(path: epath.Path, cache: pathlib.Path) -> np.ndarray:
+    stat = path.stat()
+    identity = f"{os.fspath(path)} {stat.length} {stat.mtime}"
+    entry = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npy"
+    try:
+        offsets = np.load(entry, allow_pickle=False)
+        if offsets.dtype == np.int64 and offsets[-1] == stat.length:
+            return offsets
+    except (OSError, ValueError, EOFError):  # not cached yet, or damaged
+        pass
+    offsets = walk(path, stat.length)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(entry) as file:
+            np.save(file, offsets)
+    except OSError as error:
+        logging.getLogger("vit_jax").warning(
+            "%s cannot be written (%s); the next run will scan %s for its records again",
+            entry, error.strerror, path,
+        )  # fmt: skip
+    return offsets
+
+
+def walk(path: epath.Path, num_bytes: int) -> np.ndarray:
+    """The start of every record in a file of `num_bytes`, and the end of the last one.
+
+    Raises: InputError if the file does not end at the end of a record.
+    """
+    offsets = [0]
+    opened: IO[bytes] = path.open("rb")
+    with opened as file:
+        while offsets[-1] < num_bytes:
+            file.seek(offsets[-1])
+            header = file.read(_HEADER_BYTES)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == _HEADER_BYTES else 0
+            offsets.append(offsets[-1] + _HEADER_BYTES + length + _FOOTER_BYTES)
+    if offsets[-1] != num_bytes:
+        raise InputError(
+            f"data.data_dir: {path} is damaged, or compressed, which is not supported: its record "
+            f"{len(offsets) - 2} ends at byte {offsets[-1]} and the file at byte {num_bytes}; "
+            "copy or prepare it again"
+        )
+    return np.array(offsets, np.int64)

@@ -1,0 +1,344 @@
+"""Checks of this machine: software, devices, memory, decoding, and all that a run would reach.
+
+Every check ends within a time limit and gives a `Finding`; none raises.
+"""
+
+import concurrent.futures
+import contextlib
+import contextvars
+import copy
+import functools
+import importlib.util
+import io
+import itertools
+import logging
+import logging.handlers
+import netrc
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+from etils import epath
+from ml_collections import ConfigDict
+
+import vit_jax
+from vit_jax import files
+from vit_jax.errors import InputError
+from vit_jax.job.software import software
+
+logger = logging.getLogger("vit_jax")
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+_LITTLE = 1 << 30  # bytes of memory or disk that a run soon exceeds
+_IMAGES = 32  # decoded
+_ABSENT = "not installed"
+_SHOWN = ("Python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_WANDB = "https://api.wandb.ai"
+_START_S = 60.0  # imports of JAX and TensorFlow take seconds on a busy host
+_TRAINING_S = 300.0  # limit of the check that opens the data of a config
+
+
+class Finding(NamedTuple):
+    """The result of a check: its subject, OK, WARNING or FAILED, what was found, and the remedy."""
+
+    subject: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def examine(
+    *,
+    config: ConfigDict | None,
+    workdir: epath.Path | None,
+    data_dir: str | None,
+    wandb: bool,
+    coordinator: str | None,
+    timeout_s: float,
+) -> Iterator[Finding]:
+    """Run the checks one after another; what is not asked for (None, False) is left out.
+
+    `data_dir` is also that of `config`, unless it sets one.
+    `timeout_s` limits each check, but for those that import libraries or open the data of `config`.
+    """
+    platform = None
+    if config is not None:
+        platform, wandb = config.mesh.platform, wandb or config.log.wandb is not None
+        config = copy.deepcopy(config)  # with the types of keys that are None
+        data_dir = config.data.data_dir = config.data.data_dir or data_dir
+    start_s = max(timeout_s, _START_S)
+    install = "pip install -e '.' installs what is missing"
+    yield bounded("software", check_software, start_s, install)
+    remedy = "stop other programs that hold the devices; JAX_PLATFORMS=cpu leaves them out"
+    devices = bounded("devices", lambda: check_devices(platform), start_s, remedy)
+    yield devices
+    yield bounded("memory", lambda: check_memory(workdir), timeout_s, "check the disk's mount")
+    if data_dir is not None:
+        remedy = remedy_of_path(data_dir)
+        yield bounded("data folder", lambda: check_data_dir(data_dir), timeout_s, remedy)
+    yield bounded("decoding", lambda: check_decoding(data_dir), start_s, install)
+    if workdir is not None:
+        remedy = remedy_of_path(workdir)
+        yield bounded("workdir", lambda: check_workdir(workdir), timeout_s, remedy)
+    if wandb:
+        remedy = "check the network and proxy, or set WANDB_MODE=offline"
+        yield bounded("W&B", lambda: check_wandb(timeout_s), timeout_s, remedy)
+    remedy = "start process 0 first; check the host, the port and the firewall"
+    yield bounded("cluster", lambda: check_cluster(coordinator, timeout_s), timeout_s, remedy)
+    if config is not None and devices.state != FAILED:
+        remedy = "run train itself for the whole traceback"
+        yield bounded(
+            "train would choose", lambda: check_training(config, workdir), _TRAINING_S, remedy
+        )
+
+
+def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy: str) -> Finding:
+    """The result of `check`; FAILED with `remedy` if it raises or takes longer than `timeout_s`.
+
+    A check that hangs is left behind in its thread, which does not keep the process alive.
+    """
+    result: concurrent.futures.Future[Finding] = concurrent.futures.Future()
+    context = contextvars.copy_context()  # holds the plug-ins in use
+
+    def run():
+        try:
+            result.set_result(context.run(check))
+        except BaseException as e:
+            result.set_exception(e)
+
+    threading.Thread(target=run, daemon=True, name=f"doctor: {subject}").start()
+    try:
+        return result.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        longer = f"on a busy machine wait longer, with --timeout_s={2 * timeout_s:g}; else {remedy}"
+        return Finding(subject, FAILED, f"no answer within {timeout_s:g} s", longer)
+    except InputError as e:
+        return Finding(subject, FAILED, str(e), "")  # it has its own remedy
+    except Exception as e:
+        said = " ".join(str(e).split())[:300]
+        return Finding(subject, FAILED, f"{type(e).__name__}: {said}", remedy)
+
+
+def check_software() -> Finding:
+    """Versions of this package, Python and the libraries."""
+    found = software()
+    shown = {"vit_jax": vit_jax.__version__} | {name: found[name] for name in _SHOWN}
+    builds = [found["tensorflow-cpu"], found["tensorflow"]]
+    shown["tensorflow"] = next((version for version in builds if version != _ABSENT), _ABSENT)
+    text = ", ".join(f"{name} {version}" for name, version in shown.items())
+    if _ABSENT in shown.values():
+        return Finding("software", FAILED, text, "pip install -e '.' installs what is missing")
+    return Finding("software", OK, text)
+
+
+def check_devices(platform: str | None = None) -> Finding:
+    """The devices that JAX finds, and their memory; `platform`: `mesh.platform`."""
+    import jax
+
+    from vit_jax.devices.flops import format_bytes
+    from vit_jax.devices.mesh import accelerators_on_host, start_backend
+
+    start_backend(platform)
+    devices = jax.devices()
+    text = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    if limit := (devices[0].memory_stats() or {}).get("bytes_limit"):
+        text += f", {format_bytes(limit)} each"
+    unused = accelerators_on_host() if devices[0].platform == "cpu" else []
+    if unused and platform != "cpu":
+        remedy = "pip install -e '.[cuda]' or '.[tpu]'; for the CPU: --config.mesh.platform=cpu"
+        return Finding("devices", WARNING, f"{text}; unused: {', '.join(unused)}", remedy)
+    return Finding("devices", OK, text)
+
+
+def check_memory(workdir: epath.Path | None) -> Finding:
+    """Free memory of the host, and free disk at `workdir` (None: the current folder)."""
+    from vit_jax.devices.flops import format_bytes
+
+    memory, local = psutil.virtual_memory(), pathlib.Path.cwd()
+    if workdir is not None and not is_in_bucket(workdir):
+        local = next(p for p in [workdir, *workdir.parents] if p.exists())
+    disk = shutil.disk_usage(local)
+    text = (
+        f"{format_bytes(memory.available)} of {format_bytes(memory.total)} memory free, "
+        f"{os.cpu_count()} cores; {format_bytes(disk.free)} free at {local}"
+    )
+    free = {"memory": memory.available, "disk": disk.free}
+    if little := [name for name, size in free.items() if size < _LITTLE]:
+        return Finding("memory", WARNING, text, f"free some {' and '.join(little)}")
+    return Finding("memory", OK, text)
+
+
+def check_decoding(data_dir: str | None) -> Finding:
+    """CPU time to decode a JPEG of 500 x 375 pixels, or some images below `data_dir`."""
+    from vit_jax.data.host_tf import tf
+    from vit_jax.data.images.formats import to_known_format, to_pixels
+
+    paths = [] if data_dir is None else some_images(os.path.expanduser(data_dir))
+    what = f"{len(paths)} images of {data_dir}" if paths else "a JPEG of 500 x 375 pixels made here"
+    made, broken = _made_image(), 0
+    with tf.device("cpu"):
+        since = time.process_time()
+        for path in paths or [None] * _IMAGES:
+            try:
+                encoded = made if path is None else to_known_format(path.read_bytes())
+                to_pixels(tf.constant(encoded))
+            except (OSError, tf.errors.OpError):
+                broken += 1
+        cpu_s = (time.process_time() - since) / (len(paths) or _IMAGES)
+    text = f"{1000 * cpu_s:.2g} ms of CPU an image: {what}"
+    if broken:
+        remedy = "training leaves them out and names each; repair or remove them"
+        return Finding("decoding", WARNING, f"{text}; {broken} cannot be decoded", remedy)
+    return Finding("decoding", OK, text)
+
+
+def some_images(folder: str) -> list[pathlib.Path]:
+    """The first images below a local folder, which may hold millions, or beside a list."""
+    from vit_jax.data.images.files import look_up
+    from vit_jax.data.images.formats import EXTENSIONS
+
+    if os.path.isfile(folder):
+        folder = os.path.dirname(folder)
+    found = (
+        pathlib.Path(parent, name)
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    )
+    readable = (path for path in found if look_up(path) is not None)  # else reading may not end
+    return list(itertools.islice(readable, _IMAGES))
+
+
+def _made_image() -> bytes:
+    """A JPEG about as large as one of ImageNet."""
+    from PIL import Image
+
+    coarse = np.random.default_rng(0).integers(0, 256, (25, 33, 3), np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(coarse).resize((500, 375)).save(jpeg, "JPEG", quality=90)
+    return jpeg.getvalue()
+
+
+def check_data_dir(data_dir: str) -> Finding:
+    """Whether `data_dir`, a folder, a bucket or a list, can be read and is not empty."""
+    path = files.absolute(data_dir)
+    if not path.is_dir():
+        if path.is_file():
+            return Finding("data folder", OK, f"{path}: a file")
+        return Finding("data folder", FAILED, f"{path}: no such folder", remedy_of_path(path))
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return Finding("data folder", FAILED, f"{path}: is empty", "put the data there")
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return Finding("data folder", OK, f"{path}: {len(names)} entries: {shown}")
+
+
+def is_in_bucket(path: str | os.PathLike) -> bool:
+    return "://" in os.fspath(path)
+
+
+def remedy_of_path(path: str | os.PathLike) -> str:
+    """What to check where a local path or a bucket cannot be reached."""
+    if not is_in_bucket(path):
+        return "check the path, its mount and your rights"
+    bucket = "/".join(os.fspath(path).split("/")[:3])
+    return (
+        f"check the name of the bucket {bucket}, the network, and your credentials "
+        "(for gs://: gcloud auth application-default login)"
+    )
+
+
+def check_workdir(workdir: epath.Path) -> Finding:
+    """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
+    from vit_jax.run.workdir import check_writable
+
+    check_writable(workdir)
+    if not is_in_bucket(workdir):
+        return Finding("workdir", OK, f"{workdir}: can be written")
+    probe, content = workdir / f"doctor-{secrets.token_hex(4)}", secrets.token_bytes(16)
+    probe.write_bytes(content)
+    same = probe.read_bytes() == content
+    probe.unlink()
+    if not same:
+        return Finding("workdir", FAILED, f"{workdir}: gave back other bytes than were written",
+                       "check who else writes there")  # fmt: skip
+    return Finding("workdir", OK, f"{workdir}: written, read and removed an object")
+
+
+def check_wandb(timeout_s: float) -> Finding:
+    """Whether W&B is installed, has a key, and its host answers."""
+    if importlib.util.find_spec("wandb") is None:
+        return Finding("W&B", FAILED, _ABSENT, "pip install -e '.[wandb]'")
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+        return Finding("W&B", OK, f"WANDB_MODE={os.environ['WANDB_MODE']}: sends nothing")
+    url = os.environ.get("WANDB_BASE_URL", _WANDB)
+    host = urllib.parse.urlparse(url).hostname or url
+    key = os.environ.get("WANDB_API_KEY")
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        key = key or netrc.netrc().authenticators(host)
+    if not key:
+        return Finding("W&B", FAILED, f"no key for {host}",
+                       "run wandb login, or set WANDB_API_KEY")  # fmt: skip
+    try:
+        urllib.request.urlopen(url, timeout=timeout_s).close()
+    except urllib.error.HTTPError as e:  # an answer
+        if e.code >= 500:
+            return Finding("W&B", FAILED, f"{url}: status {e.code}", "try later")
+    return Finding("W&B", OK, f"{url} answers; a key is set")
+
+
+def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:
+    """The cluster that this process belongs to, and whether `coordinator` (HOST:PORT) answers."""
+    from vit_jax.jax_private import find_cluster
+
+    cluster = find_cluster()
+    text = "no cluster detected: one process"
+    if cluster is not None:
+        text = f"{cluster.name or cluster.__name__}: {cluster.get_process_count()} processes"
+    if coordinator is None:
+        return Finding("cluster", OK, text)
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"--coordinator={coordinator}: needs HOST:PORT")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    return Finding("cluster", OK, f"{text}; {coordinator} answers")
+
+
+def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
+    """What `train` would choose for `config`, checked against data and devices; writes nothing.
+
+    Without a `workdir` the run is taken to be new.
+    """
+    from vit_jax.models.dot_product import choose_attention
+    from vit_jax.planning.search import choose_layout
+    from vit_jax.run.build import describe, prepare
+
+    unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
+    by_calculation = functools.partial(choose_layout, may_compile=False)  # in seconds
+    run = prepare(config, workdir or unused, by_calculation)
+    said = logging.handlers.BufferingHandler(capacity=1000)
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [said], False
+    logger.setLevel(logging.INFO)
+    try:
+        describe(run)
+    finally:
+        logger.handlers, level, logger.propagate = before
+        logger.setLevel(level)
+    attention = choose_attention(run.mesh.devices.flat[0].platform).__name__
+    order = f"order of data: {run.config.data.order}; attention: {attention}"
+    lines = [record.getMessage() for record in said.buffer]
+    return Finding("train would choose", OK, "\n".join([*lines, order]))

@@ -1,0 +1,111 @@
+"""Trains short runs without a workdir and keeps their numbers."""
+
+import functools
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from vit_jax import tree
+from vit_jax.evaluators import evaluate
+from vit_jax.experiment.layer_norms import norms_by_group
+from vit_jax.run.build import Run, prepare
+from vit_jax.run.loop import compile_step, open_batches
+from vit_jax.run.teachers import place_teachers
+from vit_jax.run.train import start_state
+
+FIRST_STEPS = 20
+_POINTS = 10  # of the curve of the loss
+_IN_CURVE = ("loss", "top1", "/rank")  # ends of the names of the evaluators' values
+
+Place = tuple[int, str]  # the step and the name of a number
+
+
+class Trace(NamedTuple):
+    """The numbers of runs that differ only in their seed.
+
+    first_steps: {place: value} of the first run, at the first steps.
+      `data/image`, `data/label`: mean pixel and mean label of the batch; `loss`; `grad_norm`, of
+      everything, and `grad_norm/PART`, before clipping; `param_norm/GROUP`, after the step.
+    curve: {place: the values of all runs}. `train/loss` is the mean over the steps since the point
+      before; the other values are the evaluators' loss, top-1 accuracy and effective rank.
+    """
+
+    first_steps: dict[Place, float]
+    curve: dict[Place, list[float]]
+
+
+def group_of(name: str) -> str:
+    """The group of the unrolled parameter `name`: PART/KIND, such as encoder/layer_0/kernel."""
+    return f"{tree.part_of(name)}/{name.rpartition('/')[2]}"
+
+
+def trace_runs(configs: Sequence[ConfigDict], *, curve: bool = True) -> Trace:
+    """Train as each of `configs` describes, in this process alone, and return the numbers.
+
+    The step is compiled once, so dropout and what else it draws follow the first seed; the others
+    change the initial weights, the order of the data and what the host draws.
+
+    Args:
+      configs: differ only in `seed`; have passed `validation.validate`.
+      curve: whether to train to the end and evaluate; else only the first steps are trained.
+
+    Raises:
+      InputError: the config does not fit its data or these devices.
+    """
+    found = Trace({}, {})
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [prepare(config, pathlib.Path(folder) / "run") for config in configs]
+        with jax.set_mesh(runs[0].mesh):
+            train_step = compile_step(runs[0])
+            for run in runs:
+                _trace(run, runs[0], train_step, curve, found)
+    return found
+
+
+def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, found: Trace):
+    """Train `run` by the step and the evaluators of `first`; add its numbers to `found`."""
+    e = run.experiment
+    total = e.total_steps if curve else min(FIRST_STEPS, e.total_steps)
+    period = max(e.total_steps // _POINTS, 1)
+    state, _ = start_state(run)
+    frozen = place_teachers(run.teachers, e.abstract_frozen)
+    num_detailed = FIRST_STEPS if run is first else 0
+    gradient_norms = e.layer_norms.lower(*e.arguments).compile() if num_detailed else None
+    param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
+    losses: list[float] = []
+    with open_batches(run, 0) as batches:
+        for step, batch in zip(range(1, total + 1), batches, strict=False):
+            numbers = {}
+            if step <= num_detailed:
+                norms = gradient_norms(state, batch, *frozen)
+                numbers = {k: v for k, v in norms.items() if k.startswith("grad_norm/")}
+                numbers |= _data_numbers(batch)
+            state, metrics = train_step(state, batch, *frozen)
+            losses.append(float(metrics["loss"]))
+            if step <= num_detailed:
+                numbers |= {"loss": losses[-1], "grad_norm": metrics["grad_norm"]}
+                norms = param_norms(state.params)
+                numbers |= {f"param_norm/{group}": norm for group, norm in norms.items()}
+            found.first_steps.update({(step, name): float(x) for name, x in numbers.items()})
+            if not curve:
+                continue
+            row = {"train/loss": np.mean(losses[-period:])} if step % period == 0 else {}
+            for name in run.timetable.evaluators(step):
+                measured = evaluate(name, first.evaluators[name], state)
+                row |= {key: value for key, value in measured.items() if key.endswith(_IN_CURVE)}
+            for name, value in row.items():
+                found.curve.setdefault((step, name), []).append(float(value))
+
+
+def _data_numbers(batch: tree.Batch) -> dict[str, float]:
+    """Mean pixel of images and views, and mean label; labels (B, C) count by their classes."""
+    label = np.asarray(batch["label"], np.float64)
+    if label.ndim == 2:
+        label = label @ np.arange(label.shape[1])
+    images = {f"data/{k}": float(np.mean(v)) for k, v in batch.items() if v.dtype == np.uint8}
+    return images | {"data/label": float(label.mean())}

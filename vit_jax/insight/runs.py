@@ -1,0 +1,235 @@
+"""Runs and studies, read from their workdirs, and what is shown of several of them together."""
+
+import contextlib
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from vit_jax import files
+from vit_jax.config import flatten
+from vit_jax.config.stored import read_config
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.run.terminal import is_accuracy
+from vit_jax.run.writers import read_history
+
+ABSENT = "absent"
+
+
+class Run(NamedTuple):
+    """What a workdir says of its run, finished or not.
+
+    name: as short as it can be among the runs read.
+    config: {key: value}.
+    curves: {metric: [(step, value)]}, by step; None values (not finite) are left out.
+    step: the last step with a row; 0 without rows.
+    summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
+    starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
+    """
+
+    name: str
+    workdir: epath.Path
+    config: Mapping[str, Any]
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+    step: int
+    summary: Mapping[str, Any]
+    diverged: str | None
+    starts: Sequence[Mapping[str, Any]]
+    teachers: str
+
+    @property
+    def state(self) -> str:
+        if self.diverged is not None:
+            return "diverged"
+        said = "finished at" if self.summary else "not finished; last row:"
+        return f"{said} step {self.step:,}"
+
+
+def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dict[str, Any]]]:
+    """Read runs and studies; the members of a study are runs too.
+
+    Returns:
+      (runs, the study.json of each study with its "name" and "workdir").
+
+    Raises:
+      InputError: for no workdir or one given twice; names each that holds neither run nor study.
+    """
+    paths = [files.absolute(workdir) for workdir in workdirs]
+    if not paths or len(set(paths)) < len(paths):
+        shown = ", ".join(map(str, workdirs)) or "no workdir"
+        raise InputError(f"got {shown}; needs different workdirs of runs or studies")
+    runs, studies, faults = [], [], Faults()
+    for path in paths:
+        if (path / "study.json").exists():
+            studies.append(path)
+            runs += sorted(p for p in path.iterdir() if (p / "config.json").exists())
+        elif (path / "config.json").exists():
+            runs.append(path)
+        else:
+            faults.append(f"{path}: has no config.json or study.json; give the workdir of a run "
+                          "or study")  # fmt: skip
+    collect_faults(faults)
+    runs = list(dict.fromkeys(runs))
+    return (
+        [_read_run(*pair) for pair in zip(short_names(runs), runs, strict=True)],
+        [
+            {"name": name, "workdir": path} | _read_json(path / "study.json")
+            for name, path in zip(short_names(studies), studies, strict=True)
+        ],
+    )
+
+
+def short_names(paths: Sequence[epath.Path]) -> list[str]:
+    """As many last parts of each path as tell all paths apart."""
+    length, names = 0, []
+    while len(set(names)) < len(paths):
+        length += 1
+        names = ["/".join(os.fspath(path).split("/")[-length:]) for path in paths]
+    return names
+
+
+def _read_run(name: str, workdir: epath.Path) -> Run:
+    points: dict[str, dict[int, float]] = {}
+    step = 0
+    for row in read_history(workdir):
+        at = int(row.pop("step") or 0)
+        step = max(step, at)
+        for metric, value in row.items():
+            if value is not None:
+                points.setdefault(metric, {})[at] = value
+    diverged, teachers = workdir / "diverged.json", workdir / "teachers.json"
+    return Run(
+        name,
+        workdir,
+        flatten(read_config(workdir)),
+        {metric: sorted(by_step.items()) for metric, by_step in points.items()},
+        step,
+        _read_json(workdir / "summary.json"),
+        _read_json(diverged).get("error", "") if diverged.exists() else None,
+        list(_json_lines(workdir / "starts.jsonl")),
+        teachers.read_text() if teachers.exists() else "",
+    )
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # cut off by a kill
+            yield json.loads(line)
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """{config key: the value in each run, or ABSENT} for the keys in which the runs differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    found = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
+    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+
+
+def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:
+    """{metric: its last value in each run}, and "step"; None where a run has no such metric.
+
+    Metrics of the clock (`time/...`) are left out.
+    """
+    found: dict[str, list[float | None]] = {"step": [run.step for run in runs]}
+    for name in [*evaluated(runs), *_known(runs, "train/")]:
+        found[name] = [run.curves[name][-1][1] if name in run.curves else None for run in runs]
+    return found
+
+
+def _known(runs: Sequence[Run], begins: str | tuple[str, ...] = "") -> list[str]:
+    """The metrics that any of the runs has, by name."""
+    return sorted({name for run in runs for name in run.curves if name.startswith(begins)})
+
+
+def evaluated(runs: Sequence[Run]) -> list[str]:
+    """The metrics of evaluators that any of the runs has: by evaluator, accuracies first."""
+
+    def place(name):
+        evaluator, _, leaf = name.partition("/")
+        return evaluator, leaf == "num_examples", not is_accuracy(leaf), leaf
+
+    return sorted({*_known(runs)} - {*_known(runs, ("train/", "time/"))}, key=place)
+
+
+def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
+    """The metrics to draw: those `asked` for, else all but counts and the clock's.
+
+    The loss comes first, then the evaluators' accuracies, the evaluators' other metrics, and those
+    of training.
+
+    Raises:
+      InputError: if no run has a metric that is asked for.
+    """
+    for metric in asked:
+        if metric not in _known(runs):
+            raise InputError(f"--metric={metric}: {nearest(metric, _known(runs))}")
+    if asked:
+        return list(dict.fromkeys(asked))
+    names = [*evaluated(runs), *_known(runs, "train/")]
+    names.sort(key=lambda name: (name != "train/loss", not is_accuracy(name)))
+    return [name for name in names if not name.endswith("/num_examples")]
+
+
+class Group(NamedTuple):
+    """Runs whose configs differ in nothing but the seed.
+
+    values: {metric: its last value, as text}: mean and sample deviation of the runs that have not
+      diverged. num_measured: their number. steps: their last steps; a deviation over several is no
+      deviation over seeds only.
+    """
+
+    name: str
+    runs: Sequence[Run]
+    values: Mapping[str, str]
+    num_measured: int
+    steps: Sequence[int]
+
+
+def group_seeds(runs: Sequence[Run]) -> list[Group]:
+    """Group the runs, with the mean and the sample deviation of each evaluator's last values."""
+    by_config: dict[str, list[Run]] = {}
+    for run in runs:
+        config = {key: value for key, value in run.config.items() if key != "seed"}
+        by_config.setdefault(json.dumps(config, default=str), []).append(run)
+    groups = []
+    for members in by_config.values():
+        name = members[0].name
+        if len(members) > 1:
+            name = re.sub(r"[_./=-]*(seed)?[_./=-]*\d+$", "", name) or name
+        measured = [run for run in members if run.diverged is None]
+        values = {
+            name: show_mean(name, [r.curves[name][-1][1] for r in measured if name in r.curves])
+            for name in evaluated(measured)
+        }
+        steps = sorted({run.step for run in measured})
+        groups.append(Group(name, members, values, len(measured), steps))
+    return groups
+
+
+def show_mean(name: str, values: Sequence[float]) -> str:
+    """Mean and, of several, sample deviation of a metric: accuracies in percent."""
+    scale, unit = (100, " %") if is_accuracy(name) else (1, "")
+    mean = scale * statistics.fmean(values)
+    digits = ".2f" if unit else ",.0f" if mean.is_integer() else ".4g"
+    if len(values) == 1:
+        return f"{mean:{digits}}{unit}"
+    deviation = scale * statistics.stdev(values)
+    return f"{mean:{digits}} ± {deviation:{'.2f' if unit else '.2g'}}{unit}"
+
+
+def seconds_by_kind(run: Run) -> dict[str, float]:
+    """{"training": seconds of steps, "evaluation": ..., "save": ...} as far as rows say."""
+    clock = run.curves.get("time/seconds")
+    found = {"training": clock[-1][1]} if clock else {}
+    for name, points in run.curves.items():
+        kind = re.fullmatch(r"time/(\w+)_s", name)
+        if kind and not kind[1].endswith("_per"):
+            found[kind[1]] = sum(value for _, value in points)
+    return found

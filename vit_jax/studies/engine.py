@@ -1,0 +1,445 @@
+"""The engine of studies: what a study declares, and what all studies share.
+
+A study is a subclass of `Study`, a frozen dataclass whose fields are the keys `study.*` that it
+reads, and one line in STUDIES. It declares functions of the results so far, without side effects:
+
+    members   its runs, each with its config, its place in the tables, and the runs before it;
+              `choose` picks the best of some that have ended, and other members follow from that
+    report    the rows of its table, whose cells are `Measured` over seeds
+
+The engine checks the keys, never chooses by test data, reads each run's metrics at `study.point`,
+and writes the table, `study.json` and `study.csv`; running.py starts the members.
+"""
+
+import copy
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from ml_collections import ConfigDict
+
+from vit_jax.config import eval_splits
+from vit_jax.config.text import apply_overrides
+from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.evaluators.metric_names import declared_metrics
+
+T = TypeVar("T")
+
+FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
+
+# Lists of entries "name: key=value; key=value"; those of `cells` have two names, "row | column".
+_LISTS = ("cells", "candidates", "stages", "finetunings")
+_IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
+_LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
+_DIGITS = 16  # of the digest in a shortened name
+
+Entries = dict[tuple[str, ...], dict[str, str]]
+
+
+class Member(NamedTuple):
+    """A training run of a study, or another command that writes WORKDIR/summary.json.
+
+    name: name of its workdir, a folder in the workdir of the study.
+    overrides: changes to the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
+    place: its place in tables and in study.csv: {"row": "1-D", "seed": 0}.
+    after: name of the member that must finish first; "": none.
+    command: train, or label.
+    """
+
+    name: str
+    overrides: Mapping[str, str]
+    place: Mapping[str, Any] = {}
+    after: str = ""
+    command: str = "train"
+
+
+class Result(NamedTuple):
+    """The outcome of a member.
+
+    state: FINISHED; DIVERGED, i.e. its loss became non-finite; FAILED for other failures;
+      HANDED_OVER to a launcher, and not known to have ended.
+    summary: its summary.json, if it has finished.
+    error: its last output, if it has not finished.
+    """
+
+    state: str
+    summary: Mapping[str, Any] = {}
+    error: str = ""
+
+
+Results = Mapping[str, Result]  # {name of a member: its result}
+
+
+class Metric(NamedTuple):
+    """A metric that a study reads.
+
+    key: of `study.*`, which names it in errors.
+    name: "evaluator/metric".
+    config: of the members that report it.
+    chooses: whether members are chosen by it.
+    """
+
+    key: str
+    name: str
+    config: ConfigDict
+    chooses: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A cell of a table: a metric of the members at one place, which differ in their seeds.
+
+    values: None for a member without the metric.
+    states: of the members that have ended, for those without a value.
+    note: shown behind the number.
+    """
+
+    values: Sequence[float | None] = ()
+    states: Sequence[str] = ()
+    note: str = ""
+
+    @property
+    def known(self) -> list[float]:
+        return [value for value in self.values if value is not None]
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.values) and None not in self.values
+
+    def __str__(self) -> str:
+        """Mean and deviation in percent, or the states of the members."""
+        known = self.known
+        if known:
+            text = f"{100 * statistics.fmean(known):.2f}"
+            text += f" ± {100 * statistics.stdev(known):.2f}" if len(known) > 1 else ""
+            text += f" ({len(known)} of {len(self.values)})" * (len(known) < len(self.values))
+        else:
+            text = ", ".join(dict.fromkeys(self.states)) or "waits"
+        return text + f" [{self.note}]" * bool(self.note)
+
+    def numbers(self) -> dict[str, Any]:
+        """Mean, deviation and values as fractions, for study.json."""
+        return {**mean_and_std(self.known), "values": self.known, "note": self.note}
+
+
+class Report(NamedTuple):
+    """Results of a study so far.
+
+    rows: the table, {column: `Measured` or a text}; "-" where a row lacks a column of others.
+    values: further content of study.json.
+    complete: whether all planned results are there; None: if no `Measured` lacks one.
+    files: {name: content} of additional files.
+    best: the members of the best row, by seeds; () if the study compares no rows.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    values: Mapping[str, Any] = {}
+    complete: bool | None = None
+    files: Mapping[str, bytes] = {}
+    best: Sequence[str] = ()
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(column for row in self.rows for column in row))
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The rows as they are shown."""
+        return [[str(row.get(column, "-")) for column in self.columns] for row in self.rows]
+
+    @property
+    def is_complete(self) -> bool:
+        cells = [cell for row in self.rows for cell in row.values() if isinstance(cell, Measured)]
+        return all(cell.is_whole for cell in cells) if self.complete is None else self.complete
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Study:
+    """What all studies have; see the module.
+
+    config: of every member, before its overrides.
+    workdir: of the study; members are folders in it.
+    metric: "evaluator/metric" of the report; higher is better.
+    seeds: number of runs of each setting; the first seed is that of the config.
+    point: the step of a run that counts: last, or best, as `checkpoint.keep_best` finds it.
+    """
+
+    config: ConfigDict
+    workdir: str
+    metric: str
+    seeds: int
+    point: str
+
+    may_be_empty: ClassVar[Sequence[str]] = ()  # of the lists of entries
+
+    @classmethod
+    def of(cls, config: ConfigDict, workdir: str = "WORKDIR") -> Self:
+        """The study that the section `study` of a config describes."""
+        keys = [field.name for field in dataclasses.fields(cls)][2:]
+        return cls(config, workdir, **{key: config.study[key] for key in keys})
+
+    # What a study declares.
+
+    def members(self, results: Results) -> list[Member]:
+        """All members that follow from the results, in the order of running."""
+        raise NotImplementedError
+
+    def report(self, found: "Found") -> Report:
+        """The table of the results so far."""
+        raise NotImplementedError
+
+    @property
+    def own_keys(self) -> Sequence[str]:
+        """Keys that it sets for its members, other than those in its entries and the seed."""
+        return ()
+
+    def metrics(self) -> list[Metric]:
+        """The metrics that it reads."""
+        return [Metric("metric", self.metric, self.config)]
+
+    def check_own(self, faults: Faults) -> None:
+        """Adds faults of its own keys."""
+
+    # What it may use.
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.config.seed, self.config.seed + self.seeds)
+
+    @property
+    def label(self) -> str:
+        """Column of the study's metric."""
+        return f"{self.metric}, %"
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Entries]:
+        """{key: its entries} of the lists that the study reads; raises InputError for faults."""
+        faults = Faults()
+        keys = [key for key in _LISTS if hasattr(self, key)]
+        found = {key: faults.check(parse_entries, key, getattr(self, key)) or {} for key in keys}
+        collect_faults(faults)
+        return found
+
+    def config_of(
+        self, overrides: Mapping[str, str], faults: list[str] | None = None
+    ) -> ConfigDict:
+        """The config of a member; faults of its overrides are added to `faults`."""
+        own = copy.deepcopy(self.config)  # keeps the types of keys that are None
+        found = apply_overrides(own, list(overrides.items()))
+        if faults is not None:
+            faults += found
+        return own
+
+    def choose(self, results: Results, candidates: Mapping[T, Member], metric: str) -> T | None:
+        """The key of the candidate with the best metric, the first of equally good ones.
+
+        None until all have ended, or if all have diverged; of one candidate its key.
+        """
+        if len(candidates) == 1:
+            return next(iter(candidates))
+        ended = {key: results.get(member.name, Result("")) for key, member in candidates.items()}
+        if not {result.state for result in ended.values()} <= {FINISHED, DIVERGED}:
+            return None
+        known = {key: value for key, result in ended.items()
+                 if (value := self.value_of(result, metric)) is not None}  # fmt: skip
+        return max(known, key=known.__getitem__, default=None)
+
+    def value_of(self, result: Result | None, metric: str) -> float | None:
+        """A metric of a member; None if it has not finished, or lacks the metric."""
+        is_there = result is not None and result.state == FINISHED
+        return self.numbers_of(result).get(metric) if is_there else None
+
+    def numbers_of(self, result: Result) -> Mapping[str, Any]:
+        """The summary of a member, with the metrics of the step that counts."""
+        if self.point == "last" or "best" not in result.summary:
+            return result.summary
+        kept = {key: value for key, value in result.summary.items() if "/" not in key}
+        return kept | result.summary["best"]
+
+    # What the engine does with it.
+
+    @property
+    def sets(self) -> set[str]:
+        """Keys that the study sets for its members, so the user may not."""
+        entries = [changes for found in self.entries.values() for changes in found.values()]
+        return {*self.own_keys, *(key for changes in entries for key in changes)}
+
+    def ready(self, results: Results) -> list[Member]:
+        """The members that can run, or have run."""
+        finished = {name for name, result in results.items() if result.state == FINISHED}
+        return [m for m in self.members(results) if not m.after or m.after in finished]
+
+    def all_members(self) -> list[Member]:
+        """All members, as if each finished when its turn comes, equally well."""
+        metrics = {metric.name: 0.5 for metric in self.metrics()}
+        done = Result(FINISHED, {"step": 1, **metrics, "best": {"step": 1, **metrics}})
+        results: dict[str, Result] = {}
+        while new := [m for m in self.members(results) if m.name not in results]:
+            results |= {member.name: done for member in new}
+        return self.members(results)
+
+    def check(self) -> None:
+        """Raise InputError if the config does not describe such a study."""
+        faults = Faults()
+        faults.need_positive("study.seeds", self.seeds)
+        faults.need_known("study.point", self.point, ("last", "best"))
+        if faults.check(lambda: self.entries) is None:
+            collect_faults(faults)
+        for key, entries in self.entries.items():
+            faults.need(entries or key in self.may_be_empty,
+                        f"study.{key}: is empty; {_form(key)}")  # fmt: skip
+            wrong = {name for changes in entries.values() for name in changes}
+            wrong &= {"seed", *self.own_keys}
+            faults.need(not wrong, f"study.{key}: must not set {', '.join(sorted(wrong))}, which "
+                        "the study sets; leave it out")  # fmt: skip
+        self.check_own(faults)
+        self._check_metrics(faults)
+        collect_faults(faults)
+        members = self.all_members()
+        for member in members:
+            self.config_of(member.overrides, faults)
+        names = [member.name for member in members]
+        faults += [f"study: two runs have the workdir {name}; rename one, or leave it out"
+                   for name in names if names.count(name) > 1]  # fmt: skip
+        collect_faults(list(dict.fromkeys(faults)))
+
+    def _check_metrics(self, faults: Faults) -> None:
+        """Adds faults of metrics that members will not report, and of choices by test data."""
+        best = self.config.checkpoint.keep_best
+        faults.need(self.point != "best" or best is not None, "study.point='best': needs "
+                    "--config.checkpoint.keep_best=METRIC, which finds that step")  # fmt: skip
+        found = []
+        for metric in self.metrics():
+            evals, name = metric.config.evals, metric.name.partition("/")[0]
+            where = f"study.{metric.key}={self.config.study[metric.key]!r}"
+            if name not in evals:
+                faults.append(f"{where}: no such evaluator; {nearest(name, list(evals))}")
+                continue
+            known = faults.check(accuracies, metric.config, name)
+            faults.need(known is None or metric.name in known,
+                        f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
+            finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])
+            if self.point == "best" and finder is not None:
+                faults.need(evals[name].every == finder.every, f"{where}: evals.{name}.every="
+                            f"{evals[name].every!r} must be {finder.every!r}, as of the metric "
+                            "that finds the best step, so that it is known there")  # fmt: skip
+            found.append((metric, where, {*eval_splits(metric.config, evals[name]).values()}))
+        for chooser, where, splits in found:
+            for other, _, reported in found:
+                is_same = (chooser.name, chooser.config) == (other.name, other.config)
+                faults.need(
+                    not chooser.chooses or is_same or not splits & reported,
+                    f"{where}: chooses by the data of study.{other.key}={other.name!r}, which the "
+                    "study reports; choose by other data",
+                )
+
+
+class Found:
+    """The members of a study with their results so far."""
+
+    def __init__(self, study: Study, results: Results):
+        self.study, self.results, self.members = study, results, study.members(results)
+
+    def at(self, **place: Any) -> list[Member]:
+        """The members at a place."""
+        return [member for member in self.members if place.items() <= member.place.items()]
+
+    def measure(self, metric: str = "", *, note: str = "", **place: Any) -> Measured:
+        """A metric of the members at a place, by default the study's."""
+        metric = metric or self.study.metric
+        ended = [self.results.get(member.name) for member in self.at(**place)]
+        values = [self.study.value_of(result, metric) for result in ended]
+        states = [f"without {metric}" if result.state == FINISHED else result.state
+                  for result in ended if result is not None]  # fmt: skip
+        return Measured(values, states, note)
+
+    def csv(self) -> str:
+        """A row for each training run that has ended: its place, state and summary."""
+        ended = [(m, self.results[m.name]) for m in self.members
+                 if m.name in self.results and m.command == "train"]  # fmt: skip
+        numbers = [self.study.numbers_of(result) for _, result in ended]
+        places = list(dict.fromkeys(key for member, _ in ended for key in member.place))
+        metrics = dict.fromkeys(key for found in numbers for key in found if "/" in key)
+        rows = [{"member": member.name, **member.place, "state": result.state, **found}
+                for (member, result), found in zip(ended, numbers, strict=True)]  # fmt: skip
+        columns = ["member", *places, "state", *metrics, *_IN_CSV]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+
+def seeded(
+    name: str, changes: Mapping[str, str], place: Mapping[str, Any], seed: int, after: str = ""
+) -> Member:
+    """A training run with a seed."""
+    return Member(name, {**changes, "seed": str(seed)}, {**place, "seed": seed}, after)
+
+
+def join_name(*parts: Any) -> str:
+    """A member's name made of `parts`, without empty ones: a folder name that every disk takes.
+
+    A name longer than 255 bytes is cut, and a digest of the whole is added.
+    """
+    name = re.sub(r"[^\w.+-]+", "_", "__".join(str(part) for part in parts if part != ""))
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]
+    kept = name.encode()[: _LONGEST_NAME - _DIGITS - 2].decode(errors="ignore")
+    return f"{kept}__{digest}"
+
+
+def parse_changes(text: str) -> dict[str, str]:
+    """Parse "key=value; key=value"; raises ValueError for another form, or a key given twice."""
+    pairs = [pair.partition("=") for pair in text.split(";") if pair.strip()]
+    changes = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(changes) < len(pairs) or not all(changes) or not all(equals for _, equals, _ in pairs):
+        raise ValueError
+    return changes
+
+
+def parse_entries(key: str, texts: Sequence[str]) -> Entries:
+    """{names: changes} of the entries of `study.{key}`.
+
+    Raises:
+      InputError: lists all entries that are malformed or not unique.
+    """
+    found: Entries = {}
+    faults = Faults()
+    for text in texts:
+        head, colon, changes = text.partition(":")
+        names = tuple(name.strip() for name in head.split("|"))
+        try:
+            if not colon or not all(names) or len(names) != 1 + (key == "cells") or names in found:
+                raise ValueError
+            found[names] = parse_changes(changes)
+        except ValueError:
+            faults.append(f"study.{key}: {text!r}: {_form(key)}, each name and key once")
+    collect_faults(faults)
+    return found
+
+
+def _form(key: str) -> str:
+    return f'needs "{"row | column" if key == "cells" else "name"}: key=value; key=value"'
+
+
+def accuracies(config: ConfigDict, name: str) -> list[str] | None:
+    """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
+    found = declared_metrics(config, name)
+    return None if found is None else [m for m, better in found.items() if better == "higher"]
+
+
+def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and sample standard deviation.
+
+    The deviation is None for one value; both are None for an empty list.
+    """
+    mean = statistics.fmean(values) if values else None
+    return {"mean": mean, "std": statistics.stdev(values) if len(values) > 1 else None}
