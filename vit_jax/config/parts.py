@@ -97,17 +97,37 @@ class Section:
         return {f.name: _declared(f, hints[f.name]) for f in dataclasses.fields(cls)}  # type: ignore[arg-type] # every subclass is a dataclass
 
 
+_KINDS = (bool, int, float, str, tuple, object)
+_OF_EVERY_MODEL = ("name", "parent", "num_classes", "image_size")
+
+
 def _declared(field: dataclasses.Field, hint: Any) -> Key:
     if "meaning" not in field.metadata:
         raise TypeError(f"{field.name}: declare it as `{field.name}: TYPE = key(DEFAULT, MEANING)`")
-    kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
-    kind = kinds[0] if len(kinds) == 1 else object
-    of_strings = typing.get_args(kind)[:1] == (str,)
-    kind = typing.get_origin(kind) or kind
-    if kind not in (bool, int, float, str, tuple, object):
+    kind, of_strings = _kind_of(hint)
+    if kind not in _KINDS:
         raise TypeError(f"{field.name}: {hint} is no type of a key")
     default = ... if field.default is dataclasses.MISSING else field.default
     return Key(kind, default, **field.metadata, of_strings=of_strings)
+
+
+def _kind_of(hint: Any) -> tuple[Any, bool]:
+    """(the type of a key with this annotation, whether it is a tuple of texts)."""
+    kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
+    kind = kinds[0] if len(kinds) == 1 else object
+    return typing.get_origin(kind) or kind, typing.get_args(kind)[:1] == (str,)
+
+
+def keys_of_fields(module: type) -> dict[str, Key]:
+    """Optional keys for the fields of a Linen module, but those of every model."""
+    hints = typing.get_type_hints(module)
+    kinds = {f.name: _kind_of(hints[f.name])[0] for f in dataclasses.fields(module)}
+    meaning = f"field of {module.__name__}"
+    return {
+        k: Key(kind, None, meaning, within="", choices=(), form="", of_strings=False)
+        for k, kind in kinds.items()
+        if kind in _KINDS[:-1] and k not in _OF_EVERY_MODEL
+    }
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
