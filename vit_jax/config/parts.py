@@ -100,17 +100,38 @@ class Section:
         return {f.name: _declared(f, hints[f.name]) for f in dataclasses.fields(cls)}  # type: ignore[arg-type] # every subclass is a dataclass
 
 
+_KINDS = (bool, int, float, str, tuple, object)
+_OF_EVERY_MODEL = ("name", "parent", "num_classes", "image_size")
+
+
 def _declared(field: dataclasses.Field, hint: Any) -> Key:
     if "meaning" not in field.metadata:
         raise TypeError(f"{field.name}: declare it as `{field.name}: TYPE = key(DEFAULT, MEANING)`")
+    kind, item = _kind_of(hint)
+    if kind not in _KINDS:
+        raise TypeError(f"{field.name}: {hint} is no type of a key")
+    default = ... if field.default is dataclasses.MISSING else field.default
+    return Key(kind, default, **field.metadata, item=item)
+
+
+def _kind_of(hint: Any) -> tuple[Any, type | None]:
+    """(the type of a key with this annotation, the type of a tuple's items)."""
     kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
     kind = kinds[0] if len(kinds) == 1 else object
     items = typing.get_args(kind)
-    kind = typing.get_origin(kind) or kind
-    if kind not in (bool, int, float, str, tuple, object):
-        raise TypeError(f"{field.name}: {hint} is no type of a key")
-    default = ... if field.default is dataclasses.MISSING else field.default
-    return Key(kind, default, **field.metadata, item=items[0] if items else None)
+    return typing.get_origin(kind) or kind, items[0] if items else None
+
+
+def keys_of_fields(module: type) -> dict[str, Key]:
+    """Optional keys for the fields of a Linen module, but those of every model."""
+    hints = typing.get_type_hints(module)
+    kinds = {f.name: _kind_of(hints[f.name])[0] for f in dataclasses.fields(module)}
+    meaning = f"field of {module.__name__}"
+    return {
+        k: Key(kind, None, meaning, within="", choices=(), form="", item=None)
+        for k, kind in kinds.items()
+        if kind in _KINDS[:-1] and k not in _OF_EVERY_MODEL
+    }
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
