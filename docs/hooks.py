@@ -33,6 +33,12 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
 
 
+def _text(declared) -> str:
+    """The docstring of `declared`, a line for each paragraph; a renderer breaks the lines."""
+    paragraphs = (inspect.getdoc(declared) or "").split("\n\n")
+    return "\n\n".join(text if "\n " in text else " ".join(text.split("\n")) for text in paragraphs)
+
+
 def _row(name: str, declared) -> tuple[str, ...]:
     kind = "int or pair" if declared.kind is object else declared.kind.__name__
     default = "required" if declared.default is ... else f"`{declared.default!r}`"
@@ -56,10 +62,10 @@ def config_keys() -> str:
     for name, section in SECTIONS.items():
         prefix = f"{name}." if name else ""
         own = _keys_of(section.declared(), prefix)
-        pieces += [f"## {name or 'The run'}", "", inspect.getdoc(section), "", own, ""]
+        pieces += [f"## {name or 'The run'}", "", _text(section), "", own, ""]
         for choice in registries.get(name, ()):
             part = registries[name].find(choice)
-            pieces += [f"### {choice}", "", inspect.getdoc(part), ""]
+            pieces += [f"### {choice}", "", _text(part), ""]
             pieces += [_keys_of(part.declared(), prefix), ""] if part.declared() else []
     return "\n".join(pieces)
 
@@ -73,7 +79,7 @@ def evaluator_keys() -> str:
     for kind in EVALUATORS:
         evaluator = EVALUATORS.find(kind)
         own = {k: declared for k, declared in evaluator.declared().items() if k not in common}
-        parts += [f"### {kind}", "", inspect.getdoc(evaluator), "", _keys_of(own), ""]
+        parts += [f"### {kind}", "", _text(evaluator), "", _keys_of(own), ""]
     return "\n".join(parts)
 
 
@@ -180,7 +186,7 @@ def _ops(kind: type) -> str:
         op = OPS.find(name)
         if issubclass(op, kind):
             rows = [_row(k, declared) for k, declared in op.declared().items()]
-            pieces += [f"### {name}", "", f"`{name}{op.signature()}`", "", inspect.getdoc(op), ""]
+            pieces += [f"### {name}", "", f"`{name}{op.signature()}`:", _text(op), ""]
             pieces += [_table(heads, rows), ""] if rows else []
     return "\n".join(pieces)
 

@@ -199,7 +199,7 @@ def test_reference_of_ops_has_every_op(hooks):
     page = hooks.on_page_markdown((ROOT / "docs/reference/ops.md").read_text())
     for name in OPS:
         op = OPS.find(name)
-        assert f"\n### {name}\n\n`{name}{op.signature()}`\n" in page
+        assert f"\n### {name}\n\n`{name}{op.signature()}`:\n" in page
         assert all(f"| `{k}` | " in page for k in op.declared())
     assert "| `crop` | float | `1.0` | [0.01, 1] |" in page
 
