@@ -7,11 +7,10 @@ import sys
 
 import pytest
 from etils import epath
-from ml_collections.config_dict import placeholder
 from opened import config_json
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
-from vit_jax.config.evals import typed_entry
+from vit_jax.config.registries import SOURCES
 from vit_jax.config.stored import (
     changed_keys,
     from_json,
@@ -24,17 +23,49 @@ from vit_jax.config.upgrades import FORMAT
 from vit_jax.errors import InputError
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
+from vit_jax.models import MODELS
 from vit_jax.run import agreement
 from vit_jax.run.validation import find_faults
 from vit_jax.transfer import load_pretrained
 
 # It records every time that it runs.
-PART = """
+PART = '''
 import logging
-from ml_collections.config_dict import placeholder
+
+import flax.linen as nn
+from vit_jax.config import Part, key
+from vit_jax.config.registries import SOURCES
+from vit_jax.models import MODELS, Family
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
-CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "data.notes": "none"}
+
+
+class Net(nn.Module):
+    num_classes: int
+    image_size: tuple[int, int]
+    token_dim: int = 3
+
+
+class Rings(Part):
+    """Rings."""
+
+    most: int = key(3, "rings")
+    notes: str = key("none", "about them")
+
+
+MODELS["Net"] = Family(Net, dict, ())
+SOURCES["rings"] = Rings
+'''
+OTHER = """
+from vit_jax.config import Part, key
+from vit_jax.config.registries import SOURCES
+
+
+class Other(Part):
+    other: int = key(1, "another")
+
+
+SOURCES["other"] = Other
 """
 RUNS = "vit_jax_plugins.part runs"
 
@@ -47,7 +78,11 @@ def fresh(tmp_path, monkeypatch):
     before = {*sys.modules}
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    ours = dict(MODELS), dict(SOURCES)
     yield
+    for registry, parts in zip((MODELS, SOURCES), ours, strict=True):
+        registry.clear()
+        registry.update(parts)
     for name in {*sys.modules} - before:
         if name.startswith(("vit_jax_plugins", "part")):
             del sys.modules[name]
@@ -82,9 +117,9 @@ def test_keys_are_typed_checked_and_suggested(here):
     (here / "part.py").write_text(PART)
     plain, c = base_config(), base_config(plugins=["part.py"])
     assert c.plugins == ("part.py",)
-    added = {"model.token_dim": None, "data.most": 3, "data.notes": "none"}
+    added = {"model.token_dim": None, "data.most": None, "data.notes": None}
     assert flatten(c) == flatten(plain) | added | {"plugins": ("part.py",)}
-    assert own_keys(c, "data") == {"most": 3, "notes": "none"} and own_keys(c, "model") == {}
+    assert own_keys(c, "data") == {}
     with pytest.raises(TypeError, match="token_dim"):
         c.model.token_dim = "x"
     with pytest.raises((AttributeError, KeyError), match="token_dmi"):
@@ -92,7 +127,7 @@ def test_keys_are_typed_checked_and_suggested(here):
     faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("data.note", "y")])
     assert faults == [
         "--config.model.token_dmi: no such key; did you mean model.token_dim?",
-        "--config.data.most='x': needs an int",
+        "--config.data.most='x': needs an int or None",
         "--config.data.note: no such key; did you mean data.notes?",
     ]
     assert apply_overrides(c, [("model.token_dim", "5"), ("model.token_dim", "None")]) == []
@@ -102,38 +137,11 @@ def test_keys_are_typed_checked_and_suggested(here):
     assert "token_dim" not in base_config().model
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ([], "needs a dict"),
-        ({"token_dim": 3}, "'token_dim': needs the form section.key"),
-        ({"model.width": placeholder(str)}, "model.width: "),
-        ({"model.token_dim": 3}, "model.token_dim=3: "),
-        ({"mesh.ring": 3}, "mesh.ring: "),
-        ({"lab.notes": "none"}, "lab.notes: "),
-        ({"format_version.x": 1}, "format_version.x: "),
-        ({"data.rings": ("a", "b")}, "a tuple of numbers"),
-        ({"data.rings": {}}, "data.rings={}: "),
-    ],
-)
-def test_keys_that_cannot_be(monkeypatch, keys, says):
-    monkeypatch.setitem(
-        plugins._PLUGINS, "part.py", plugins.Plugin("part.py", "part", "part.py", b"", keys)
-    )
+def test_a_key_of_another_type_is_refused(here):
+    (here / "other.py").write_text(OTHER.replace("other: int = key(1", "split: int = key(1"))
     with pytest.raises(InputError) as e:
-        add_plugins(base_config(), ["part.py"])
-    assert str(e.value).startswith("CONFIG_KEYS of the plug-in part.py: ") and says in str(e.value)
-
-
-def test_a_key_that_exists_is_shared(monkeypatch):
-    keys = {"model.width": placeholder(int), "data.repeats": 1}
-    monkeypatch.setitem(
-        plugins._PLUGINS, "part.py", plugins.Plugin("part.py", "part", "part.py", b"", keys)
-    )
-    c = base_config()
-    c.model.width = 7
-    add_plugins(c, ["part.py"])
-    assert c.model.width == 7
+        base_config(plugins=["other.py"])
+    assert [fault.partition(":")[0] for fault in e.value.faults] == ["data.split"]
 
 
 def test_the_same_code_runs_once(here, ran):
@@ -177,11 +185,6 @@ def test_arrays_at_import(here):
     assert b"early.py: uses JAX devices while it is imported" in done.stderr, done.stderr
 
 
-def test_an_evaluator_without_our_keys():
-    with pytest.raises(InputError, match="'mine': its entries lack ops, data_name, data_dir;"):
-        typed_entry("mine", {"split": "test", "every": "1 epochs", "batch_size": None})
-
-
 def test_beside_the_config_file(tmp_path, here):
     there = tmp_path / "there"
     there.mkdir()
@@ -198,11 +201,11 @@ def test_beside_the_config_file(tmp_path, here):
 
 def test_command_line(here, capsys):
     (here / "part.py").write_text(PART)
-    (here / "other.py").write_text("CONFIG_KEYS = {'data.other': 1}\n")
+    (here / "other.py").write_text(OTHER)
     words = ["--config=quickstart:debug", "--print_config", "--config.data.notes=mine"]
     assert main([*words, "--config.plugins=part.py,other.py"]) == 0
     c = from_json(capsys.readouterr().out)
-    assert (c.plugins, c.data.notes, c.data.other) == (("part.py", "other.py"), "mine", 1)
+    assert (c.plugins, c.data.notes, c.data.other) == (("part.py", "other.py"), "mine", None)
     assert base_config().plugins == ()  # no other command has them
     assert main(words) == 2
     assert "--config.data.notes: no such key" in capsys.readouterr().err
@@ -240,7 +243,7 @@ def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
     with plugins.using(trusted=True):
         assert read_config(workdir).plugins == ("part.py",)
     assert ran() == 1
-    assert read_config(workdir).data.notes == "none"  # known from now on
+    assert read_config(workdir).data.notes is None  # known from now on
     assert ran() == 0
 
 
@@ -363,7 +366,7 @@ def test_resume_without_it_is_a_change(workdir):
 
 
 def test_one_is_added_on_resume(workdir, here):
-    (here / "other.py").write_text('CONFIG_KEYS = {"data.other": 1}\n')
+    (here / "other.py").write_text(OTHER)
     with plugins.using(trusted=True):
         stored = read_config(workdir)
     c = base_config(plugins=["other.py"])
@@ -372,7 +375,7 @@ def test_one_is_added_on_resume(workdir, here):
     plugins.store_plugins(c.plugins, workdir)  # as on resume
     assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
     c.data.other = 2
-    assert changed_keys(stored, c) == {"data.other": (1, 2)}
+    assert changed_keys(stored, c) == {"data.other": (None, 2)}
 
 
 def test_processes_compare_digests(here, monkeypatch):

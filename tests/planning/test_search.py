@@ -32,6 +32,10 @@ PLAN = ("plan", "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug",
         "--config.global_batch_size=256", "--topology=v5e:4x4")  # fmt: skip
 
 
+COMPARED = {"objective.name": "distillation", "objective.mode": "features",
+            "objective.features": "0:0", "objective.teacher": "untrained:ViT-B/16"}  # fmt: skip
+
+
 def config_of(**changes):
     c = base_config()
     c.model.name, c.data.name, c.data.image_size = "ViT-B/16", "imagenet2012", 32
@@ -130,7 +134,7 @@ def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
         ({"mesh.fsdp": 4, "model.scan": False}, {(4, False, DEPTH), (4, False, 0)}),
         ({"mesh.fsdp": 4, "model.remat": "full"}, {(4, False, DEPTH)}),
         # Single layers that a distillation compares are neither scanned nor recomputed.
-        ({"mesh.fsdp": 4, "objective.features": "0:0"}, {(4, False, 0)}),
+        ({"mesh.fsdp": 4} | COMPARED, {(4, False, 0)}),
     ],
     ids=str,
 )
