@@ -124,8 +124,11 @@ class Measured:
         return text + f" [{self.note}]" * bool(self.note)
 
     def numbers(self) -> dict[str, Any]:
-        """Mean, deviation and values as fractions, for study.json."""
-        return {**mean_and_std(self.known), "values": self.known, "note": self.note}
+        """Mean, sample deviation and values as fractions, for study.json."""
+        known = self.known
+        mean = statistics.fmean(known) if known else None
+        std = statistics.stdev(known) if len(known) > 1 else None
+        return {"mean": mean, "std": std, "values": known, "note": self.note}
 
 
 class Report(NamedTuple):
@@ -432,12 +435,3 @@ def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
     found = declared_metrics(config, name)
     return None if found is None else [m for m, better in found.items() if better == "higher"]
-
-
-def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and sample standard deviation.
-
-    The deviation is None for one value; both are None for an empty list.
-    """
-    mean = statistics.fmean(values) if values else None
-    return {"mean": mean, "std": statistics.stdev(values) if len(values) > 1 else None}
