@@ -126,12 +126,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
             raise
         raise InputError(f"init_from={str(path)!r}: {e}") from None
     if (held_out := side_file(path)).exists():
-        try:
-            hashes = hashes_from_bytes(held_out.read_bytes())
-        except (OSError, EOFError, ValueError) as e:
-            raise InputError(
-                f"init_from={str(path)!r}: {held_out.name} cannot be read ({e}); copy it again"
-            ) from None
+        hashes = hashes_from_bytes(held_out.read_bytes())
         pretrained = pretrained._replace(division=Division(hashes=hashes))
     known, found = by_address(source), pretrained.model.num_classes
     if known is not None:

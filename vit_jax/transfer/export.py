@@ -152,12 +152,11 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
         for name in names:
             write_whole(target / name, (root / name).read_bytes())
     except BaseException as e:
-        # Ignore failed removals; epath raises ValueError for a folder that is not empty.
-        for name in names:
-            with contextlib.suppress(OSError):
+        # epath raises ValueError for a folder that is not empty.
+        with contextlib.suppress(OSError, ValueError):
+            for name in names:
                 (target / name).unlink(missing_ok=True)
-        for folder in made:
-            with contextlib.suppress(OSError, ValueError):
+            for folder in made:
                 folder.rmdir()
         if isinstance(e, OSError):
             said = f"--output={output}: cannot be written ({e}); choose another"
