@@ -27,27 +27,6 @@ def test_notation():
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("cifar10", "'cifar10' is not an entry; write NAME=WEIGHT"),
-        ("cifar10=", "write NAME=WEIGHT"),
-        ("=0.3", "write NAME=WEIGHT"),
-        ("a@=0.3", "write NAME=WEIGHT"),
-        ("a=0", "write NAME=WEIGHT"),
-        ("a=-0.1", "write NAME=WEIGHT"),
-        ("a=nan", "write NAME=WEIGHT"),
-        ("a=inf", "write NAME=WEIGHT"),
-        ("a=0.5,b=0.5", "add up to 1 and leave nothing to data.name"),
-        ("synthetic=0.5", "synthetic data cannot be mixed"),
-    ],
-)
-def test_what_is_no_mixture_is_refused(text, says):
-    with pytest.raises(InputError) as error:
-        parse_mix(text)
-    assert str(error.value).startswith("data.mix") and says in str(error.value)
-
-
 @pytest.fixture(scope="module")
 def digits():
     return [make_source("digits", split=split, image_size=(8, 8)) for split in ("train", "test")]

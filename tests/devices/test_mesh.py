@@ -5,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from at_fault import at_fault
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -48,22 +49,20 @@ def test_mesh_of_some_devices():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "key"),
     [
-        ((1, 3, 1, 1), ["mesh.data=3", "needs 3 devices, but there are 8"]),
-        ((1, 1, 2, 2), ["mesh.fsdp=2, mesh.tensor=2", "needs 4 devices, but there are 8"]),
-        ((1, -1, 3, 1), ["mesh.fsdp=3", "needs a multiple of 3 devices, but there are 8"]),
-        ((1, -1, 16, 1), ["mesh.fsdp=16", "needs a multiple of 16 devices, but there are 8"]),
-        ((-1, -1, 1, 1), ["mesh.replica=-1, mesh.data=-1", "at most one of them -1"]),
-        ((1, 0, 1, 1), ["mesh.data=0", "positive sizes"]),
-        ((1, 1, -2, 1), ["mesh.fsdp=-2", "positive sizes"]),
+        ((1, 3, 1, 1), "mesh.data"),
+        ((1, 1, 2, 2), "mesh.fsdp"),
+        ((1, -1, 3, 1), "mesh.fsdp"),
+        ((1, -1, 16, 1), "mesh.fsdp"),
+        ((-1, -1, 1, 1), "mesh.replica"),
+        ((1, 0, 1, 1), "mesh.data"),
+        ((1, 1, -2, 1), "mesh.fsdp"),
     ],
 )
-def test_faulty_meshes(sizes, said):
-    with pytest.raises(InputError) as error:
+def test_faulty_meshes(sizes, key):
+    with at_fault(key):
         mesh_of(*sizes)
-    for part in said:
-        assert part in str(error.value)
 
 
 def test_the_batch_is_split_over_all_axes_but_tensor():

@@ -99,12 +99,6 @@ def test_it_is_saved_merged(format, tmp_path):
         load_pretrained(path, lora_rank=4)
 
 
-@pytest.mark.parametrize("rank", [0, 33])
-def test_ranks_that_no_matrix_has(rank):
-    with pytest.raises(InputError, match=f"lora_rank={rank}: .*1 to width=32"):
-        make(lora_rank=rank)
-
-
 def test_adapters_are_sharded_like_their_kernel():
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
     model = create_model("ViT-Ti/8", 5, 16, **SIZES, lora_rank=4, scan=True)

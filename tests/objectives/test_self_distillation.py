@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 
 from vit_jax.benchmarks.step import made_up_batch
 from vit_jax.config import OBJECTIVES
@@ -265,31 +266,16 @@ def test_positions_of_local_views_are_resampled():
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("own", "key"),
     [
-        ({"koleo_group": 3}, "objective.koleo_group=3: must divide global_batch_size=8"),
-        ({"masked_views": 0.1}, "leaves no view with hidden patches"),
-        ({"mask_min": 0.01, "mask_max": 0.06}, "mask_max=0.06: hides none of a view's 16 patches"),
+        ({"koleo_group": 3}, "objective.koleo_group"),
+        ({"masked_views": 0.1}, "objective.masked_views"),
+        ({"mask_min": 0.01, "mask_max": 0.06}, "objective.mask_max"),
     ],
 )
-def test_what_does_not_fit_the_batch_is_refused(own, words):
-    with pytest.raises(InputError, match=words):
+def test_what_does_not_fit_the_batch_is_refused(own, key):
+    with at_fault(key):
         make(**own)
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"centring": "center"}, "objective.centring='center'"),
-        ({"mask_min": 0.6}, "objective.mask_min=0.6: "),
-        ({"gram_weight": 1.0}, "objective.gram_every=None: goes together with"),
-        ({"num_prototypes": 0}, "objective.num_prototypes=0"),
-        ({"koleo_group": 1}, "objective.koleo_group=1: "),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(own, words):
-    with pytest.raises(InputError, match=words):
-        OBJECTIVES.make({"name": "self_distillation", **own})
 
 
 @pytest.mark.parametrize("name", ["freeze_prototypes", "temperature_warmup"])

@@ -21,7 +21,6 @@ from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection, Series
 from vit_jax.run.sources import find_absent
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.validation import find_faults
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -112,14 +111,6 @@ def test_a_metric_that_the_evaluator_does_not_give():
     found.add(5, {"other/top1": 0.5})
     with pytest.raises(InputError, match=r"stop\.metric='test/top2': did you mean test/top1\?"):
         found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
-
-
-@pytest.mark.parametrize("metric", ["top1", "test/", "val/top1"])
-def test_keys_that_name_no_metric(metric):
-    faults = find_faults(make_config(checkpoint__keep_best=metric, stop__patience="0"))
-    assert [fault.split(": ")[0] for fault in faults] == [
-        f"checkpoint.keep_best={metric!r}", "stop.patience=0",
-    ]  # fmt: skip
 
 
 def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
