@@ -54,7 +54,7 @@ def test_crops_of_images_whose_size_is_not_known():
     host_ops, _ = parse_ops("decode|central_crop|resize_small(crop=0.5)|random_crop(16)", (8, 8))
     check_crops(host_ops, "data.ops")
     check_crops(host_ops, "data.ops", (8, 9))
-    with pytest.raises(InputError, match="the data give images of 8 x 7"):
+    with at_fault("data.ops"):
         check_crops(host_ops, "data.ops", (8, 7))
 
 

@@ -7,7 +7,6 @@ import pytest
 from at_fault import at_fault
 
 from vit_jax.config import SCHEDULES
-from vit_jax.errors import InputError
 from vit_jax.experiment.durations import check_duration, parse_duration
 from vit_jax.experiment.schedules import half_cosine, make_schedule
 
@@ -48,7 +47,7 @@ def test_duration_is_exact(text, num_examples, global_batch_size, steps):
 def test_a_run_has_as_many_steps_as_its_state_counts():
     sizes = {"num_examples": 3, "global_batch_size": 1, "key": "duration"}
     assert parse_duration("2147483647 steps", **sizes) == 2**31 - 1
-    with pytest.raises(InputError, match=r"duration='1e9 epochs': is too long; needs at most"):
+    with at_fault("duration"):
         parse_duration("1e9 epochs", **sizes)
 
 

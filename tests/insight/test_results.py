@@ -5,10 +5,10 @@ import io
 
 import numpy as np
 import pytest
+from at_fault import at_fault
 from etils import epath
 from PIL import Image
 
-from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots, results
@@ -161,7 +161,7 @@ def test_one_row_for_each_model(tmp_path):
     assert path.read_text() == "model,v2/top1,r/top1\nruns/a,0.123456789,\nruns/b,0.75,0.25\n"
     for content in (b"x,y\n1,2\n", b"\x89PNG\xff"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="--table="):
+        with at_fault("--table"):
             read_rows(path)
 
 
