@@ -1,7 +1,8 @@
 """Fills in the parts of the docs that come from the code, while MkDocs builds the site.
 
 A line `<!-- made by NAME -->` in a page is replaced by the text that the function NAME of PARTS
-returns. Nothing is copied by hand, so the reference cannot fall behind the code.
+returns. If a line `<!-- end of NAME -->` follows, `python docs/hooks.py` writes the text between
+the two, to be checked in; a test holds it equal to the code.
 """
 
 import contextlib
@@ -42,47 +43,40 @@ def _row(name: str, declared) -> tuple[str, ...]:
     return (f"`{name}`", kind, default, limits, _sentence(declared.meaning))
 
 
+def _keys_of(declared: dict, prefix: str = "") -> str:
+    """The table of the keys {name: declaration}."""
+    heads = ("key", "type", "default", "range or choices", "meaning")
+    return _table(heads, [_row(prefix + name, key) for name, key in declared.items()])
+
+
 def config_keys() -> str:
     """A table for each section of the config and each of its parts: what they declare."""
     from vit_jax.config.registries import REGISTRIES
     from vit_jax.config.sections import SECTIONS
 
-    heads, pieces = ("key", "type", "default", "range or choices", "meaning"), []
+    pieces = []
     registries = {registry.section: registry for registry in REGISTRIES}
     for name, section in SECTIONS.items():
         prefix = f"{name}." if name else ""
-        rows = [_row(prefix + k, declared) for k, declared in section.declared().items()]
-        pieces += [
-            f"## {name or 'The run'}",
-            "",
-            inspect.getdoc(section),
-            "",
-            _table(heads, rows),
-            "",
-        ]
+        own = _keys_of(section.declared(), prefix)
+        pieces += [f"## {name or 'The run'}", "", inspect.getdoc(section), "", own, ""]
         for choice in registries.get(name, ()):
             part = registries[name].find(choice)
-            rows = [_row(prefix + k, declared) for k, declared in part.declared().items()]
             pieces += [f"### {choice}", "", inspect.getdoc(part), ""]
-            pieces += [_table(heads, rows), ""] if rows else []
+            pieces += [_keys_of(part.declared(), prefix), ""] if part.declared() else []
     return "\n".join(pieces)
 
 
 def evaluator_keys() -> str:
-    """A table of the keys of each kind of entry of `evals`."""
-    from vit_jax.config.evals import EVALUATORS, find_evaluator
+    """A table of the keys that all entries of `evals` have, and of those of each evaluator."""
+    from vit_jax.config import EVALUATORS, Evaluator
 
-    parts = []
+    common = Evaluator.declared()
+    parts = ["### All evaluators", "", _keys_of(common), ""]
     for kind in EVALUATORS:
-        entry = find_evaluator(kind).entry
-        rows = []
-        for name, parameter in inspect.signature(entry).parameters.items():
-            default = parameter.default
-            shown = "required" if default is parameter.empty else f"`{default!r}`"
-            rows.append((f"`{name}`", shown))
-        parts += [f"### {kind}", ""]
-        parts += [inspect.getdoc(entry) or "", ""]
-        parts += [_table(("key", "default"), rows), ""]
+        evaluator = EVALUATORS.find(kind)
+        own = {k: declared for k, declared in evaluator.declared().items() if k not in common}
+        parts += [f"### {kind}", "", inspect.getdoc(evaluator), "", _keys_of(own), ""]
     return "\n".join(parts)
 
 
@@ -185,5 +179,22 @@ PARTS = {part.__name__: part for part in _MADE}
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """MkDocs calls this with the text of each page."""
-    return re.sub(r"<!-- made by (\w+) -->", lambda match: PARTS[match[1]](), markdown)
+    """MkDocs calls this with the text of each page; tables that are checked in stay as they are."""
+    alone = r"<!-- made by (\w+) -->(?!.*<!-- end of \1 -->)"
+    return re.sub(alone, lambda match: PARTS[match[1]](), markdown, flags=re.DOTALL)
+
+
+def with_tables(markdown: str) -> str:
+    """`markdown` with new text in each place `<!-- made by NAME -->...<!-- end of NAME -->`."""
+    place = r"(<!-- made by (\w+) -->\n).*(<!-- end of \2 -->)"
+    return re.sub(
+        place,
+        lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}",
+        markdown,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":  # rewrites the tables that are checked in
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        page.write_text(with_tables(page.read_text()))

@@ -181,9 +181,14 @@ def test_reference_of_launchers(hooks, monkeypatch):
         assert f"usage: python launch/{name}.py " in text
 
 
-def test_reference_of_evaluators(hooks):
-    text = hooks.evaluator_keys()
-    assert "### fewshot" in text and "| `shots` | `(1, 5, 10, 25)` |" in text
+def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
+    tables = [page for page in PAGES if "<!-- end of " in page.read_text()]
+    assert [page.name for page in tables] == ["config.md", "evaluators.md"]
+    for page in tables:
+        text = page.read_text()
+        assert hooks.with_tables(text) == text, f"{page}: run python docs/hooks.py"
+        assert hooks.on_page_markdown(text) == text
+    assert "| `shots` | tuple | `(1, 5, 10, 25)` |" in text
 
 
 def test_reference_of_ops_has_every_op(hooks):

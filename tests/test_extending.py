@@ -11,7 +11,7 @@ from opened import config_json, open_all
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
-from vit_jax.config import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, evals, plugins
+from vit_jax.config import EVALUATORS, LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, plugins
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -36,7 +36,7 @@ from vit_jax.transfer.pretrained import Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    models.MODELS, OBJECTIVES, LOSSES, evals.EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    models.MODELS, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_each_kind_is_a_line(parts):
         ("data.ops", "nose(4)", "did you mean noise?"),
         ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
         ("optimizer.name", "adam", "did you mean"),
-        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a positive int"),
+        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a number in"),
     ],
 )
 def test_faults_name_them(config, key, value, says):

@@ -11,7 +11,6 @@ from etils import epath
 from opened import config_json
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
-from vit_jax.config.evals import typed_entry
 from vit_jax.config.registries import SOURCES
 from vit_jax.config.stored import (
     changed_keys,
@@ -185,11 +184,6 @@ def test_arrays_at_import(here):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert b"early.py: uses JAX devices while it is imported" in done.stderr, done.stderr
-
-
-def test_an_evaluator_without_our_keys():
-    with at_fault("type"):
-        typed_entry("mine", {"split": "test", "every": "1 epochs", "batch_size": None})
 
 
 def test_beside_the_config_file(tmp_path, here):

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-import jax
+import hand_made
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,7 +16,6 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.multilabel import MultiLabel
 from vit_jax.main import main
-from vit_jax.objectives.losses import make_loss
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -34,11 +33,9 @@ def run(logits, labels, mask):
          "id": np.arange(i, i + 4, dtype=np.int32)}
         for i in range(0, len(logits), 4)
     ]  # fmt: skip
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    evaluator = MultiLabel(lambda state, x: x, make_loss("sigmoid"), lambda: batches, one)
-    result = evaluator.run(None)
-    assert result.keys() == evaluator.metrics.keys()
-    return result
+    config = base_config()
+    config.loss.name = "sigmoid"
+    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, config=config)
 
 
 def test_mean_average_precision_of_the_classes_that_are_shown():
@@ -92,7 +89,7 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     export = f"--output={tmp_path / 'export'}"
     assert main(["export", f"--workdir={tmp_path / 'run'}", export, "--format=timm"]) == 0
     several = ["--config=configs/evaluate.py:multilabel,list", where, "--config.loss.name=sigmoid",
-               f"--config.loss.class_weights={config['loss']['class_weights']}",
+               f"--config.loss.class_weights={config['resolved']['loss']['class_weights']}",
                "--config.data.multi_label=true", "--config.evals.multilabel.split=val"]  # fmt: skip
     for source in ("run", "export"):
         capsys.readouterr()

@@ -235,13 +235,13 @@ def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
     assert float(average["mean"]) == pytest.approx(0.1 * 2 + 0.9 * 3)
     assert (average["calls"], average["calls"].dtype) == (1, jnp.int32)
 
-    class Mean:
-        def run(self, state):
-            assert (state.ema, state.ema_model_state) == ({}, {})
-            weight, mean = state.params["weight"], state.model_state["mean"]
-            return {"weight": float(weight), "mean": float(mean)}
+    def measure(state):
+        assert (state.ema, state.ema_model_state) == ({}, {})
+        weight, mean = state.params["weight"], state.model_state["mean"]
+        return {"weight": float(weight), "mean": float(mean), "num_examples": 2}
 
-    found = evaluate("val", Mean(), state)
+    found = evaluate("val", measure, state)
+    assert found["val/num_examples"] == 2 and "val/num_examples_raw" not in found
     assert (found["val/mean"], found["val/mean_raw"]) == (pytest.approx(2.9), 3)
     assert found["val/weight"] == float(state.ema["weight"])
 

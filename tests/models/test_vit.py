@@ -303,8 +303,9 @@ def test_an_int_image_size_is_square():
 @pytest.mark.parametrize(
     ("fields", "keys"),
     [
-        ({"num_heads": True, "depth": 2.5, "class_token": 1, "num_classes": "10", "dropout": "0",
-          "scan": "no"}, "class_token depth dropout num_classes num_heads scan"),
+        ({"num_heads": True, "depth": 2.5, "class_token": 1, "dropout": "0", "scan": "no"},
+         "class_token depth dropout num_heads scan"),
+        ({"num_classes": "10"}, "num_classes"),
         ({"num_clases": 10, "pol": "gap"}, "num_clases pol"),
         ({"depth": 0, "gelu": "erf", "num_heads": 3, "patch_size": 5},
          "depth gelu num_heads patch_size patch_size"),

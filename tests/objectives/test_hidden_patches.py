@@ -286,17 +286,20 @@ def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
         return Reconstruction(params * id_B, 0 * images, images // 2)
 
     batches = [batch([1, 2], [1, 1]), batch([6, 9], [1, 0])]
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    evaluator = ReconstructionLoss(
-        reconstruct, lambda: batches, one, lambda step: epath.Path(tmp_path / f"{step}.png"), 1
-    )
+    inputs = SimpleNamespace(
+        name="own", folder=epath.Path(tmp_path), batches=lambda: batches,
+        replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )  # fmt: skip
+    evaluator = ReconstructionLoss(split="test", every="1 epochs", num_pictures=1)
+    measure = evaluator.bind_to(inputs, reconstruct)
     state = SimpleNamespace(step=np.int32(7), params=np.float32(2))
-    found = evaluator.run(state)
+    found = measure(state)
     assert found == {"loss": 2 * (1 + 2 + 6) / 3, "num_examples": 3}
-    assert found.keys() == evaluator.metrics.keys()
-    picture = np.asarray(Image.open(tmp_path / "7.png"))
-    assert picture.shape == (96 + 8, 3 * 100 + 4, 3)
-    np.testing.assert_array_equal(picture[50, [0, 50, 102, 150, 250], 0], [255, 0, 255, 100, 200])
-    (tmp_path / "7.png").unlink()
-    evaluator.run(state)  # the raw weights of the same step
-    assert not list(tmp_path.iterdir())
+    assert found.keys() == evaluator.metrics().keys()
+    path = tmp_path / "reconstructions/own_00000007.png"
+    table = np.asarray(Image.open(path))
+    assert table.shape == (96 + 8, 3 * 100 + 4, 3)
+    np.testing.assert_array_equal(table[50, [0, 50, 102, 150, 250], 0], [255, 0, 255, 100, 200])
+    path.unlink()
+    measure(state)  # the raw weights of the same step
+    assert not list(path.parent.iterdir())

@@ -26,7 +26,6 @@ from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError, SharedInputError
-from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
@@ -230,7 +229,7 @@ def tuned(finished, tmp_path_factory):
         patch.setattr(speed, "rented_chips", lambda devices: 1)
         spy(patch, writers.MetricWriter, "write")
         spy(patch, writers.MetricWriter, "flush")
-        spy(patch, Classification, "run")
+        spy(patch, record, "evaluate")
         spy(patch, checkpoint.Checkpoints, "save")
         spy(patch, checkpoint.Checkpoints, "close")
         spy(patch, writers.MetricWriter, "__exit__")
@@ -245,7 +244,7 @@ def test_order_is_log_evaluate_flush_save_commit_close_and_compilation_counts(tu
     workdir, calls, _ = tuned
     # The first flush is the opening of the files; closing them may fail or take long, so it waits
     # for the last save.
-    order = ["flush", "write", "run", "write", "flush", "save", "close", "__exit__"]
+    order = ["flush", "write", "evaluate", "write", "flush", "save", "close", "__exit__"]
     assert calls == order
     assert restore.read_meta(epath.Path(workdir / "checkpoints/4"))["chip_hours"] >= 1
 
@@ -662,7 +661,7 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "compile_step", step_without_a_model)
-    monkeypatch.setattr(Classification, "run", lambda self, state: {"top1": 0.5})
+    monkeypatch.setattr(record, "evaluate", lambda *_: {"test/top1": 0.5})
 
     def should_stop(guard, step):
         return step == 12

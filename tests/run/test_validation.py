@@ -1,7 +1,7 @@
 """Faults of a config that are found before files or devices are touched."""
 
-import inspect
 import pathlib
+import re
 import shlex
 
 import pytest
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 import vit_jax.config
 from vit_jax import models
 from vit_jax.config import base_config, classification, fewshot
-from vit_jax.config.evals import EVALUATORS, entry_keys, find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
@@ -61,7 +61,8 @@ def test_fault(words):
     faults = faults_of(words)
     assert [f"    {fault}" for fault in faults] == messages()[words]
     (fault,) = faults
-    following = ("data.streams", "model.patch_size")  # from other keys
+    following = ("data.streams", "model.patch_size", "model.pos_embed", "objective.gram_every",
+                 "objective.teacher")  # fmt: skip  # from other keys
     keys = (*(word.partition("=")[0] for word in shlex.split(words)), *following)
     assert fault.removeprefix("--config.").startswith(keys)
 
@@ -167,13 +168,17 @@ def test_names_that_an_evaluator_cannot_have(config, name):
 
 @pytest.mark.parametrize("kind", EVALUATORS)
 def test_an_evaluator_s_helper_makes_its_entries(kind):
-    helper = find_evaluator(kind).entry
-    assert getattr(vit_jax.config, kind) is helper
-    parameters = inspect.signature(helper).parameters.values()
-    required = {p.name: "1 epochs" for p in parameters if p.default is p.empty}
-    entry = helper(**required)
+    make, keys = getattr(vit_jax.config, kind), EVALUATORS.find(kind).declared()
+    required = {k: "1 epochs" for k, declared in keys.items() if declared.default is ...}
+    entry = make(**required)
     assert entry.type == kind
-    assert set(entry) == entry_keys(kind)
+    assert set(entry) == {"type", *keys}
+    with pytest.raises(InputError) as error:
+        make(evry="1 epochs", **(required | {"every": 3}))
+    assert [re.split("[:=]", fault)[0] for fault in error.value.faults] == ["evry", "every"]
+    with pytest.raises(InputError) as error:
+        make()
+    assert [fault.partition(":")[0] for fault in error.value.faults] == [*required]
 
 
 def test_config_that_is_not_born_from_base_config(config):

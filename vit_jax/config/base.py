@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.config import plugins as plugins_lib
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
 from vit_jax.config.registries import FAMILIES, REGISTRIES
 from vit_jax.config.sections import SECTIONS
@@ -100,7 +100,7 @@ def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
 
 
 def declared_keys(config: ConfigDict) -> dict[str, Key]:
-    """{"section.key": declaration} for the keys of the sections and of the chosen parts."""
+    """{"section.key": declaration} for the keys of the sections, the chosen parts and `evals`."""
     keys = {f"{name}.{k}".lstrip("."): declared for name, section in SECTIONS.items()
             for k, declared in section.declared().items()}  # fmt: skip
     for registry in REGISTRIES:
@@ -108,6 +108,9 @@ def declared_keys(config: ConfigDict) -> dict[str, Key]:
         if name in registry:
             own = registry.find(name).declared().items()
             keys |= {f"{registry.section}.{k}": declared for k, declared in own}
+    for name, entry in config.evals.items():
+        known = EVALUATORS.find(entry.type).declared() if entry.get("type") in EVALUATORS else {}
+        keys |= {f"evals.{name}.{k}": declared for k, declared in known.items()}
     return keys
 
 
@@ -181,7 +184,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
-    classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
+    classes = d.classes if own or not EVALUATORS.find(entry.type).learns_classes else None
     if entry.get("classes") is not None:
         classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))

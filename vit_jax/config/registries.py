@@ -70,9 +70,9 @@ class DataSets(Registry[Any]):
             return super().find(name)
         return super().find("vtab" if str(name).startswith("vtab/") else "tfds")
 
-    def make(self, values: Mapping[str, Any]) -> Any:
+    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> Any:
         own = self.find(values["name"]).declared()
-        return super().make({k: v for k, v in values.items() if k == "name" or k in own})
+        return super().make({k: v for k, v in values.items() if k == "name" or k in own}, prefix)
 
 
 SOURCES = DataSets(

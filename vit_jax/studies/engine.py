@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from vit_jax.config import eval_splits
 from vit_jax.config.text import apply_overrides
 from vit_jax.errors import Faults, collect_faults, nearest
-from vit_jax.evaluators.metric_names import expected_metrics
+from vit_jax.evaluators.metric_names import declared_metrics
 
 T = TypeVar("T")
 
@@ -432,7 +432,7 @@ def _form(key: str) -> str:
 
 def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
-    found = expected_metrics(config, name)
+    found = declared_metrics(config, name)
     return None if found is None else [m for m, better in found.items() if better == "higher"]
 
 
