@@ -192,6 +192,7 @@ def test_wrong_arguments_are_named(source, key):
 def test_train_evaluate_predict(tmp_path, monkeypatch):
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
+    config.model.depth = 1
     summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
     assert summary["step"] == 4
     assert config.duration == "40 steps"  # the caller's config is left as it was

@@ -158,7 +158,6 @@ def test_config_from_json_is_typed_and_locked(config):
         ('"z_loss"', '"x_loss"', "loss.x_loss loss.z_loss"),
         ('"duration": "5e6 examples"', '"duration": 3', "duration"),
         ('"num_draws"', '"num_seeds"', "evals.few.num_draws evals.few.num_seeds"),
-        ('"train_split"', '"training"', "evals.few.train_split evals.few.training"),
         ('"fewshot"', '"fewshots"', "evals.few.type"),
     ],
 )

@@ -9,7 +9,6 @@ from at_fault import at_fault
 
 from vit_jax.data import OPS, at_full_size, host_tf, parse_ops
 from vit_jax.data.ops import check_crops
-from vit_jax.errors import InputError
 
 
 def test_host_and_device_ops_in_the_words_typed():
@@ -33,21 +32,13 @@ def test_crops_pad_where_they_say_so(string):
 
 
 @pytest.mark.parametrize(
-    ("string", "words"),
-    [
-        (
-            "decode|resize_small(7)|randaugment(2, 10)|central_crop",
-            ["'central_crop' takes 8 x 8 pixels", "'resize_small(7)' gives images of 7 x 7",
-             "resize_small(crop=0.875) follows data.image_size", "central_crop(pad=True)"],
-        ),
-        ("inception_crop((9, 7))|random_crop", ["8 x 8", "gives images of 9 x 7"]),
-        ("decode|central_crop|central_crop(9)", ["'central_crop' gives images of 8 x 8"]),
-    ],
+    "string",
+    ["decode|resize_small(7)|randaugment(2, 10)|central_crop",
+     "inception_crop((9, 7))|random_crop", "decode|central_crop|central_crop(9)"],
 )  # fmt: skip
-def test_crops_larger_than_their_images(string, words):
-    with pytest.raises(InputError) as error:
+def test_crops_larger_than_their_images(string):
+    with at_fault("data.ops"):
         check_crops(parse_ops(string, (8, 8))[0], "data.ops")
-    assert all(word in str(error.value) for word in ["data.ops: ", *words])
 
 
 def test_crops_of_images_whose_size_is_not_known():

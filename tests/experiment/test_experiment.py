@@ -242,11 +242,6 @@ def test_a_faulty_duration_names_its_key():
         parse_durations(config)
 
 
-def test_faults_that_only_the_model_sees(mesh):
-    with at_fault("num_heads"):
-        make_experiment(small_config(num_heads=3), mesh)
-
-
 def random_params(config, mesh):
     """Parameters in which no leaf is zero."""
     model = make_experiment(config, mesh).model.clone(constrain=unconstrained)
@@ -398,13 +393,3 @@ def test_images_meet_those_of_other_records_and_streams(
     config.data.ops = "mixup(0.2)"
     make_experiment(config, mesh)
     assert found == [distance]
-
-
-def test_a_batch_that_a_resolved_order_does_not_pair_is_refused(mesh):
-    config = small_config()
-    config.global_batch_size, config.data.num_examples = 24, 10**8
-    config.data.streams = 3  # validation cannot know that the order is chunk
-    make_experiment(config, mesh)
-    config.data.ops = "mixup(0.2)"
-    with at_fault("data.streams"):
-        make_experiment(config, mesh)

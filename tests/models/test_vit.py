@@ -101,18 +101,6 @@ def test_model_follows_the_equations(fields):
         assert_same(ours, [e[method] for e in expected])
 
 
-def test_shapes_of_the_methods():
-    for pool, num_tokens in {"token": 7, "gap": 6, "map": 6}.items():
-        model = small(pool=pool, hidden_head=True)
-        made = jax.eval_shape(functools.partial(evaluate, model), random_params(model, IMAGES))
-        assert {method: leaf.shape for method, leaf in made.items()} == {
-            "tokens": (2, num_tokens, 16),
-            "features": (2, 16),
-            "pre_logits": (2, 16),
-            "__call__": (2, 5),
-        }
-
-
 def test_every_norm_has_the_epsilon():
     model = small(pool="map", qk_norm=True, norm_eps=0.5)
     epsilons = []

@@ -73,12 +73,8 @@ def test_another_data_set_may_have_other_classes_where_these_are_learnt():
 def test_another_data_set_must_have_the_classes_of_the_model(first):
     entries = {"few": few(data_name="digits"), "test": check(data_name="digits")}
     ordered = {name: entries[name] for name in sorted(entries, key=lambda name: name != first)}
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.test.split"):
         open_all(make_config(num_classes=3, **ordered))
-    (fault,) = error.value.faults
-    assert fault.startswith(
-        "evals.test.split: digits test has 10 classes, but the model has 3; use"
-    )
 
 
 def test_another_value_range_than_the_source_s_is_said(caplog):
@@ -178,11 +174,8 @@ def test_a_folder_that_cannot_be_listed_does_not_hide_the_fault(tmp_path, monkey
 def test_all_faulty_splits_are_named():
     faulty = few(data_name="digits")
     faulty.train_split, faulty.test_split = "trian", "tset"
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.few.test_split", "evals.few.train_split"):
         open_evaluated(make_config(few=faulty))
-    test, train = error.value.faults
-    assert test.startswith("evals.few.test_split: data.split='tset'")
-    assert train.startswith("evals.few.train_split: data.split='trian'")
 
 
 def test_images_of_another_data_set_are_checked():
@@ -199,10 +192,8 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     with at_fault("data.ops"):
         check_images(config, parse_preprocessing(config), sources)
     config.data.ops = ""
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.test.ops"):
         check_images(config, parse_preprocessing(config), sources)
-    assert str(error.value).startswith("evals.test.ops: 'central_crop' takes 8 x 8 pixels, ")
-    assert "'resize_small(7)' gives images of 7 x 7, " in str(error.value)
 
 
 def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():

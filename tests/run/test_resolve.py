@@ -105,19 +105,11 @@ def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
     assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("ViT-S/8,folder", ["model.name='ViT-S/8'", "ViT-mu/8", "finetune:ViT-mu/8,folder"]),
-        ("ViT-mu/16,folder", ["model.name='ViT-mu/16'", "finetune:ViT-mu/8,folder"]),
-        ("DeiT-Ti/8,folder", ["model.name='DeiT-Ti/8'", "is a ViT", "finetune:ViT-mu/8,folder"]),
-    ],
-)
-def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, words, says):
-    with pytest.raises(InputError) as error:
-        prepare(make(pictures, source, words), tmp_path)
-    for part in says:
-        assert part in str(error.value)
+@pytest.mark.parametrize("name", ["ViT-S/8", "ViT-mu/16", "DeiT-Ti/8"])
+def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, name):
+    with at_fault("model.name") as error:
+        prepare(make(pictures, source, f"{name},folder"), tmp_path)
+    assert "finetune:ViT-mu/8,folder" in str(error.value)
 
 
 def test_sizes_that_no_name_has_are_set_by_flags(pictures, golden, tmp_path):
@@ -278,12 +270,10 @@ def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
     assert again.to_dict() == run.config.to_dict()
     said = make(pictures, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
     assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
-    with pytest.raises(InputError) as error:
+    with at_fault("optimizer.peak_lr"):
         prepare(make(pictures, source, **keys, optimizer__peak_lr=0.1), tmp_path)
-    assert "optimizer.peak_lr: was 0.00046875, now 0.1" in str(error.value)
-    with pytest.raises(InputError) as error:
+    with at_fault("model.pool"):
         prepare(make(pictures, source, **keys, model__pool="token"), tmp_path)
-    assert "model.pool" in str(error.value)
 
 
 def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
