@@ -321,7 +321,7 @@ class Study:
             if name not in evals:
                 faults.append(f"{where}: no such evaluator; {nearest(name, list(evals))}")
                 continue
-            known = accuracies(metric.config, name)
+            known = faults.check(accuracies, metric.config, name)
             faults.need(known is None or metric.name in known,
                         f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
             finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])
