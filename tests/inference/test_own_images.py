@@ -1,4 +1,4 @@
-"""A run evaluated on other pictures: classes are matched by name, and so are those it lacks."""
+"""A run evaluated on other images: classes are matched by name, and so are those it lacks."""
 
 import csv
 import io
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Twenty pictures of two classes."""
-    root, rng = tmp_path_factory.mktemp("own") / "pictures", np.random.default_rng(0)
+def images(tmp_path_factory):
+    """Twenty images of two classes."""
+    root, rng = tmp_path_factory.mktemp("own") / "images", np.random.default_rng(0)
     for i in range(20):
         path = root / ("ant", "bee")[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,17 +44,17 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(pictures):
-    """The workdir of a run of one step on `pictures`."""
+def trained(images):
+    """The workdir of a run of one step on `images`."""
     c = base_config()
     c.global_batch_size, c.duration = 8, "1 steps"
     c.model.name, c.model.patch_size, c.model.pool = "ViT-mu/16", 4, "gap"
-    c.data.name, c.data.data_dir, c.data.image_size = "folder", str(pictures), 8
+    c.data.name, c.data.data_dir, c.data.image_size = "folder", str(images), 8
     c.data.ops = "decode|resize"
     c.evals.val = classification(split="val", every="1 steps", ops="decode|resize")
     c.optimizer.peak_lr = 1e-2
-    train_and_evaluate(c, pictures.parent / "run")
-    return pictures.parent / "run"
+    train_and_evaluate(c, images.parent / "run")
+    return images.parent / "run"
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def run(trained, tmp_path):
 
 
 @pytest.fixture
-def others(pictures, tmp_path):
-    """others(bee="zebra"): the run's pictures, with the folder `bee` renamed to `zebra`."""
+def others(images, tmp_path):
+    """others(bee="zebra"): the run's images, with the folder `bee` renamed to `zebra`."""
 
     def make(**names):
-        root = shutil.copytree(pictures, tmp_path / "others")
+        root = shutil.copytree(images, tmp_path / "others")
         for old, new in names.items():
             (root / old).rename(root / new)
         return root
@@ -102,21 +102,21 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
     assert "assuming" not in caplog.text
 
 
-def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):
+def test_moved_images_are_asked_for_by_the_flag(run, tmp_path, capsys):
     where = f"--config.data.data_dir={tmp_path / 'gone'}"
     assert main(["evaluate", f"--workdir={run}", where]) == 2
-    assert "--config.data.data_dir=PICTURES" in capsys.readouterr().err
+    assert "--config.data.data_dir=IMAGES" in capsys.readouterr().err
     features = [f"--features={tmp_path / 'f.npz'}", "--data=folder:val"]
     assert main(["predict", f"--init_from={run}", *features]) == 2
     error = capsys.readouterr().err
-    assert "--data_dir=PICTURES" in error and "--config" not in error
+    assert "--data_dir=IMAGES" in error and "--config" not in error
 
 
-def test_a_home_folder_is_found(pictures, tmp_path, monkeypatch):
-    shutil.copytree(pictures, tmp_path / "pictures")
+def test_a_home_folder_is_found(images, tmp_path, monkeypatch):
+    shutil.copytree(images, tmp_path / "images")
     monkeypatch.setenv("HOME", str(tmp_path))
     c = base_config()
-    c.data.name, c.data.data_dir, c.data.image_size = "folder", "~/pictures", 8
+    c.data.name, c.data.data_dir, c.data.image_size = "folder", "~/images", 8
     c.global_batch_size = 2
     c.evals.val = classification(split="val", every="1 epochs")
     _, sources = open_all(c)
@@ -175,7 +175,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
         shutil.copy(root / "bee/1.png", path)
 
     assert prepare(config, run).fingerprint == before
-    assert "30 pictures are not among those that this run began with" in caplog.text
+    assert "30 images are not among those that this run began with" in caplog.text
     evaluate_run(config, run)
     words = load_config("evaluate:classification,knn,folder")
     words.data.data_dir, words.global_batch_size = str(root), 8
@@ -223,8 +223,8 @@ def test_an_export_holds_out_what_its_run_did(run, others, opened, tmp_path, for
     assert not any(read_pretrained(str(output)).division)
 
 
-def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, opened, caplog):
-    """By nobody's guess: pictures of the run may lie there under other names."""
+def test_other_images_are_evaluated_whole_by_the_user_s_word(run, others, opened, caplog):
+    """By nobody's guess: images of the run may lie there under other names."""
     root = others()
     for path in root.rglob("*.png"):
         path.rename(path.with_name(f"renamed_{path.name}"))
@@ -232,9 +232,7 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
     config.data.data_dir = str(root)
     evaluate_run(config, run)
     assert [(split, len(found)) for split, found in opened] == [("val", 2)]
-    assert (
-        f"holds none of the pictures that {run} holds out; val is a tenth (2 of 20)" in caplog.text
-    )
+    assert f"holds none of the images that {run} holds out; val is a tenth (2 of 20)" in caplog.text
     config.evals.val.split = "all"
     evaluate_run(config, run)
     assert len(opened[-1][1]) == 20
@@ -245,7 +243,7 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
 
 def test_a_damaged_or_lost_division_is_named(run):
     """Pictures that were trained on would be evaluated, if they were divided anew."""
-    said = r"pictures\.csv\.gz: cannot be read .*; restore it"
+    said = r"images\.csv\.gz: cannot be read .*; restore it"
     (run / "images.csv.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=said):
         read_pretrained(str(run))
@@ -277,12 +275,12 @@ def read_csv(path):
 
 
 def test_tables_by_class_agree_with_the_accuracy(
-    pictures, trained, tmp_path, one_device, monkeypatch, capsys
+    images, trained, tmp_path, one_device, monkeypatch, capsys
 ):
     """The files of `evaluate --output` agree with the accuracy that it prints."""
-    shutil.copytree(pictures, tmp_path / "pictures")
+    shutil.copytree(images, tmp_path / "images")
     run = f"--workdir={trained}"
-    words = ["evaluate", run, f"--config.data.data_dir={tmp_path / 'pictures'}"]
+    words = ["evaluate", run, f"--config.data.data_dir={tmp_path / 'images'}"]
     words += ["--config.evals.val.split=train"]  # which is larger
     monkeypatch.setattr(jax, "devices", lambda *args: one_device[:2])
     out = tmp_path / "out"
@@ -291,15 +289,15 @@ def test_tables_by_class_agree_with_the_accuracy(
     found = json.loads(captured.out)
     top1, images = found["val/top1"], found["val/num_examples"]
     assert "lowest accuracy by class" in captured.err
-    _, *rows = read_csv(out / "val/classes.csv")
+    head, *rows = read_csv(out / "val/classes.csv")
     assert [row[0] for row in rows] == ["ant", "bee"]
-    assert sum(int(row[2]) for row in rows) == pytest.approx(top1 * images)
+    assert sum(int(row[head.index("correct")]) for row in rows) == pytest.approx(top1 * images)
     _, *wrong = read_csv(out / "val/wrong.csv")
     assert 0 < len(wrong) == round((1 - top1) * images)
-    assert all((tmp_path / "pictures" / row[0]).parent.name == row[1] != row[2] for row in wrong)
+    assert all((tmp_path / "images" / row[0]).parent.name == row[1] != row[2] for row in wrong)
 
-    # A folder with one of the model's classes only: its pictures are of class bee, by name.
-    shutil.rmtree(tmp_path / "pictures/ant")
+    # A folder with one of the model's classes only: its images are of class bee, by name.
+    shutil.rmtree(tmp_path / "images/ant")
     assert main([*words, f"--output={tmp_path / 'out2'}"]) == 0
     captured = capsys.readouterr()
     by_class = {row[0]: int(row[1]) for row in read_csv(tmp_path / "out2/val/classes.csv")[1:]}

@@ -7,8 +7,7 @@ import pytest
 
 from vit_jax.config import base_config, classification
 from vit_jax.errors import InputError
-from vit_jax.studies import STUDIES
-from vit_jax.studies.engine import FINISHED, Found, Result
+from vit_jax.studies.engine import FINISHED, Found, Result, Study
 
 
 def config_of(name, **keys):
@@ -21,7 +20,7 @@ def config_of(name, **keys):
 
 
 def study_of(config):
-    return STUDIES[config.study.name].of(config, "/w")
+    return Study.of(config, "/w")
 
 
 def done(top1=None, **summary):
@@ -51,5 +50,5 @@ def csv_of(config, results):
 def keys_at_fault(config):
     """The keys that `check` of the study finds at fault, in order."""
     with pytest.raises(InputError) as error:
-        study_of(config).check()
+        study_of(config).check_all()
     return [fault.partition(":")[0].partition("=")[0] for fault in error.value.faults]

@@ -93,12 +93,12 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
     """Their overrides are valid and their models exist."""
     file = f"{CONFIGS / name}.py{words}"
     study = study_of(load_config(file))
-    study.check()
+    study.check_all()
     call = running.Call(file, [], epath.Path(tmp_path), None, again=False)
     members = study.members({})
     quiet = {running.member_words(call._replace(quiet=q), members[0])[-1] for q in (True, False)}
     assert quiet == {"--quiet", f"--workdir={tmp_path}/{members[0].name}"}
-    assert len(members) == study.seeds * len(study.cells) >= 4
+    assert len(members) == study.config.study.seeds * len(study.cells) >= 4
     running.check_members(study, call, members)
 
 
@@ -153,7 +153,7 @@ FIRST = {
 
 
 def test_each_cell_keeps_its_best_candidate_for_the_other_seeds_and_fine_tuning(tuned):
-    study_of(tuned).check()
+    study_of(tuned).check_all()
     assert names_of(tuned) == list(FIRST)
     some = {name: FIRST[name] for name in list(FIRST)[:3]}
     assert "ViT__100_images__weak__seed_1" not in names_of(tuned, some)
@@ -200,7 +200,7 @@ def test_the_best_step_counts_where_that_is_asked_for(tuned):
     assert finetuned["init_from"] == f"/w/{name}/checkpoints/7"
     # Another step of a fine-tuning is the best one, and what finds it is measured there.
     tuned.study.finetune += "; checkpoint.keep_best=held_out/top1; evals.held_out.every=2 steps"
-    study_of(tuned).check()
+    study_of(tuned).check_all()
     del best["dev/top1"]  # as if it was not measured at that step
     assert report_of(tuned, results).texts[0][2] == "without dev/top1"
 
@@ -225,4 +225,4 @@ def test_nothing_is_chosen_by_the_data_that_are_reported(tuned):
     tuned.evals.dev.split, tuned.study.metric = "test", "held_out/top1"
     assert keys_at_fault(tuned) == ["study.choose_by"]
     tuned.study.metric = "dev/top1"  # reported as what it is; the fine-tuning has other classes
-    study_of(tuned).check()
+    study_of(tuned).check_all()

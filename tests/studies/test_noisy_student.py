@@ -113,7 +113,6 @@ def test_a_plan_counts_pseudo_labels_that_do_not_exist_yet(monkeypatch):
         ({"stages": ("teacher",)}, "study.stages"),
         ({"stages": ("a:", "a:")}, "study.stages"),
         ({"unlabelled": None}, "study.unlabelled"),
-        ({"confidence": 1.0}, "study.confidence"),
         ({"ratio": -1.0}, "study.ratio"),
     ],
 )
@@ -270,7 +269,7 @@ def test_damaged_pseudo_labels(tmp_path, content):
 def test_config_is_that_of_the_study():
     c = debug_config()
     assert find_faults(c) == []
-    study_of(c).check()
+    study_of(c).check_all()
     c.data.soft_labels = c.data.multi_label = True
     assert "data.soft_labels=True: needs classes that exclude" in find_faults(c)[0]
 

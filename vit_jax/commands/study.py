@@ -44,7 +44,7 @@ from vit_jax.commands.flags import (
     require_flags,
 )
 from vit_jax.devices.chips import find_slice
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, collect_faults
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
     config = load_valid_config(flags)
 
     from vit_jax.run.workdir import check_writable
-    from vit_jax.studies import STUDIES, running
+    from vit_jax.studies import running
+    from vit_jax.studies.engine import Study
 
     if flags.sweep:
         _make_sweep(config, flags)
@@ -143,11 +144,9 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
             f"study.name: not set by {flags.config}, which describes one run; give "
             "--sweep=KEY=VALUE,VALUE, or use the config of a study, such as finetune_study"
         )
-    if name not in STUDIES:
-        raise InputError(f"study.name={name!r}: {nearest(name, list(STUDIES))}")
     workdir = files.absolute(flags.workdir)
-    study = STUDIES[name].of(config, os.fspath(workdir))
-    study.check()
+    study = Study.of(config, os.fspath(workdir))
+    study.check_all()
     collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
                     for key, _ in flags.overrides if key in study.sets])  # fmt: skip
     if writes:

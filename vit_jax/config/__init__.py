@@ -36,7 +36,15 @@ from vit_jax.config.base import (
 )
 from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
 from vit_jax.config.parts import Key, Part, Section, key
-from vit_jax.config.registries import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SCHEDULES, SOURCES
+from vit_jax.config.registries import (
+    LOSSES,
+    OBJECTIVES,
+    OPS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SOURCES,
+    STUDIES,
+)
 from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
@@ -61,6 +69,7 @@ __all__ = [
     "SCHEDULES",
     "SHARE",
     "SOURCES",
+    "STUDIES",
     "Evaluator",
     "InputError",
     "Key",

@@ -65,7 +65,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults += find_wrong(declared_keys(config), flatten(config))
     for registry in REGISTRIES:
-        faults.check(registry.make, config[registry.section])
+        if config[registry.section].name is not None:
+            faults.check(registry.make, config[registry.section])
     faults.need(
         config.init_fields != "source" or config.init_from not in (None, "scratch"),
         f"init_fields='source': init_from={config.init_from!r} has no fields; give "

@@ -132,5 +132,26 @@ class _Families:
         return {k: declared for m in modules for k, declared in keys_of_fields(m).items()}
 
 
+STUDIES: Registry[Any] = Registry(
+    "study.name",
+    sections.Study,
+    {
+        "finetune_sweep": "vit_jax.studies.finetune_sweep:FinetuneSweep",
+        "grid": "vit_jax.studies.grid:Grid",
+        "noisy_student": "vit_jax.studies.noisy_student:NoisyStudent",
+        "pretraining": "vit_jax.studies.pretraining:Pretraining",
+        "scaling": "vit_jax.studies.scaling:Scaling",
+        "sweep": "vit_jax.studies.sweep:Sweep",
+        "vtab": "vit_jax.studies.vtab:Vtab",
+    },
+)
+
 FAMILIES = _Families()
-REGISTRIES = (SOURCES, OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # of sections; not of ops
+REGISTRIES = (
+    SOURCES,
+    OBJECTIVES,
+    LOSSES,
+    OPTIMIZERS,
+    SCHEDULES,
+    STUDIES,
+)  # of sections; not of ops

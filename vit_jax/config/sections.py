@@ -313,43 +313,22 @@ class Job(Section):
 
 
 class Study(Section):
-    """Several runs, started by the command `study`; `train` ignores these keys."""
+    """Several runs, started by the command `study`, and pseudo labels; not of `train`."""
 
     name: str | None = key(None, "a study")
-    peak_lrs: tuple[float, ...] = key((), "candidates to choose from")
-    seeds: int = key(3, "number of runs with the chosen setting")
-    train_split: str | None = key(None, "split of data.name to train on during the search")
-    dev_split: str | None = key(None, "split of data.name that selects the setting")
-    metric: str = key("held_out/top1", "metric of the only evaluator; higher is better")
-    cells: Texts = key((), 'cells of a grid: "row | column: key=value; key=value"')
-    stages: Texts = key(
-        (),
-        'of noisy_student, "name: key=value; key=value": a teacher, and students that learn '
-        "from the pseudo labels of the stage before; of pretraining: its methods",
-    )
-    finetunings: Texts = key((), 'of pretraining: "name: key=value; key=value"')
-    unlabelled: str | None = key(None, 'images that the stages label: "NAME" or "NAME@SPLIT"')
+    seeds: int = key(3, "number of runs of each setting, from `seed` on", within=POSITIVE)
+    metric: str = key("held_out/top1", "evaluator/metric of the report; higher is better")
+    point: str = key("last", "step that counts; best: of keep_best", choices=("last", "best"))
+    unlabelled: str | None = key(None, 'images that get pseudo labels: "NAME" or "NAME@SPLIT"')
     unlabelled_dir: str | None = key(None, "their data_dir; None: data.data_dir")
-    ratio: float = key(1.0, "images with pseudo labels for each labelled one in a batch")
+    ratio: float = key(1.0, "images with pseudo labels for each labelled one", within=FROM_0)
     soft_labels: bool = key(True, "pseudo labels are probabilities; False: the most likely class")
-    confidence: float = key(0.3, "smallest probability of a pseudo label that is kept")
+    confidence: float = key(0.3, "smallest probability of a pseudo label", within="[0, 1)")
     per_class: int | None = key(
         None,
-        "images of each class: its most confident ones, or repeated ones if it has fewer; None: "
-        "all",
+        "images of each class: the most confident ones, repeated if there are fewer; None: all",
+        within=POSITIVE,
     )
-    candidates: Texts = key(
-        (), 'grid: settings, "name: key=value; key=value"; each cell keeps the best one'
-    )
-    choose_by: str | None = key(None, "metric that chooses among candidates")
-    point: str = key("last", "step that counts: last, or best, as checkpoint.keep_best finds it")
-    finetune: str = key(
-        "", 'keys of the fine-tuning that follows, "key=value; key=value"; "": none'
-    )
-    finetune_metric: str | None = key(None, "metric of the fine-tuned model")
-    durations: Texts = key((), "scaling: values of `duration`; (): the config's own")
-    topology: str | None = key(None, "scaling: chips on which TPU-core-days are planned")
-    sweep: Texts = key((), 'values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"')
 
 
 # In the order of the reference; the keys of "" stand at the top of a config.

@@ -20,11 +20,11 @@ import io
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
-from vit_jax.config import eval_splits
+from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.metric_names import declared_metrics
@@ -162,30 +162,29 @@ class Report(NamedTuple):
         return all(cell.is_whole for cell in cells) if self.complete is None else self.complete
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Study:
+class Study(Part):
     """What all studies have; see the module.
 
     config: of every member, before its overrides.
     workdir: of the study; members are folders in it.
-    metric: "evaluator/metric" of the report; higher is better.
-    seeds: number of runs of each setting; the first seed is that of the config.
-    point: the step of a run that counts: last, or best, as `checkpoint.keep_best` finds it.
     """
 
-    config: ConfigDict
-    workdir: str
-    metric: str
-    seeds: int
-    point: str
+    config: ClassVar[ConfigDict]  # both set by `of`
+    workdir: ClassVar[str]
 
     may_be_empty: ClassVar[Sequence[str]] = ()  # of the lists of entries
 
-    @classmethod
-    def of(cls, config: ConfigDict, workdir: str = "WORKDIR") -> Self:
+    @staticmethod
+    def of(config: ConfigDict, workdir: str = "WORKDIR") -> "Study":
         """The study that the section `study` of a config describes."""
-        keys = [field.name for field in dataclasses.fields(cls)][2:]
-        return cls(config, workdir, **{key: config.study[key] for key in keys})
+        study = STUDIES.make(config.study)
+        vars(study).update(config=config, workdir=workdir)
+        return study
+
+    @property
+    def metric(self) -> str:
+        """ "evaluator/metric" of the report; higher is better."""
+        return self.config.study.metric
 
     # What a study declares.
 
@@ -213,7 +212,7 @@ class Study:
 
     @property
     def all_seeds(self) -> range:
-        return range(self.config.seed, self.config.seed + self.seeds)
+        return range(self.config.seed, self.config.seed + self.config.study.seeds)
 
     @property
     def label(self) -> str:
@@ -260,7 +259,7 @@ class Study:
 
     def numbers_of(self, result: Result) -> Mapping[str, Any]:
         """The summary of a member, with the metrics of the step that counts."""
-        if self.point == "last" or "best" not in result.summary:
+        if self.config.study.point == "last" or "best" not in result.summary:
             return result.summary
         kept = {key: value for key, value in result.summary.items() if "/" not in key}
         return kept | result.summary["best"]
@@ -287,11 +286,9 @@ class Study:
             results |= {member.name: done for member in new}
         return self.members(results)
 
-    def check(self) -> None:
+    def check_all(self) -> None:
         """Raise InputError if the config does not describe such a study."""
         faults = Faults()
-        faults.need_positive("study.seeds", self.seeds)
-        faults.need_known("study.point", self.point, ("last", "best"))
         if faults.check(lambda: self.entries) is None:
             collect_faults(faults)
         for key, entries in self.entries.items():
@@ -315,7 +312,7 @@ class Study:
     def _check_metrics(self, faults: Faults) -> None:
         """Adds faults of metrics that members will not report, and of choices by test data."""
         best = self.config.checkpoint.keep_best
-        faults.need(self.point != "best" or best is not None, "study.point='best': needs "
+        faults.need(self.config.study.point != "best" or best is not None, "study.point='best': needs "
                     "--config.checkpoint.keep_best=METRIC, which finds that step")  # fmt: skip
         found = []
         for metric in self.metrics():
@@ -328,7 +325,7 @@ class Study:
             faults.need(known is None or metric.name in known,
                         f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
             finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])
-            if self.point == "best" and finder is not None:
+            if self.config.study.point == "best" and finder is not None:
                 faults.need(evals[name].every == finder.every, f"{where}: evals.{name}.every="
                             f"{evals[name].every!r} must be {finder.every!r}, as of the metric "
                             "that finds the best step, so that it is known there")  # fmt: skip

@@ -9,21 +9,19 @@ During the sweep the evaluator sees the development split instead of its own (th
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix B.1.1: three runs, mean and deviation.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from vit_jax.config import flatten
+from vit_jax.config import flatten, key
 from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Member, Metric, Report, Results, Study, seeded
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class FinetuneSweep(Study):
     """See the module."""
 
-    peak_lrs: Sequence[float]
-    train_split: str | None
-    dev_split: str | None
+    peak_lrs: tuple[float, ...] = key((), "candidates to choose from")
+    train_split: str | None = key(None, "split of data.name to train on during the search")
+    dev_split: str | None = key(None, "split of data.name that selects the setting")
 
     own_keys = ("optimizer.peak_lr",)
 
@@ -35,8 +33,8 @@ class FinetuneSweep(Study):
         lrs, name = self.peak_lrs, self.metric.partition("/")[0]
         faults.need(lrs and len({*lrs}) == len(lrs) and min(lrs) > 0, f"study.peak_lrs={lrs}: "
                     "needs distinct positive numbers, e.g. 0.01,0.03")  # fmt: skip
-        for key in ("train_split", "dev_split") if len(lrs) > 1 else ():
-            faults.need(self.config.study[key], f"study.{key}: not set; needs a split of "
+        for split in ("train_split", "dev_split") if len(lrs) > 1 else ():
+            faults.need(getattr(self, split), f"study.{split}: not set; needs a split of "
                         f"{self.config.data.name}")  # fmt: skip
         faults.need(
             [*self.config.evals] == [name] and "split" in self.config.evals[name],

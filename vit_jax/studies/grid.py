@@ -22,9 +22,9 @@ smoothing chosen for each size of the data (figure 3), or the same for all sizes
 validation accuracy (figure 4).
 """
 
-import dataclasses
 from collections.abc import Sequence
 
+from vit_jax.config import key
 from vit_jax.errors import Faults
 from vit_jax.studies.engine import (
     Found,
@@ -41,15 +41,14 @@ from vit_jax.studies.engine import (
 from vit_jax.studies.figures import draw_table
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Grid(Study):
     """See the module."""
 
-    cells: Sequence[str]
-    candidates: Sequence[str]
-    choose_by: str | None
-    finetune: str
-    finetune_metric: str | None
+    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"')
+    candidates: tuple[str, ...] = key((), 'of every cell: "name: key=value; key=value"')
+    choose_by: str | None = key(None, "metric that chooses among candidates")
+    finetune: str = key("", 'what follows, "key=value; key=value"; "": nothing')
+    finetune_metric: str | None = key(None, "metric of the fine-tuned model")
 
     may_be_empty = ("candidates",)
 
@@ -108,7 +107,7 @@ class Grid(Study):
         """The fine-tuning from the weights of a run."""
         run = self._train(cell, candidate, seed)
         source = f"{self.workdir}/{run.name}"
-        if self.point == "best" and run.name in results:
+        if self.config.study.point == "best" and run.name in results:
             best = results[run.name].summary.get("best", {})
             source += f"/checkpoints/{best.get('step')}"
         model = {k: v for k, v in self.entries["cells"][cell].items() if k.startswith("model.")}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.optimize
 
 NUM_PARAMETERS = 4
 LEAST_POINTS = NUM_PARAMETERS + 1  # one more, so that the residuals say something
@@ -102,7 +101,9 @@ def _log_law(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.log(np.exp(log_a) * (x + d) ** -b + c)
 
 
-def _solve(x: np.ndarray, y: np.ndarray, start: np.ndarray) -> scipy.optimize.OptimizeResult:
+def _solve(x: np.ndarray, y: np.ndarray, start: np.ndarray):
+    import scipy.optimize  # takes a second, and every config reads the keys of studies
+
     lower = np.array([-30.0, _EXPONENTS[0], 0.0, 0.0])
     upper = np.array([30.0, _EXPONENTS[1], _LARGEST_SHIFT, y.min()])
     return scipy.optimize.least_squares(

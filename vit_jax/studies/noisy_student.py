@@ -18,31 +18,23 @@ interrupted and continued; the labels are files, which a repeated command uses a
 Source: Xie et al. 2019 (arXiv:1911.04252), algorithm 1.
 """
 
-import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
+from vit_jax.config import key
 from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Member, Report, Results, Study, seeded
 
 _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class NoisyStudent(Study):
     """See the module."""
 
-    stages: Sequence[str]
-    unlabelled: str | None
-    unlabelled_dir: str | None
-    ratio: float
-    soft_labels: bool
-    confidence: float
-    per_class: int | None
+    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"')
 
     own_keys = ("init_from", "init_head", "data.mix", "data.soft_labels")
 
@@ -58,10 +50,9 @@ class NoisyStudent(Study):
         for name, study in self._settings.items():
             faults.need(0 <= study.ratio < math.inf,
                         f"study.ratio={study.ratio}: needs at least 0, in {name}")  # fmt: skip
-        faults.need(self.unlabelled, f"study.unlabelled={self.unlabelled!r}: needs the images to "
-                    "label, NAME or NAME@SPLIT")  # fmt: skip
-        faults.need(0 <= self.confidence < 1, f"study.confidence={self.confidence}: needs a number "
-                    "from 0, less than 1")  # fmt: skip
+        unlabelled = self.config.study.unlabelled
+        faults.need(unlabelled, f"study.unlabelled={unlabelled!r}: needs the images to label, NAME "
+                    "or NAME@SPLIT")  # fmt: skip
 
     def members(self, results: Results) -> list[Member]:
         """Of every seed the stages and their labels, each after the one that it needs."""

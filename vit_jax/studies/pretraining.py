@@ -9,10 +9,9 @@ names a fine-tuning. The config itself is that of fine-tuning, and every fine-tu
 from random weights, with the same number of steps.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
+from vit_jax.config import key
 from vit_jax.studies.engine import (
     Found,
     Member,
@@ -27,12 +26,11 @@ from vit_jax.studies.engine import (
 _SCRATCH = "from scratch"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Pretraining(Study):
     """See the module."""
 
-    stages: Sequence[str]
-    finetunings: Sequence[str]
+    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"')
+    finetunings: tuple[str, ...] = key((), '"name: key=value; key=value"')
 
     own_keys = ("init_from",)
 

@@ -11,12 +11,12 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.4, figure 5; Zhai
 (arXiv:2106.04560), equation 1.
 """
 
-import dataclasses
 import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vit_jax.config import key
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.errors import Faults, InputError
 from vit_jax.experiment.durations import check_duration
@@ -49,13 +49,12 @@ class Point(NamedTuple):
         return 1 - statistics.fmean(self.measured.known)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Scaling(Study):
     """See the module."""
 
-    cells: Sequence[str]
-    durations: Sequence[str]
-    topology: str | None
+    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"')
+    durations: tuple[str, ...] = key((), "values of `duration`; (): the config's own")
+    topology: str | None = key(None, "chips on which TPU-core-days are planned")
 
     @property
     def own_keys(self) -> Sequence[str]:

@@ -5,13 +5,13 @@ within brackets or quotes belong to a value: "data.mean=[0.5,0.5,0.5],[0,0,0]". 
 others, but that the report gives mean and deviation over its values.
 """
 
-import dataclasses
 import functools
 import itertools
 import re
 import statistics
 from collections.abc import Sequence
 
+from vit_jax.config import key
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.studies.engine import (
     DIVERGED,
@@ -49,11 +49,10 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
     return sweep
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Sweep(Study):
     """See the module."""
 
-    sweep: Sequence[str]
+    sweep: tuple[str, ...] = key((), 'values, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"')
 
     @functools.cached_property
     def axes(self) -> dict[str, list[str]]:

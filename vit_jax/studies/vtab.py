@@ -9,7 +9,6 @@ Sources: Zhai et al. 2019 (arXiv:1910.04867), section 2; Dosovitskiy et al. 2020
 (arXiv:2010.11929), section 4.2 and appendix B.1.1.
 """
 
-import dataclasses
 import functools
 import statistics
 
@@ -18,7 +17,6 @@ from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Measured, Member, Report, Results, Study, seeded
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Vtab(Study):
     """See the module."""
 
