@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_fault import at_fault
 from short_objective import objective_of
 
 from vit_jax.devices.flops import count_flops
-from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.layer_norms import make_layer_norms
@@ -192,7 +192,7 @@ def test_microbatches_of_a_batch_that_is_masked_altogether():
 
 
 def test_microbatches_must_divide_the_batch():
-    with pytest.raises(InputError, match=r"accum_steps=3: must divide the batch of 4"):
+    with at_fault("optimizer.accum_steps"):
         make_step(accum_steps=3)(state_at(0), BATCH)
 
 

@@ -7,11 +7,11 @@ import types
 import jax
 import numpy as np
 import pytest
+from at_fault import at_fault
 from etils import epath
 from PIL import Image
 
 from vit_jax.config import base_config
-from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots, results
@@ -170,7 +170,7 @@ def test_one_row_for_each_model(tmp_path):
     assert path.read_text() == "model,v2/top1,r/top1\nruns/a,0.123456789,\nruns/b,0.75,0.25\n"
     for content in (b"x,y\n1,2\n", b"\x89PNG\xff"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match="--table="):
+        with at_fault("--table"):
             read_rows(path)
 
 
