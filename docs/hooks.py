@@ -181,13 +181,16 @@ def device_ops() -> str:
 def _ops(kind: type) -> str:
     from vit_jax.config.registries import OPS
 
-    heads, pieces = ("argument", "type", "default", "range or choices", "meaning"), []
+    pieces = []
     for name in OPS:
         op = OPS.find(name)
         if issubclass(op, kind):
+            pieces += [f"### {name}", "", f"`{name}{op.signature()}`: {_text(op)}", ""]
             rows = [_row(k, declared) for k, declared in op.declared().items()]
-            pieces += [f"### {name}", "", f"`{name}{op.signature()}`:", _text(op), ""]
-            pieces += [_table(heads, rows), ""] if rows else []
+            for argument, of_kind, _, limits, meaning in rows:
+                stated = f"{of_kind}, {limits}" if limits else of_kind
+                pieces.append(f"- {argument} ({stated}): {meaning}")
+            pieces += [""] if rows else []
     return "\n".join(pieces)
 
 

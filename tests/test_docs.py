@@ -193,15 +193,15 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
     assert "| `shots` | tuple | `(1, 5, 10, 25)` |" in hooks.evaluator_keys()
 
 
-def test_reference_of_ops_has_every_op(hooks):
+def test_reference_of_ops_has_every_op():
     from vit_jax.config import OPS
 
-    page = hooks.on_page_markdown((ROOT / "docs/reference/ops.md").read_text())
+    page = (ROOT / "docs/reference/ops.md").read_text()
     for name in OPS:
         op = OPS.find(name)
-        assert f"\n### {name}\n\n`{name}{op.signature()}`:\n" in page
-        assert all(f"| `{k}` | " in page for k in op.declared())
-    assert "| `crop` | float | `1.0` | [0.01, 1] |" in page
+        assert f"\n### {name}\n\n`{name}{op.signature()}`: " in page
+        assert all(f"- `{k}` (" in page for k in op.declared())
+    assert "- `crop` (float, [0.01, 1]): Share" in page
 
 
 def test_docstrings_become_lists_and_labels():
