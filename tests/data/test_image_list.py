@@ -121,7 +121,7 @@ def test_soft_labels_count_partly_for_several_classes():
 
 def test_missing_images_are_counted_by_split(root):
     path = write(root, "file,label\n" + "".join(f"gone_{i}.jpg,{'ab'[i % 2]}\n" for i in range(8)))
-    with pytest.raises(InputError, match=r"none of its \d files for train is there"):
+    with pytest.raises(InputError, match=r"7 of the 7 images .* are missing"):
         make_source("list", split="train", data_dir=path, image_size=(16, 16))
 
 

@@ -114,7 +114,7 @@ def test_what_does_not_go_together_is_refused(digits, tiny):
     with pytest.raises(InputError, match=r"tens train comes as pixels.*as encoded images") as error:
         concatenate([of_tiny(tiny, "tens", "memory"), of_tiny(tiny, "sixes", "offsets")])
     message = str(error.value)
-    assert "without data.reader" in message and "data.reader=memory" in message
+    assert "data.reader=None" in message and "data.reader=memory" in message
     other = dataclasses.replace(digits[1], class_names=("a",) * 10)
     with pytest.raises(InputError, match=r"label 0 is 'a' in .* and '0' in digits; mix"):
         concatenate([digits[0], other])

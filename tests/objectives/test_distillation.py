@@ -310,7 +310,7 @@ def test_teachers_that_do_not_fit():
         objective_of(Logits(), [sigmoid], mode="soft")
     scanned = create_model("ViT-mu/4", None, 8, width=8, mlp_dim=8, num_heads=2, scan=True)
     teacher = Teacher("t", 1.0, scanned, {}, *RANGE)
-    with pytest.raises(InputError, match=r"model\.scan=True: hides the layers"):
+    with pytest.raises(InputError, match=r"model\.scan=True: hides layers"):
         objective_of(scanned, [teacher], mode="features", features="0:0")
     with pytest.raises(InputError, match=r"the student has 1 layers; 3 is none of 0 to 0"):
         plain = scanned.clone(scan=False)

@@ -52,7 +52,7 @@ def test_a_loss_of_the_whole_batch_is_refused(monkeypatch):
             return jnp.square(logits_BC).mean()
 
     monkeypatch.setitem(LOSSES, "mine", Mean)
-    with pytest.raises(InputError, match=r"^loss\.name='mine': gave the shape \(\) .*\(6,\), one"):
+    with pytest.raises(InputError, match=r"^loss\.name='mine': gave the shape \(\) .*one"):
         jax.eval_shape(make_loss("mine"), LOGITS_BC, LABELS_B)
 
 
