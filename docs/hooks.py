@@ -1,19 +1,17 @@
 """Fills in the parts of the docs that come from the code, while MkDocs builds the site.
 
 A line `<!-- made by NAME -->` in a page is replaced by the text that the function NAME of PARTS
-returns. Nothing is copied by hand, so the reference cannot fall behind the code.
+returns. If a line `<!-- end of NAME -->` follows, `python docs/hooks.py` writes the text between
+the two, to be checked in; a test holds it equal to the code.
 """
 
-import contextlib
+import argparse
 import importlib
 import inspect
-import io
 import json
-import os
 import pathlib
 import re
 import sys
-import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm")
@@ -35,6 +33,12 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
 
 
+def _text(declared) -> str:
+    """The docstring of `declared`, a line for each paragraph; a renderer breaks the lines."""
+    paragraphs = (inspect.getdoc(declared) or "").split("\n\n")
+    return "\n\n".join(text if "\n " in text else " ".join(text.split("\n")) for text in paragraphs)
+
+
 def _row(name: str, declared) -> tuple[str, ...]:
     kind = "int or pair" if declared.kind is object else declared.kind.__name__
     default = "required" if declared.default is ... else f"`{declared.default!r}`"
@@ -42,47 +46,40 @@ def _row(name: str, declared) -> tuple[str, ...]:
     return (f"`{name}`", kind, default, limits, _sentence(declared.meaning))
 
 
+def _keys_of(declared: dict, prefix: str = "") -> str:
+    """The table of the keys {name: declaration}."""
+    heads = ("key", "type", "default", "range or choices", "meaning")
+    return _table(heads, [_row(prefix + name, key) for name, key in declared.items()])
+
+
 def config_keys() -> str:
     """A table for each section of the config and each of its parts: what they declare."""
     from vit_jax.config.registries import REGISTRIES
     from vit_jax.config.sections import SECTIONS
 
-    heads, pieces = ("key", "type", "default", "range or choices", "meaning"), []
+    pieces = []
     registries = {registry.section: registry for registry in REGISTRIES}
     for name, section in SECTIONS.items():
         prefix = f"{name}." if name else ""
-        rows = [_row(prefix + k, declared) for k, declared in section.declared().items()]
-        pieces += [
-            f"## {name or 'The run'}",
-            "",
-            inspect.getdoc(section),
-            "",
-            _table(heads, rows),
-            "",
-        ]
+        own = _keys_of(section.declared(), prefix)
+        pieces += [f"## {name or 'The run'}", "", _text(section), "", own, ""]
         for choice in registries.get(name, ()):
             part = registries[name].find(choice)
-            rows = [_row(prefix + k, declared) for k, declared in part.declared().items()]
-            pieces += [f"### {choice}", "", inspect.getdoc(part), ""]
-            pieces += [_table(heads, rows), ""] if rows else []
+            pieces += [f"### {choice}", "", _text(part), ""]
+            pieces += [_keys_of(part.declared(), prefix), ""] if part.declared() else []
     return "\n".join(pieces)
 
 
 def evaluator_keys() -> str:
-    """A table of the keys of each kind of entry of `evals`."""
-    from vit_jax.config.evals import EVALUATORS, find_evaluator
+    """A table of the keys that all entries of `evals` have, and of those of each evaluator."""
+    from vit_jax.config import EVALUATORS, Evaluator
 
-    parts = []
+    common = Evaluator.declared()
+    parts = ["### All evaluators", "", _keys_of(common), ""]
     for kind in EVALUATORS:
-        entry = find_evaluator(kind).entry
-        rows = []
-        for name, parameter in inspect.signature(entry).parameters.items():
-            default = parameter.default
-            shown = "required" if default is parameter.empty else f"`{default!r}`"
-            rows.append((f"`{name}`", shown))
-        parts += [f"### {kind}", ""]
-        parts += [inspect.getdoc(entry) or "", ""]
-        parts += [_table(("key", "default"), rows), ""]
+        evaluator = EVALUATORS.find(kind)
+        own = {k: declared for k, declared in evaluator.declared().items() if k not in common}
+        parts += [f"### {kind}", "", _text(evaluator), "", _keys_of(own), ""]
     return "\n".join(parts)
 
 
@@ -90,23 +87,39 @@ def _console(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```\n"
 
 
-def _help_of(call) -> str:
-    """What `call` prints before it ends, as on a terminal of 90 columns."""
-    os.environ["COLUMNS"] = "90"
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        call()
-    return out.getvalue()
+def _flags(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """(flag, meaning) of each flag of `parser`; those that all commands have are left out."""
+    rows = []
+    for action in parser._actions:
+        names = action.option_strings or [action.dest]
+        if names[-1] in ("--help", "--trust_plugins", "--quiet"):
+            continue
+        value = action.metavar or (action.choices and "{" + ",".join(action.choices) + "}")
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        shown = f"{names[-1]}={value or 'VALUE'}" if takes_value else names[-1]
+        rows.append((f"`{shown}`", (action.help or "").replace("%%", "%")))
+    return rows
 
 
 def commands() -> str:
-    """The help of the program and of each of its commands."""
-    from vit_jax.commands import COMMANDS
-    from vit_jax.main import execute
+    """What the program does, and the help of each of its commands."""
+    from vit_jax import main
+    from vit_jax.commands import COMMANDS, find_command
 
-    parts = [_console(_help_of(lambda: execute(["--help"])))]
+    parts = [_console(inspect.cleandoc(main.__doc__))]
+    shown: list[tuple[str, str]] = []
     for name in COMMANDS:
-        text = _help_of(lambda name=name: execute([name, "--help"]))
-        parts += [f"## {name}", "", _console(text)]
+        module = find_command(name)
+        parser = argparse.ArgumentParser()
+        module.define_flags(parser)
+        flags = _flags(parser)
+        shared = [flag for flag, meaning in flags if (flag, meaning) in shown and meaning]
+        own = [row for row in flags if row[0] not in shared]
+        parts += [f"## {name}", "", _console(inspect.cleandoc(module.__doc__))]
+        parts += [_table(("flag", ""), own), ""] if own else []
+        again = ", ".join(flag.partition("=")[0].strip("`").join("``") for flag in shared)
+        parts += [f"As above: {again}.", ""] if shared else []
+        shown += own
     return "\n".join(parts)
 
 
@@ -116,9 +129,38 @@ def launchers() -> str:
     parts = []
     for name in LAUNCHERS:
         parser = importlib.import_module(name).define_flags()
-        text = _help_of(parser.print_help)
-        text = text.replace(f"launch/{pathlib.Path(sys.argv[0]).name}", f"launch/{name}.py")
-        parts += [f"## launch/{name}.py", "", _console(text)]
+        text = inspect.cleandoc(parser.description)
+        parts += [
+            f"## launch/{name}.py",
+            "",
+            _console(text),
+            _table(("flag", ""), _flags(parser)),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def config_words() -> str:
+    """A table of the configs that come with the package: what each trains, and its words."""
+    from vit_jax.config.text import import_config, shipped_configs
+
+    rows = []
+    for name, path in shipped_configs().items():
+        config = import_config(path)
+        head = config.__doc__.partition("\n")[0]
+        words = "; ".join(f"`{word}`: {meaning}" for word, meaning in config.WORDS.items())
+        rows.append((f"[{name}](#{name})", re.sub(r": --config=(\S+)$", r": `\1`", head), words))
+    return _table(("config", "", "words"), rows)
+
+
+def configs() -> str:
+    """The docstring of each config that comes with the package."""
+    from vit_jax.config.text import import_config, shipped_configs
+
+    parts = []
+    for name, path in shipped_configs().items():
+        text = inspect.cleandoc(import_config(path).__doc__)
+        parts += [f"## {name}", "", _console(text)]
     return "\n".join(parts)
 
 
@@ -144,25 +186,9 @@ def _ops(kind: type) -> str:
         op = OPS.find(name)
         if issubclass(op, kind):
             rows = [_row(k, declared) for k, declared in op.declared().items()]
-            pieces += [f"### {name}", "", f"`{name}{op.signature()}`", "", inspect.getdoc(op), ""]
+            pieces += [f"### {name}", "", f"`{name}{op.signature()}`:", _text(op), ""]
             pieces += [_table(heads, rows), ""] if rows else []
     return "\n".join(pieces)
-
-
-def configs() -> str:
-    """The configs that come with the package: what each trains, its words, its whole docstring."""
-    from vit_jax.config.text import import_config, shipped_configs
-
-    parts = []
-    for name, path in shipped_configs().items():
-        config = import_config(path)
-        head, _, rest = inspect.cleandoc(config.__doc__).partition("\n")
-        parts += [f"## {name}", "", head, ""]
-        words = [(f"`{word}`", meaning) for word, meaning in config.WORDS.items()]
-        parts += [_table(("word", "meaning"), words), ""]
-        if rest.strip():
-            parts += [_console(textwrap.dedent(rest).strip()), ""]
-    return "\n".join(parts)
 
 
 def notebook() -> str:
@@ -179,11 +205,29 @@ def notebook() -> str:
 
 
 _MADE = (
-    commands, config_keys, configs, device_ops, evaluator_keys, host_ops, launchers, notebook,
+    commands, config_keys, config_words, configs, device_ops, evaluator_keys, host_ops, launchers,
+    notebook,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """MkDocs calls this with the text of each page."""
-    return re.sub(r"<!-- made by (\w+) -->", lambda match: PARTS[match[1]](), markdown)
+    """MkDocs calls this with the text of each page; tables that are checked in stay as they are."""
+    alone = r"<!-- made by (\w+) -->(?!.*<!-- end of \1 -->)"
+    return re.sub(alone, lambda match: PARTS[match[1]](), markdown, flags=re.DOTALL)
+
+
+def with_tables(markdown: str) -> str:
+    """`markdown` with new text in each place `<!-- made by NAME -->...<!-- end of NAME -->`."""
+    place = r"(<!-- made by (\w+) -->\n).*(<!-- end of \2 -->)"
+    return re.sub(
+        place,
+        lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}",
+        markdown,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":  # rewrites the tables that are checked in
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        page.write_text(with_tables(page.read_text()))

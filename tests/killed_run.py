@@ -20,10 +20,9 @@ import threading
 
 from vit_jax import files
 from vit_jax.checkpoints import checkpoint
-from vit_jax.evaluators import classification
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.run import loop, speed, train
+from vit_jax.run import loop, record, speed, train
 
 
 def kill():
@@ -56,12 +55,10 @@ def arm(moment):
         before = speed.Profiler.before
         speed.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
     elif kind == "evaluation":
-        owner = classification.Classification
-        owner.run = after(count, owner.run, kill_after)
+        record.evaluate = after(count, record.evaluate, kill_after)
     elif kind == "stopped":
         loop.PreemptionGuard.should_stop = lambda self, step: step == count
-        owner = classification.Classification
-        owner.run = after(1, owner.run, kill_after)
+        record.evaluate = after(1, record.evaluate, kill_after)
     elif kind in ("rows", "events"):
         owner, write, seen = files.LocalFile, files.LocalFile.write, []
 

@@ -217,8 +217,8 @@ MUTATIONS = [
       "evaluators/test_rank.py::test_the_rank_is_that_of_the_paper"),
     M("vit_jax/evaluators/linear_probe.py", "l2 / 2 *", "l2 *",
       "evaluators/test_linear_probe.py::test_the_fit_is_that_of_scikit_learn"),
-    M("vit_jax/evaluators/real.py", 'batch["mask"] * (labels_BL >= 0).any(axis=1)',
-      'batch["mask"]', "evaluators/test_real.py::test_what_counts"),
+    M("vit_jax/evaluators/mapped.py", 'batch["mask"] * (labels_BL >= 0).any(axis=1)',
+      'batch["mask"]', "evaluators/test_mapped.py::test_what_counts"),
     # checkpoints
     M("vit_jax/checkpoints/seal.py", "found != entry:", "found[0] != entry[0]:",
       "checkpoints/test_checkpoint.py::test_a_shorter_file_and_one_flipped_bit_in_any_file_are_noticed"),
@@ -295,7 +295,7 @@ MUTATIONS = [
       "o.freeze, grad_shardings, join", "o.freeze, None, join",
       "devices/test_sharding.py::"
       "test_the_step_and_the_norms_of_layers_give_gradients_their_sharding"),
-    M("vit_jax/evaluators/patch_features.py", "rows[:num_pictures]", "rows",
+    M("vit_jax/evaluators/patch_features.py", "rows[:number]", "rows",
       "evaluators/test_patch_features.py::test_only_the_rows_with_pictures_are_gathered"),
     M("vit_jax/devices/kernels.py", ", multiply=multiply_on_cpu", "",
       "devices/test_kernel_choice.py::test_kernels_are_chosen_by_platform_and_key"),
@@ -418,7 +418,7 @@ MUTATIONS = [
     M("vit_jax/run/sources.py", "if a.lower() != b.lower()", "if False",
       "inference/test_evaluate.py::test_classes_of_other_names_are_warned_of"),
     # studies
-    M("vit_jax/studies/engine.py", "statistics.stdev(values)", "statistics.pstdev(values)",
+    M("vit_jax/studies/engine.py", "std = statistics.stdev", "std = statistics.pstdev",
       "studies/test_finetune_sweep.py::test_mean_and_sample_deviation"),
     M("vit_jax/studies/finetune_sweep.py", "sorted(self._tries.items())",
       "sorted(self._tries.items(), reverse=True)",

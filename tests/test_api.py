@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 from flax import nnx
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -171,26 +172,27 @@ def test_layers_of_a_resnet(golden):
 
 
 REFUSED = {
-    "output": ({"output": "feature"}, "did you mean features"),
-    "layer": ({"layer": 1}, "layer=1: goes with output=features"),
-    "top": ({"top": 0}, "top=0"),
-    "float": ({"images": np.zeros((8, 8, 3), np.float32)}, r"images\[0\]: an array of float32"),
-    "channels": ({"images": np.zeros((8, 8, 2), np.uint8)}, r"images\[0\]: .* \(8, 8, 2\)"),
-    "none": ({"images": []}, "none given"),
-    "path": ({"images": "nowhere.png"}, "nowhere.png: no such file"),
+    "output": {"output": "feature"},
+    "layer": {"layer": 1},
+    "top": {"top": 0},
+    "images[0]": {"images": np.zeros((8, 8, 3), np.float32)},
+    "images": {"images": []},
+    "nowhere.png": {"images": "nowhere.png"},
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_arguments_are_named(source, case):
-    words, says = REFUSED[case]
-    with pytest.raises(InputError, match=says):
-        predict(**({"images": pixels(8, 8, 3), "source": source} | words))
+@pytest.mark.parametrize("key", REFUSED)
+def test_wrong_arguments_are_named(source, key):
+    with at_fault(key):
+        predict(**({"images": pixels(8, 8, 3), "source": source} | REFUSED[key]))
+    with at_fault("images[0]"):
+        predict(np.zeros((8, 8, 2), np.uint8), source)
 
 
 def test_train_evaluate_predict(tmp_path, monkeypatch):
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
+    config.model.depth = 1
     summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
     assert summary["step"] == 4
     assert config.duration == "40 steps"  # the caller's config is left as it was
@@ -209,13 +211,13 @@ def test_train_evaluate_predict(tmp_path, monkeypatch):
 
 
 def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):
-    with pytest.raises(InputError, match=r"optimizer\.peak_rl.*optimizer\.peak_lr"):
+    with at_fault("--config.optimizer.peak_rl"):
         vit_jax.train("quickstart", tmp_path / "run", {"optimizer.peak_rl": 1})
-    with pytest.raises(InputError, match="global_batch_size"):
+    with at_fault("global_batch_size"):
         vit_jax.train("quickstart", tmp_path / "run", {"global_batch_size": 0})
-    with pytest.raises(InputError, match=r"has no config\.json"):
+    with at_fault("--workdir"):
         vit_jax.evaluate(tmp_path / "run")
-    with pytest.raises(InputError, match=r"model\.name"):
+    with at_fault("model.name"):
         vit_jax.evaluate(tmp_path, "quickstart")
     assert not list(tmp_path.iterdir())
 
@@ -312,5 +314,5 @@ def test_the_notebook_runs(run_notebook):
 
 
 def test_no_run_to_go_on_with(tmp_path):
-    with pytest.raises(InputError, match=r"config\.json; give the workdir of a run"):
+    with at_fault("--workdir"):
         vit_jax.train(None, tmp_path)

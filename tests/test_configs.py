@@ -27,7 +27,6 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import make_config_schedule
@@ -556,66 +555,6 @@ def test_better_plain_vit_trains_as_long_as_published():
     assert parse_durations(c)["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
-# Refused words: the config, the words, and what the message must name.
-ROWS = ("imagenet21k: ViT-B/16, ViT-B/32, ViT-L/16, ViT-L/32", "imagenet2012: any",
-        "jft: ViT-B/16, ViT-B/32, ViT-L/32, ViT-L/16, ViT-H/14")  # fmt: skip
-UNKNOWN_MODELS = {
-    "ViT-B16": "ViT-VARIANT/PATCH", "BiT-R50x4": "BiT-R50x1", "R51+ViT-B/16": "R51",
-    "ViT-l/16": "did you mean L?", "ViT-x9/16": "known: mu, Ti, S",
-    "ViT-So400/14": "did you mean So400m?",
-}  # fmt: skip
-REFUSED = [
-    *(("pretrain", f"{model},{data}", (f"no row for {model} on {data.partition('=')[0]}", *ROWS))
-      for model, data in [
-          ("ViT-H/14", "imagenet21k"), ("ViT-S/16", "imagenet21k"), ("ViT-S/16", "jft=x"),
-          ("ViT-L/14", "imagenet21k"), ("BiT-R50x3", "jft=x"), ("BiT-R50x1", "imagenet2012"),
-          ("R26+ViT-B/32", "jft=x"), ("R50+ViT-B/16", "imagenet2012"),
-      ]),
-    *(("pretrain", words, (f"epochs: the paper's row has {has}",))
-      for words, has in [
-          ("ViT-B/16,jft=x,14ep", "7"), ("ViT-H/14,jft=x,7ep", "14"),
-          ("ViT-L/16,jft=x,90ep", "7 or 14"), ("ViT-B/16,imagenet21k,30ep", "90"),
-          ("ViT-B/16,imagenet2012,90ep", "300"), ("ViT-L/16,imagenet21k,30ep,90ep", "90 or 30"),
-      ]),
-    *(("pretrain", words, ("MODEL,DATA", "7ep, 14ep, 30ep, 90ep"))
-      for words in ["", "debug", "ViT-B/16", "imagenet2012", "ViT-B/16,jft=x,45ep"]),
-    *(("pretrain", f"ViT-B/16,{data}", (repr(data), "imagenet2012, imagenet21k or jft="))
-      for data in ["jft", "jft=", "imagenet2012=x", "cifar10", "imagenet"]),
-    *((name, f"{model}{data}", (repr(model), says)) for model, says in UNKNOWN_MODELS.items()
-      for name, data in (("pretrain", ",imagenet2012"), ("folder", ""))),
-    ("augreg", "ViT-B/16,imagenet21k", ("MODEL,DATA,AUG",)),
-    ("augreg", "ViT-B/16,imagenet21k,medum1", ("'medum1'", "medium1?")),
-    ("augreg", "ViT-B/16,cifar10,medium1", ("'cifar10'", "imagenet2012 or imagenet21k")),
-    ("augreg", "ViT-b/16,imagenet21k,medium1", ("did you mean B?",)),
-    ("augreg", "BiT-R50x1,imagenet21k,medium1", ("BiT-R50x1", "ViT-B/16")),
-    ("augreg", "ViT-B/16,imagenet2012,medium1,30ep", ("30ep", "imagenet2012")),
-    ("cifar10", "medium1,strong1", ("'medium1,strong1'", "none, light1")),
-    ("cifar10", "small,5k", ("'small,5k'", "none, light1")),
-    *((name, words, says) for name in ("finetune", "finetune_study") for words, says in [
-        ("ViT-B/16", ("MODEL,DATA", "cifar10")), ("ViT-B/16,cifar", ("'cifar'", "cifar10?")),
-        ("ViT-b/16,cifar10", ("did you mean B?",)), ("ViT-B/16,foldr", ("'foldr'", "folder?")),
-        ("ViT-B/16,cifar10,headline", ("headline", "ViT-B/16 on cifar10")),
-        ("BiT-R50x1,imagenet2012,headline", ("headline", "BiT-R50x1 on imagenet2012")),
-    ]),
-    ("finetune_study", "ViT-B/16,folder", ("cifar10", "folder")),
-    ("deit", "ViT-S/16,soft", ("soft with a DeiT only",)),
-    ("folder", "ViT-S/16,ViT-B/16", ("'ViT-B/16'", "MODEL: ")),
-    *((name, "debugg", ("'debugg'", "MODEL: ")) for name in ("folder", "selfsup")),
-    *((name, "debug,huge", ("'huge'", "debug: ")) for name in ("quickstart", "vit_s16_in1k")),
-    ("folder", "ViT-S/16,huge,debug", ("'huge'", "debug: ")),
-    ("evaluate", "knn,cifar10,cifar100", ("'cifar100'", "DATA: ", "classification: ")),
-    ("evaluate", "fewsht,cifar10", ("'fewsht'", "fewshot?")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "words", "names"), REFUSED)
-def test_words_are_refused(name, words, names):
-    with pytest.raises(InputError) as e:
-        load(name, words)
-    for text in names:
-        assert text in str(e.value)
-
-
 def test_words_of_pretraining_in_any_place():
     expected = load("pretrain", "ViT-L/16,imagenet21k,30ep,debug")
     for words in ("debug,ViT-L/16,30ep,imagenet21k", "30ep,debug,ViT-L/16,imagenet21k"):
@@ -731,13 +670,6 @@ def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
     assert (model.width, model.depth) == (32, 1)
     stages = {"R50": (1,), "R": ()}.get(name.partition("+")[0])
     assert stages is None or model.stages == stages
-
-
-@pytest.mark.parametrize("name", ["EfficientNet-B0", "BiT-R50x1", "T2T-ViT-7", "Axial-ViT-B/32"])
-def test_own_images_take_every_family(name):
-    for words in (name, f"{name},debug"):
-        c = load("folder", words)
-        create_model(c.model.name, 10, c.data.image_size, **model_fields(c))
 
 
 def test_cells_of_the_ablation_are_those_of_table_8_and_more():

@@ -1,4 +1,4 @@
-"""The parts in docs/how_to/extend.md next to our own; test_wheel.py trains with all of them."""
+"""The parts in docs/how_to/extend next to our own; test_wheel.py trains with all of them."""
 
 import sys
 
@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 from opened import config_json, open_all
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
-from vit_jax.config import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, evals, plugins
+from vit_jax.config import EVALUATORS, LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, plugins
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -35,7 +36,7 @@ from vit_jax.transfer.pretrained import Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    models.MODELS, OBJECTIVES, LOSSES, evals.EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    models.MODELS, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 
@@ -91,7 +92,7 @@ def test_each_kind_is_a_line(parts):
         ("data.ops", "nose(4)", "did you mean noise?"),
         ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
         ("optimizer.name", "adam", "did you mean"),
-        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a positive int"),
+        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a number in"),
     ],
 )
 def test_faults_name_them(config, key, value, says):
@@ -109,17 +110,17 @@ def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path
 
 
 def test_keys_reach_the_part_alone(config):
-    with pytest.raises(InputError, match=r"loss\.epsilon=2\.0: softmax has no such"):
+    with at_fault("loss.epsilon"):
         make_loss("softmax", epsilon=2.0)
-    with pytest.raises(InputError, match=r"objective\.strength=1\.0: supervised has no such"):
+    with at_fault("objective.strength"):
         OBJECTIVES.make({"name": "supervised", "strength": 1.0})
-    with pytest.raises(InputError, match="did you mean supervised"):
+    with at_fault("objective.name"):
         OBJECTIVES.make({"name": "supervise"})
-    with pytest.raises(InputError, match=r"objective\.strength=-1"):
+    with at_fault("objective.strength"):
         OBJECTIVES.make({"name": "consistency", "strength": -1.0})
-    with pytest.raises(InputError, match=r"optimizer\.b3=0\.5: adamw has no such"):
+    with at_fault("optimizer.b3"):
         make_optimizer("adamw", schedule=lambda step: 0.0, b3=0.5)
-    with pytest.raises(InputError, match=r"optimizer\.b3=2"):
+    with at_fault("optimizer.b3"):
         make_optimizer("adan", schedule=lambda step: 0.0, b3=2)
     where = {"split": "test", "image_size": (8, 8), "own": {"most_rings": 4}}
     assert make_source("rings", **where).num_classes == 4

@@ -122,15 +122,6 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
     assert "no such file" in train(refused, "--config.init_from=/no/such.npz")
 
 
-def test_missing_config_file(refused):
-    err = refused("--config=configs/quickstrat.py", "--workdir=WORKDIR")
-    assert (
-        "no file 'configs/quickstrat.py', and no shipped config of that name; did you mean quick"
-        in err
-    )
-    assert "did you mean quickstart?" in refused("--config=quickstrat:debug", "--workdir=WORKDIR")
-
-
 # Initial weights
 
 
@@ -238,12 +229,6 @@ def test_ops_that_give_another_image_size(refused, key):
     err = train(refused, f"--config.{key}=resize(16)")
     assert f"error: {key.split('.')[0]}." in err
     assert "ops='resize(16)' gives images of (16, 16, 3); needed: (8, 8, 3)" in err
-
-
-def test_image_size_that_the_data_do_not_have(refused):
-    err = train(refused, "--config.data.image_size=16", "--config.data.ops=")
-    assert "gives images of (8, 8, 3); needed: (16, 16, 3), from data.image_size" in err
-    assert "'resize'" in err
 
 
 # Commands and flags

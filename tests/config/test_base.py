@@ -22,7 +22,6 @@ from vit_jax.config import (
 )
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides
-from vit_jax.errors import InputError
 
 
 def make_config():
@@ -175,28 +174,9 @@ def test_image_hw(size, hw):
     assert image_hw(size) == hw
 
 
-@pytest.mark.parametrize(
-    "size", [0, -1, 8.0, "8", "88", True, None, (8,), (8, 8, 3), (8, 0), (8, 8.0), (True, 8), {}]
-)
-def test_image_hw_refuses(size):
-    with pytest.raises(InputError) as e:
-        image_hw(size, "model.patch_size")
-    assert (
-        str(e.value)
-        == f"model.patch_size={size!r}: needs a positive int or a pair of them, up to 65535"
-    )
-
-
 def test_step_range():
     assert list(step_range("10:15", "log.profile")) == [10, 11, 12, 13, 14]
     assert step_range("0:1", "log.profile") == range(0, 1)
-
-
-@pytest.mark.parametrize("text", ["", "10", "10:", ":10", "10:10", "15:10", "-1:5", "1:2:3", "a:b"])
-def test_step_range_refuses(text):
-    with pytest.raises(InputError) as e:
-        step_range(text, "log.profile")
-    assert str(e.value).startswith(f"log.profile={text!r}: needs two steps, the smaller first")
 
 
 def test_model_fields_are_those_set(config):

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 import sklearn.datasets
+from at_fault import at_fault
 
 from vit_jax.data import make_source, sources
 from vit_jax.data.host_tf import tf
-from vit_jax.errors import InputError
 
 
 def read(source, *record_ids):
@@ -69,17 +69,15 @@ def test_fingerprints_tell_data_apart():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "words"),
+    ("name", "fields", "key"),
     [
-        ("digits", {"split": "val"}, ["data.split='val'", "'train' and 'test'"]),
-        ("digits", {"num_classes": 9}, ["data.num_classes=9", "has 10", "=10"]),
-        ("digits", {"num_examples": 360}, ["data.num_examples=360", "has 1437"]),
-        ("synthetic", {"num_examples": 5}, ["data.num_classes=None"]),
-        ("synthetic", {"num_classes": 5, "num_examples": 0}, ["data.num_examples=0"]),
+        ("digits", {"split": "val"}, "data.split"),
+        ("digits", {"num_classes": 9}, "data.num_classes"),
+        ("digits", {"num_examples": 360}, "data.num_examples"),
+        ("synthetic", {"num_examples": 5}, "data.num_classes"),
+        ("synthetic", {"num_classes": 5, "num_examples": 0}, "data.num_examples"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, fields, words):
-    with pytest.raises(InputError) as error:
+def test_what_does_not_fit_is_refused(name, fields, key):
+    with at_fault(key):
         make_source(name, **{"split": "train", "image_size": (8, 8)} | fields)
-    for word in words:
-        assert word in str(error.value)

@@ -5,6 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from at_fault import at_fault
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,6 @@ from vit_jax.devices.mesh import (
     make_mesh,
     start_backend,
 )
-from vit_jax.errors import InputError
 
 
 def mesh_of(replica=1, data=1, fsdp=1, tensor=1, devices=None):
@@ -48,22 +48,13 @@ def test_mesh_of_some_devices():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ((1, 3, 1, 1), ["mesh.data=3", "needs 3 devices, but there are 8"]),
-        ((1, 1, 2, 2), ["mesh.fsdp=2, mesh.tensor=2", "needs 4 devices, but there are 8"]),
-        ((1, -1, 3, 1), ["mesh.fsdp=3", "needs a multiple of 3 devices, but there are 8"]),
-        ((1, -1, 16, 1), ["mesh.fsdp=16", "needs a multiple of 16 devices, but there are 8"]),
-        ((-1, -1, 1, 1), ["mesh.replica=-1, mesh.data=-1", "at most one of them -1"]),
-        ((1, 0, 1, 1), ["mesh.data=0", "positive sizes"]),
-        ((1, 1, -2, 1), ["mesh.fsdp=-2", "positive sizes"]),
-    ],
-)
-def test_faulty_meshes(sizes, said):
-    with pytest.raises(InputError) as error:
+    "sizes",
+    [(1, 3, 1, 1), (1, 1, 2, 2), (1, -1, 3, 1), (1, -1, 16, 1), (-1, -1, 1, 1), (1, 0, 1, 1),
+     (1, 1, -2, 1)],
+)  # fmt: skip
+def test_faulty_meshes(sizes):
+    with at_fault("mesh.replica"):  # the first of four
         mesh_of(*sizes)
-    for part in said:
-        assert part in str(error.value)
 
 
 def test_the_batch_is_split_over_all_axes_but_tensor():
@@ -80,10 +71,8 @@ def test_a_batch_that_the_mesh_splits(size):
 
 @pytest.mark.parametrize(("size", "remedy"), [(6, 4), (3, 4), (0, 4), (-4, 4), (11, 8)])
 def test_a_batch_that_it_does_not_split(size, remedy):
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.test.batch_size") as error:
         check_batch_size(mesh_of(data=2, fsdp=2, tensor=2), size, "evals.test.batch_size")
-    for part in (f"evals.test.batch_size={size}:", "multiple of 4", f"try {remedy}"):
-        assert part in str(error.value)
     assert str(error.value).endswith(f"try {remedy}")
 
 
@@ -92,7 +81,7 @@ def test_microbatches_are_parts_of_each_devices_rows():
     for accum_steps in (1, 2, 3, 6):
         check_accum_steps(mesh, 24, accum_steps)
     for accum_steps, remedy in [(4, 3), (5, 3), (12, 6)]:
-        with pytest.raises(InputError, match=r"accum_steps=.*divide 6.*4 ways") as error:
+        with at_fault("optimizer.accum_steps") as error:
             check_accum_steps(mesh, 24, accum_steps)
         assert "choose other mesh sizes" in str(error.value)  # a run that goes on keeps accum_steps
         assert str(error.value).endswith(f"for a new run, optimizer.accum_steps={remedy}")
@@ -105,15 +94,9 @@ def no_accelerators(monkeypatch):
 
 @pytest.mark.parametrize(("platform", "extra"), [("gpu", "cuda"), ("tpu", "tpu")])
 def test_a_platform_that_is_not_there(platform, extra, no_accelerators):
-    with pytest.raises(InputError) as error:
+    with at_fault("mesh.platform") as error:
         start_backend(platform)
-    for part in (
-        f"mesh.platform={platform}",
-        "only cpu devices",
-        f"'.[{extra}]'",
-        "--config.mesh.platform=cpu",
-    ):
-        assert part in str(error.value)
+    assert f"'.[{extra}]'" in str(error.value)
 
 
 @pytest.mark.parametrize("platform", ["cpu", None])

@@ -1,14 +1,17 @@
 import copy
 import pathlib
+import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hand_made import OF_SPLIT, OF_SPLITS, digit_pixels, make_inputs, run_on_features
 from sklearn.datasets import load_digits
 
-from vit_jax.config import SplitKey, base_config, classification, knn
+from vit_jax.config import EVALUATORS, SplitKey, base_config, classification, knn
+from vit_jax.config.evals import make_entry
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -17,11 +20,12 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators import check_outputs, evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.evaluators.features import NothingToMeasureError
+from vit_jax.evaluators.fewshot import FewShot, draw_support
+from vit_jax.evaluators.knn import Knn
+from vit_jax.evaluators.linear_probe import LinearProbe
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.losses import make_loss
-
-SOFTMAX = make_loss("softmax")
+from vit_jax.run.validation import find_faults
 
 
 def batch(logits, label, mask=None):
@@ -34,12 +38,16 @@ def batch(logits, label, mask=None):
     }
 
 
-def run(*batches, loss=SOFTMAX, **declared):
-    declared = declared or {"num_classes": batches[0]["image"].shape[1]}
-    evaluator = Classification(lambda s, image: s * image, loss, lambda: batches, **declared)
-    result = evaluator.run(1.0)
-    assert result.keys() <= evaluator.metrics.keys()
-    assert result.keys() == evaluator.metrics.keys() or declared["num_classes"] is None
+def bind(*batches, loss="softmax"):
+    config = base_config()
+    config.loss.name = loss
+    return Classification(**OF_SPLIT).bind(make_inputs(batches, config=config))
+
+
+def run(*batches, loss="softmax"):
+    result = bind(*batches, loss=loss)(1.0)
+    absent = set() if batches[0]["image"].shape[1] > 5 else {"top5"}
+    assert {*result} == {*Classification(**OF_SPLIT).metrics()} - absent
     return result
 
 
@@ -69,6 +77,7 @@ def test_metrics_of_one_batch():
     expected = -log_softmax(LOGITS)[[0, 1, 2], [0, 3, 0]].mean()
     np.testing.assert_allclose(result.pop("loss"), expected, rtol=1e-6)
     del result["ece"]  # below
+    assert {type(value) for value in result.values()} == {float, int}  # for JSON
     assert result == {"top1": pytest.approx(1 / 3), "top5": pytest.approx(2 / 3), "num_examples": 3}
 
 
@@ -92,12 +101,9 @@ def test_padding_never_counts(label):
     assert plain["top1"] == 0.5
 
 
-def test_masked_examples_in_the_middle_do_not_count():
+def test_masked_examples_do_not_count():
     result = run(batch(LOGITS, [0, 0, 5], [1, 0, 1]), batch(LOGITS, [0, 1, 5], [0, 1, 0]))
     assert (result["top1"], result["top5"], result["num_examples"]) == (1.0, 1.0, 3)
-
-
-def test_a_split_without_a_readable_image_has_no_metrics():
     with pytest.raises(NothingToMeasureError, match="split: none of the images"):
         run(batch(LOGITS, [0, 1, 2], [0, 0, 0]))
 
@@ -105,14 +111,13 @@ def test_a_split_without_a_readable_image_has_no_metrics():
 @pytest.mark.parametrize("num_classes", [1, 5])
 def test_few_classes_have_no_top5(num_classes):
     result = run(batch(LOGITS[:, :num_classes], [0, 0, 0]))
-    assert "top5" not in result
     assert result["top1"] == pytest.approx(1.0 if num_classes == 1 else 1 / 3)
 
 
 def test_label_with_several_classes():
     """A hit is any of them."""
     targets = np.array([[0, 1, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]], np.float32)
-    result = run(batch(LOGITS, targets), loss=make_loss("sigmoid"))
+    result = run(batch(LOGITS, targets), loss="sigmoid")
     assert (result["top1"], result["top5"]) == (pytest.approx(1 / 3), 1.0)
 
 
@@ -139,37 +144,13 @@ def test_bins_of_confidence():
     assert found.tolist() == [0, 0, 3, 7, 14, 14]
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss(name, smoothing):
-    label = [0, 3, 0]
-    targets = np.eye(6)[label] * (1 - smoothing) + smoothing / 6
-    if name == "softmax":
-        losses = -(targets * log_softmax(LOGITS)).sum(-1)
-    else:
-        p = 1 / (1 + np.exp(-LOGITS))
-        losses = -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).sum(-1)
-    result = run(batch(LOGITS, label), loss=make_loss(name, smoothing))
-    np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-5)
-
-
 def test_state_is_an_argument():
     """The function uses its argument, not the state at compile time."""
-    evaluator = Classification(
-        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])]
-    )
-    assert [evaluator.run(sign)["top1"] for sign in (1.0, -1.0, 1.0)] == [1.0, 0.0, 1.0]
+    measure = bind(batch(LOGITS, [0, 1, 5]))
+    assert [measure(sign)["top1"] for sign in (1.0, -1.0, 1.0)] == [1.0, 0.0, 1.0]
 
 
 # On real data, over 8 devices
-
-
-@pytest.fixture(scope="module")
-def digits():
-    """The 360 test images and labels of digits, straight from scikit-learn."""
-    bunch = load_digits()
-    grey = np.rint(bunch.images[::5] * (255 / 16))
-    return np.repeat(grey[..., None], 3, axis=-1).astype(np.uint8), bunch.target[::5]
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +173,9 @@ def model_on_mesh():
 
 
 @pytest.mark.parametrize("loss_name", ["softmax", "sigmoid"])
-def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
+def test_every_digit_counts_once(model_on_mesh, loss_name):
     """Batch sizes that do and do not divide the split, against NumPy on the whole split."""
-    images, labels = digits
+    pixels, labels = digit_pixels()[::5], load_digits().target[::5]
     config, model, mesh, state = model_on_mesh
     config = copy.deepcopy(config)
     config.loss.name = loss_name
@@ -202,10 +183,10 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
         del config.evals.larger, config.evals.whole
     test = make_source("digits", split="test", image_size=(8, 8))
     sources = {SplitKey("digits", "test", None): test}
-    values = (images / 255 - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
+    values = (pixels - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
     with jax.set_mesh(mesh):
         evaluators = make_evaluators(config, parse_preprocessing(config), model, mesh, sources)
-        results = {name: evaluator.run(state) for name, evaluator in evaluators.items()}
+        results = {name: measure(state) for name, measure in evaluators.items()}
         logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
     logits = np.asarray(logits, np.float64)
 
@@ -230,21 +211,58 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
         assert 0.05 < ece == pytest.approx(result["ece"], abs=1e-6)
 
 
-def test_results_can_be_written_as_json():
-    result = run(batch(LOGITS, [0, 1, 5]))
-    assert {type(value) for value in result.values()} == {float, int}
-    assert type(result["num_examples"]) is int
+@pytest.mark.parametrize(
+    "evaluator",
+    [
+        FewShot(**OF_SPLITS, shots=(2,), num_draws=1),
+        Knn(**OF_SPLITS, num_neighbours=(5,)),
+        LinearProbe(**OF_SPLITS, l2=(0.1,)),
+    ],
+    ids=lambda evaluator: type(evaluator).__name__,
+)
+def test_broken_images_are_neither_learnt_from_nor_tested(evaluator):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 60).astype(np.int32)
+    x = (np.eye(4)[labels] + 0.3 * rng.standard_normal((60, 4))).astype(np.float32)
+    broken = np.union1d(draw_support(labels, 3, 1, seed=0), np.arange(0, 60, 4))
+    other = x.copy()
+    other[broken] = 1e6
+    found = [
+        run_on_features(evaluator, (z, labels), (z, labels), broken=broken, broken_tests=broken)
+        for z in (x, other)
+    ]
+    assert found[0] == found[1] and max(found[0].values()) > 0.5
+    for key, which in {"train_split": "broken", "test_split": "broken_tests"}.items():
+        with pytest.raises(NothingToMeasureError, match=f"^{key}: none of the images"):
+            run_on_features(evaluator, (x, labels), (x, labels), **{which: np.arange(60)})
 
 
-class Faulty:
-    def run(self, state):
-        raise InputError("train_split: none can be read", "test_split: none can be read")
+@pytest.mark.parametrize(
+    ("kind", "choices"),
+    [
+        ("fewshot", {"shots": ()}), ("fewshot", {"shots": (5, 0)}), ("fewshot", {"shots": (1.5,)}),
+        ("fewshot", {"l2": (0.0,)}), ("fewshot", {"num_draws": 0}), ("fewshot", {"classes": (3,)}),
+        ("knn", {"num_neighbours": (10, 0)}), ("knn", {"temperature": 0.0}),
+        ("linear_probe", {"l2": (1e-3, 0.0)}), ("mapped", {"among": "some"}),
+        ("rank", {"num_images": 1}), ("rank", {"batch_size": 0}), ("rank", {"split": None}),
+        ("patch_features", {"num_pictures": 0}), ("reconstruction", {"num_pictures": -1}),
+    ],
+)  # fmt: skip
+def test_choices_that_cannot_be(kind, choices):
+    c, (key,) = base_config(), choices
+    of_splits = "train_split" in EVALUATORS.find(kind).declared()
+    c.evals.own = make_entry(kind, **((OF_SPLITS if of_splits else OF_SPLIT) | choices))
+    faults = [fault for fault in find_faults(c) if fault.startswith("evals")]
+    assert [re.split("[:=]", fault)[0] for fault in faults] == [f"evals.own.{key}"]
 
 
 def test_a_fault_names_the_evaluator():
+    def measure(state):
+        raise InputError("train_split: none can be read", "test_split: none can be read")
+
     state = TrainState(jnp.int32(0), {}, {}, {})
     with pytest.raises(InputError) as error:
-        evaluate("few", Faulty(), state)
+        evaluate("few", measure, state)
     assert error.value.faults == (
         "evals.few.train_split: none can be read", "evals.few.test_split: none can be read",
     )  # fmt: skip

@@ -3,16 +3,13 @@
 import json
 import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from hand_made import OF_SPLIT, make_inputs
 
-from vit_jax.config import mapped
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
-from vit_jax.evaluators import evaluate
-from vit_jax.evaluators.mapped import METRICS, Mapped, make_mapped, read_class_map
-from vit_jax.experiment.state import TrainState
+from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
 
 NAMES = ("chair", "lamp", "spoon")
 
@@ -26,28 +23,13 @@ def test_what_counts():
         "mask": np.float32([1, 1, 1, 1, 0]),
     }  # fmt: skip
 
-    def run(among):
-        return Mapped(lambda state, image: image, lambda: [batch], lambda: table, among).run(None)
+    def measure(among):
+        return measure_by_labels(make_inputs([batch]), lambda: table, "label", among)(1.0)
 
-    found = run("mapped")  # without the label 3, which is in no list: right, wrong, right
+    found = measure("mapped")  # without the label 3, which is in no list: right, wrong, right
     assert found == {"top1": pytest.approx(2 / 3), "top5": 1.0, "num_examples": 3}
-    assert found.keys() == METRICS.keys()
-    assert run("all")["top1"] == 0.0
-
-
-def test_averaged_weights_do_not_hide_the_raw_ones():
-    table, batch = np.array([[0], [1]]), {"image": np.zeros(2), "label": np.array([0, 1])}
-    batch["mask"] = np.ones(2, np.float32)
-
-    def logits(state, image):
-        return jnp.tile(state.params["logits"], (2, 1))
-
-    state = TrainState(0, {"logits": np.float32([1, 2])}, {}, (), {"logits": np.float32([1, 2])})
-    found = evaluate("other", Mapped(logits, lambda: [batch], lambda: table), state)
-    assert found == {
-        "other/top1": 0.5, "other/top5": 1.0, "other/num_examples": 2,
-        "other/top1_raw": 0.5, "other/top5_raw": 1.0,
-    }  # fmt: skip
+    assert found.keys() == Mapped(**OF_SPLIT).metrics().keys()
+    assert measure("all")["top1"] == 0.0
 
 
 def read(tmp_path, content):
@@ -74,23 +56,22 @@ def test_maps_that_do_not_fit(tmp_path, content, says):
         read(tmp_path, content)
 
 
-def make(num_classes, **entry):
+def bind(num_classes, **entry):
     source = make_source("digits", split="test", image_size=(8, 8), classes=(3, 8))
-    inputs = types.SimpleNamespace(
-        source=lambda: source,
-        entry=mapped(split="test", every="1 epochs", **entry),
-        model=types.SimpleNamespace(num_classes=num_classes),
-        apply=None,
-        batches=None,
-    )
-    return make_mapped(inputs)
+    batch = {"image": np.eye(10, dtype=np.float32)[[8, 3]], "label": np.array([1, 0])}
+    batch["mask"] = np.ones(2, np.float32)
+    model = types.SimpleNamespace(num_classes=num_classes)
+    inputs = make_inputs([batch], source=lambda: source, model=model)
+    return Mapped(**OF_SPLIT, **entry).bind(inputs)
 
 
 def test_data_with_the_model_s_labels_need_no_map(tmp_path):
-    assert make(2)._labels.tolist() == [[0], [1]]
+    found = bind(2)(1.0)  # logits of the labels 0 and 1 are equal: the first wins
+    assert found == {"top1": 0.5, "top5": 1.0, "num_examples": 2}
     with pytest.raises(InputError, match=r"class_map='': .* has 2 classes, but the model has 10"):
-        make(10)
+        bind(10)
     (tmp_path / "map.json").write_text('{"8": [8]}')
-    assert make(10, class_map=str(tmp_path / "map.json"))._labels.tolist() == [[-1], [8]]
+    found = bind(10, class_map=str(tmp_path / "map.json"))(1.0)
+    assert found == {"top1": 1.0, "top5": 1.0, "num_examples": 1}
     with pytest.raises(InputError, match="the model has no classes"):
-        make(None)
+        bind(None)

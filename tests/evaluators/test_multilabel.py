@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-import jax
+import hand_made
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,7 +16,6 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.multilabel import MultiLabel
 from vit_jax.main import main
-from vit_jax.objectives.losses import make_loss
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -28,17 +27,11 @@ def average_precision(right_N, scores_N):
     return precisions[right_N > 0].mean()
 
 
-def run(logits, labels, mask):
-    batches = [
-        {"image": logits[i : i + 4], "label": labels[i : i + 4], "mask": mask[i : i + 4],
-         "id": np.arange(i, i + 4, dtype=np.int32)}
-        for i in range(0, len(logits), 4)
-    ]  # fmt: skip
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    evaluator = MultiLabel(lambda state, x: x, make_loss("sigmoid"), lambda: batches, one)
-    result = evaluator.run(None)
-    assert result.keys() == evaluator.metrics.keys()
-    return result
+def run(logits, labels, broken):
+    config = base_config()
+    config.loss.name = "sigmoid"
+    batches = [*hand_made.make_batches(logits, labels, broken)()]
+    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, config=config)
 
 
 def test_mean_average_precision_of_the_classes_that_are_shown():
@@ -46,16 +39,14 @@ def test_mean_average_precision_of_the_classes_that_are_shown():
     logits = rng.normal(size=(20, 5)).astype(np.float32)
     labels = (rng.random((20, 5)) < 0.3).astype(np.float32)
     labels[:, 3] = 0
-    mask = np.ones(20, np.float32)
-    mask[[2, 17]] = 0
-    found = run(logits, labels, mask)
-    x, t = logits[mask > 0].astype(np.float64), labels[mask > 0]
+    found = run(logits, labels, broken=(2, 17))
+    x, t = (np.delete(rows, (2, 17), axis=0) for rows in (logits.astype(np.float64), labels))
     expected = np.mean([average_precision(t[:, c], x[:, c]) for c in (0, 1, 2, 4)])
     assert found["mean_ap"] == pytest.approx(expected) and found["num_examples"] == 18
     entropies = np.logaddexp(0, x) - x * t
     assert found["loss"] == pytest.approx(entropies.sum(axis=1).mean(), rel=1e-5)
     with pytest.raises(NothingToMeasureError, match=r"^split: no image has a label"):
-        run(logits, np.zeros_like(labels), mask)
+        run(logits, np.zeros_like(labels), broken=())
 
 
 @pytest.fixture
@@ -92,7 +83,7 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     export = f"--output={tmp_path / 'export'}"
     assert main(["export", f"--workdir={tmp_path / 'run'}", export, "--format=timm"]) == 0
     several = ["--config=configs/evaluate.py:multilabel,list", where, "--config.loss.name=sigmoid",
-               f"--config.loss.class_weights={config['loss']['class_weights']}",
+               f"--config.loss.class_weights={config['resolved']['loss']['class_weights']}",
                "--config.data.multi_label=true", "--config.evals.multilabel.split=val"]  # fmt: skip
     for source in ("run", "export"):
         capsys.readouterr()

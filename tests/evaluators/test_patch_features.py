@@ -1,14 +1,31 @@
 """Colours of patch features whose components are known, and the pictures that are written."""
 
-import jax
+import types
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from hand_made import OF_SPLIT, make_inputs
 from PIL import Image
 
+from vit_jax.evaluators import patch_features
 from vit_jax.evaluators.patch_features import PatchFeatures, as_colours
 from vit_jax.experiment.state import TrainState
 
 AXES = np.eye(5, dtype=np.float32)
+
+
+def bind(features, images, mask, folder, num_pictures):
+    """On one batch, whose patches have `features` (B, R, S, D) of the state and the images."""
+    inputs = make_inputs(
+        [{"image": images, "mask": mask}],
+        model=types.SimpleNamespace(tokens=None),
+        apply=lambda state, images, method: features(state, images),
+        folder=epath.Path(folder),
+        source=lambda: types.SimpleNamespace(num_examples=len(images)),
+    )
+    return PatchFeatures(**OF_SPLIT, num_pictures=num_pictures).bind(inputs)
 
 
 def test_colours_are_the_components_from_least_to_most():
@@ -32,20 +49,14 @@ def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_p
 
     def features(state, images):  # patches of 4 x 4: their first pixel, and a constant
         first = images[:, ::4, ::4, :1]
-        return jax.numpy.concatenate([first, first * 0 + 1], axis=-1)
+        return jnp.concatenate([first, first * 0 + 1], axis=-1)
 
-    evaluator = PatchFeatures(
-        features,
-        lambda: [{"image": images, "mask": mask}],
-        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-        4,
-        lambda step: tmp_path / "new" / f"own_{step}.png",
-    )
+    measure = bind(features, images, mask, tmp_path, 4)
     state = TrainState(np.int32(3), {}, {}, {})
-    assert evaluator.run(state) == {"share": pytest.approx(1)}
-    (path,) = (tmp_path / "new").iterdir()
+    assert measure(state) == {"share": pytest.approx(1)}
+    (path,) = (tmp_path / "patch_features").iterdir()
     pixels = np.asarray(Image.open(path))
-    assert path.name == "own_3.png" and pixels.shape == (3 * 100 + 4, 2 * 100 + 4, 3)
+    assert path.name == "own_00000003.png" and pixels.shape == (3 * 100 + 4, 2 * 100 + 4, 3)
     shown = pixels[4:100:12, 4:100:12]
     assert (shown == images[0]).all()  # enlarged by 12, grey as three channels
     second = pixels[104:200:12, 104:200:12, 0]  # image 1 is broken, so this is image 2
@@ -54,33 +65,32 @@ def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_p
     assert (second[:4, :4] == second[0, 0]).all()
 
     path.unlink()
-    evaluator.run(state)  # the same step, such as with the raw weights
-    assert list((tmp_path / "new").iterdir()) == []
-    evaluator.run(state.replace(step=np.int32(4)))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["own_4.png"]
+    measure(state)  # the same step, such as with the raw weights
+    assert list(path.parent.iterdir()) == []
+    measure(state.replace(step=np.int32(4)))
+    assert [path.name for path in path.parent.iterdir()] == ["own_00000004.png"]
 
 
 @pytest.mark.parametrize(("channels", "shown"), [(1, [0, 0, 0]), (3, [0, 1, 2]), (4, [0, 1, 2])])
-def test_only_the_rows_with_pictures_are_gathered(channels, shown, tmp_path):
+def test_only_the_rows_with_pictures_are_gathered(channels, shown, tmp_path, monkeypatch):
     images = np.arange(8 * 4 * 4 * channels, dtype=np.uint8).reshape(8, 4, 4, channels)
     mask = (np.arange(8) < 2).astype(np.float32)
     scale = {"factor": np.float32(np.nan)}
-    evaluator = PatchFeatures(
-        lambda state, images: images[:, ::2, ::2, :1] * state.params["factor"],
-        lambda: [{"image": images, "mask": mask}],
-        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-        2,
-        lambda step: tmp_path / f"{step}.png",
-    )
-    found = evaluator._compute(TrainState(np.int32(0), scale, {}, {}), evaluator._batches()[0])
-    assert [part.shape[0] for part in found] == [2, 2, 2]
 
+    def features(state, images):
+        return images[:, ::2, ::2, :1] * state.params["factor"]
+
+    gathered = []
+    monkeypatch.setattr(patch_features, "fetch", lambda found: gathered.extend(found) or gathered)
+    measure = bind(features, images, mask, tmp_path, 2)
     averaged = TrainState(np.int32(1), scale, {}, {})  # its features are not finite
-    assert np.isnan(evaluator.run(averaged)["share"])
-    evaluator.run(averaged.replace(params={"factor": np.float32(1)}))
-    assert list(tmp_path.iterdir()) == []  # nor does the picture show other weights
-    evaluator.run(TrainState(np.int32(2), {"factor": np.float32(1)}, {}, {}))
-    pixels = np.asarray(Image.open(tmp_path / "2.png"))
+    assert np.isnan(measure(averaged)["share"])
+    assert {len(part) for found in gathered for part in found} == {2}
+    monkeypatch.undo()
+    measure(averaged.replace(params={"factor": np.float32(1)}))
+    assert list(tmp_path.iterdir()) == []  # nor does the table show other weights
+    measure(TrainState(np.int32(2), {"factor": np.float32(1)}, {}, {}))
+    pixels = np.asarray(Image.open(tmp_path / "patch_features/own_00000002.png"))
     size = (pixels.shape[0] - 4) // 2 - 4
     assert (
         pixels[4 : 4 + size : size // 4, 4 : 4 + size : size // 4] == images[0][..., shown]

@@ -1,10 +1,10 @@
 """ReaL: labels by the number in a file name, from folders and TFDS sets, and the counts."""
 
 import json
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hand_made import OF_SPLIT, State, make_inputs
 from PIL import Image
 
 from vit_jax.config import SplitKey, base_config, real
@@ -14,6 +14,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
+from vit_jax.evaluators.mapped import measure_by_labels
 from vit_jax.evaluators.real import (
     Real,
     check_numbers,
@@ -39,13 +40,12 @@ def test_what_counts():
         {"image": logits[4:], "id": np.array([4, 5, -1, -1]), "mask": np.float32([1, 0, 0, 0])},
     ]
     table = labels_by_record(LABELS, np.arange(1, 7))
-    result = Real(lambda state, image: image, lambda: batches, lambda: table).run(None)
+    result = measure_by_labels(make_inputs(batches), lambda: table, "id")(1.0)
     # Predicted 0 0 1 2 1: no label; right; right; wrong; right.
-    assert result == {"top1": 0.75, "num_examples": 4}
-    assert result.keys() == Real.metrics.keys()
+    assert result == {"top1": 0.75, "top5": 1.0, "num_examples": 4}
     masked = [batch | {"mask": np.zeros(4, np.float32)} for batch in batches]
     with pytest.raises(NothingToMeasureError, match="split: none of the images"):
-        Real(lambda state, image: image, lambda: masked, lambda: table).run(None)
+        measure_by_labels(make_inputs(masked), lambda: table, "id")(1.0)
 
 
 class MeanColour:
@@ -82,15 +82,8 @@ def labels_file(tmp_path):
     return path
 
 
-class State(NamedTuple):
-    """All that an evaluator looks at."""
-
-    params: Any
-    model_state: Any
-
-
 def test_a_folder_of_the_validation_images(tmp_path, labels_file):
-    result = evaluator(tmp_path, labels_file).run(State({}, {}))
+    result = evaluator(tmp_path, labels_file)(State({}, {}))
     # Images 6 to 2 are predicted 0 1 2 0 1: the first two are right. Image 1 has no label.
     assert result == {"top1": pytest.approx(0.4), "num_examples": 5}
 
@@ -107,19 +100,9 @@ def test_faults_name_the_key(tmp_path, labels_file):
     small = evaluator(tmp_path / "small", labels_file, ops="decode|central_crop(9)|resize")
     with pytest.raises(InputError, match=r"evals\.real\.ops: .*_00000003.png: 8 x 8 pixels"):
         evaluate("real", small, TrainState(0, {}, {}, ()))
-    c = base_config()
-    c.global_batch_size, c.data.name, c.data.image_size = 8, "digits", 8
-    c.evals.real = real(split="test", every="1 epochs", labels_file=str(labels_file))
     digits = make_source("digits", split="test", image_size=(8, 8))
-    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     with pytest.raises(InputError, match="digits test does not provide file names"):
-        make_evaluators(
-            c,
-            parse_preprocessing(c),
-            MeanColour(),
-            mesh,
-            {SplitKey("digits", "test", None): digits},
-        )
+        Real(**OF_SPLIT, labels_file=str(labels_file)).bind(make_inputs([], source=lambda: digits))
     with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* use real\.json from https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
     labels_file.write_text(json.dumps([[], []]))
@@ -130,7 +113,7 @@ def test_faults_name_the_key(tmp_path, labels_file):
         evaluator(tmp_path / "classes", labels_file)
     labels_file.write_text(json.dumps([[1]]))
     with pytest.raises(InputError, match=r"labels for 1 images, but .* number 6"):
-        evaluator(tmp_path / "number", labels_file).run(State({}, {}))
+        evaluator(tmp_path / "number", labels_file)(State({}, {}))
 
 
 def test_the_published_labels(shared_data):

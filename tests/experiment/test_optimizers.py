@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_fault import at_fault
 
 from vit_jax import tree
 from vit_jax.config import OPTIMIZERS
-from vit_jax.errors import InputError
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
@@ -417,22 +417,10 @@ def test_state_is_named_alike_with_and_without_clipping():
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"name": "adam"}, ["optimizer.name='adam'", "adamw"]),
-        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, rmsprop, adafactor, lars"]),
-        ({"b2": 1.0}, ["optimizer.b2=1.0"]),
-        ({"momentum": 0.9}, ["optimizer.momentum=0.9: adamw has no such", "None"]),
-        ({"name": "lion", "eps": 1e-8}, ["optimizer.eps=1e-08: lion has no such"]),
-        ({"name": "sgd", "b1": 0.9, "b2": 0.9}, ["optimizer.b1=0.9", "optimizer.b2=0.9"]),
-        ({"momentum_dtype": "float16"}, ["optimizer.momentum_dtype='float16'", "bfloat16"]),
-        ({"layer_decay": 0.9}, ["optimizer.layer_decay=0.9", "no layers"]),
-        ({"freeze": "encoder"}, ["optimizer.freeze='encoder'", "no parameter", "dense/bias"]),
-        ({"freeze": ".*"}, ["optimizer.freeze='.*'", "every parameter"]),
-        ({"weight_decay": 0.1, "weight_decay_on": "kernel"}, ["'kernel'", "dense/bias"]),
-    ],
-)
-def test_faults_name_the_keys(change, parts):
-    with pytest.raises(InputError) as error:
+    "change",
+    [{"layer_decay": 0.9}, {"freeze": "encoder"}, {"freeze": ".*"},
+     {"weight_decay_on": "kernel", "weight_decay": 0.1}],
+)  # fmt: skip
+def test_faults_that_only_the_parameters_show(change):
+    with at_fault(f"optimizer.{next(iter(change))}"):
         make_optimizer(**({"name": "adamw", "schedule": learning_rate} | change)).init(PARAMS)
-    assert all(part in str(error.value) for part in parts)

@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_fault import at_fault
 from short_objective import objective_of
 
 from vit_jax.devices.flops import count_flops
-from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.layer_norms import make_layer_norms
@@ -192,7 +192,7 @@ def test_microbatches_of_a_batch_that_is_masked_altogether():
 
 
 def test_microbatches_must_divide_the_batch():
-    with pytest.raises(InputError, match=r"accum_steps=3: must divide the batch of 4"):
+    with at_fault("optimizer.accum_steps"):
         make_step(accum_steps=3)(state_at(0), BATCH)
 
 
@@ -235,13 +235,13 @@ def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
     assert float(average["mean"]) == pytest.approx(0.1 * 2 + 0.9 * 3)
     assert (average["calls"], average["calls"].dtype) == (1, jnp.int32)
 
-    class Mean:
-        def run(self, state):
-            assert (state.ema, state.ema_model_state) == ({}, {})
-            weight, mean = state.params["weight"], state.model_state["mean"]
-            return {"weight": float(weight), "mean": float(mean)}
+    def measure(state):
+        assert (state.ema, state.ema_model_state) == ({}, {})
+        weight, mean = state.params["weight"], state.model_state["mean"]
+        return {"weight": float(weight), "mean": float(mean), "num_examples": 2}
 
-    found = evaluate("val", Mean(), state)
+    found = evaluate("val", measure, state)
+    assert found["val/num_examples"] == 2 and "val/num_examples_raw" not in found
     assert (found["val/mean"], found["val/mean_raw"]) == (pytest.approx(2.9), 3)
     assert found["val/weight"] == float(state.ema["weight"])
 

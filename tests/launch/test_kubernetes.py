@@ -257,48 +257,7 @@ def test_what_starts_again(render, message, action):
 # Rejected input
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--topology=v5e:3x4"], "--topology=v5e:3x4: no such slice is rented; known: v5e:1x1"),
-        (["--topology=v7:4x4"], "--topology=v7:4x4: did you mean"),
-        (["--topology=H100:32"], "--topology=H100:32: not a TPU slice; e.g. v5e:4x4"),
-        (["--topology=v5e:2x4", "--num_slices=2"], "such as v5e:2x4, cannot be"),
-        ([], "--topology, --nodes: give one of them"),
-        (["--topology=v5e:4x4", "--nodes=2"], "--topology, --nodes: give one of them"),
-        (["--topology=v5e:4x4", "--gpus_per_node=2"], "--gpus_per_node: only works with --nodes"),
-        (["--nodes=2", "--num_slices=2"], "--num_slices: only works with --topology"),
-        (["--nodes=0"], "--nodes: 0: needs a positive"),
-        (["--nodes=2", "--volume=runs"], "--volume: runs: needs two parts separated by ':'"),
-        (
-            ["--nodes=2", "--node_selector=a"],
-            "--node_selector: a: needs two parts separated by '='",
-        ),
-        (["--nodes=2", "--name=vit-"], "--name: vit-: needs at most 40 characters"),
-    ],
-)
-def test_refused(kubernetes, refused, words, says):
-    assert says in refused(kubernetes, IMAGE, *words, "--", VIT_L, BUCKET)
-
-
 IMAGES = "--config=configs/folder.py:debug"
-
-
-@pytest.mark.parametrize(
-    ("words", "job", "says"),
-    [
-        ([], [VIT_L], "data.data_dir=None: a pod has no imagenet21k there; copy it to a bucket and "
-         "give --config.data.data_dir=gs://bucket/tensorflow_datasets, or give a folder on a"),
-        (["--volume=CLAIM:/data"], [VIT_L, "--config.data.data_dir=/database"], "'/database'"),
-        ([], [IMAGES], "data.data_dir=None: a pod has no images there; give a folder on a"),
-        ([], [IMAGES, "--config.data.data_dir=gs://bucket/images"], "'gs://bucket/images'"),
-        ([], [QUICKSTART, "--config.data.mix=cifar10=0.5"], "data.data_dir=None: a pod has no cif"),
-        ([], [QUICKSTART, "--config.evals.test.data_name=cifar10"], "evals.test.data_dir=None"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
-def test_data_that_no_pod_has(kubernetes, refused, words, job, says, dry_run):
-    assert says in refused(kubernetes, IMAGE, "--nodes=2", *words, *dry_run, "--", *job, BUCKET)
 
 
 @pytest.mark.parametrize(
@@ -311,11 +270,6 @@ def test_data_that_no_pod_has(kubernetes, refused, words, job, says, dry_run):
 )
 def test_data_that_a_pod_reaches(render, words, job):
     render("--nodes=2", *words, job=[*job, BUCKET])
-
-
-def test_workdir_that_is_lost_with_its_pod(kubernetes, refused):
-    says = refused(kubernetes, IMAGE, "--nodes=2", "--", QUICKSTART, "--workdir=runs/x")
-    assert "--workdir=runs/x: would be lost with its pod; give gs://bucket/..." in says
 
 
 def test_without_kubectl(kubernetes, refused, monkeypatch):

@@ -83,33 +83,6 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--", QUICKSTART, "--workdir=W"], "required: --num_processes"),
-        (["--num_processes=2", QUICKSTART],
-         f"unknown: {QUICKSTART}; arguments of the job go after --"),
-        (["--num_processes=2"], "no job: give its arguments after --, e.g. -- --config=configs"),
-        (["--num_processes=2", "--", QUICKSTART], "--workdir: missing; e.g. -- --config="),
-        (["--num_processes=2", "--", "--workdir=W"], "--config: missing; e.g. -- --config="),
-        (["--num_processes=0", "--", QUICKSTART, "--workdir=W"], "--num_processes: 0: needs"),
-        (["--num_processes=9999999999", "--", QUICKSTART, "--workdir=W"], "at most 1024 devices"),
-        (["--num_processes=2", "--", QUICKSTART, "--workdir=W", "--config.seeed=1"],
-         "did you mean seed?"),
-        (["--num_processes=2", "--", QUICKSTART, "--workdir=W", "--process_id=1"],
-         "--process_id: the launcher sets these; leave them out"),
-        (["--num_processes=2", "--", "trian", QUICKSTART, "--workdir=W"],
-         "trian: no such command; known: train"),
-        (["--num_processes=2", "--", "study", QUICKSTART, "--workdir=w"], "study: cannot be a job"),
-        (["--num_processes=2", "--", "benchmark", "--what=step", QUICKSTART], "has no workdir"),
-        (["--num_processes=2", "--platform=gpu", "--", QUICKSTART, "--workdir=W"],
-         "--platform=gpu: no NVIDIA GPU found"),
-    ],
-)  # fmt: skip
-def test_refused(local, refused, on_cpu, words, says):
-    assert says in refused(local, *words)
-
-
 def test_processes_that_do_not_divide_the_gpus(local, refused, monkeypatch):
     monkeypatch.setattr(local, "visible_gpus", lambda: list("01234567"))
     job = ["--", QUICKSTART, "--workdir=W"]

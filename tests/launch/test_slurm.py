@@ -136,21 +136,6 @@ def test_what_starts_again(slurm, call, tmp_path, ends_with, again):
     assert code == ends_with and requeued == (["5000"] if again else [])
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--gpus_per_node=8", "--processes_per_node=3", "--", QUICKSTART, "--workdir=W"],
-         "--processes_per_node=3: does not divide --gpus_per_node=8; give 1, or"),
-        (["--nodes=0", "--", QUICKSTART, "--workdir=W"], "--nodes: 0: needs a positive"),
-        (["--time=1h", "--", QUICKSTART, "--workdir=W"], "--time=1h: needs HH:MM:SS"),
-        (["--sbatch=gpu", "--", QUICKSTART, "--workdir=W"], "--sbatch=gpu: not an option; e.g."),
-        (["--", QUICKSTART, "--workdir=W", "--config.sed=1"], "did you mean seed?"),
-    ],
-)  # fmt: skip
-def test_refused(slurm, refused, words, says):
-    assert says in refused(slurm, *words)
-
-
 def test_without_sbatch(slurm, refused, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     says = refused(slurm, "--", QUICKSTART, f"--workdir={tmp_path}/w")

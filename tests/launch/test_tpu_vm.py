@@ -328,31 +328,6 @@ def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
 # Rejected input
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["run", *WHERE, "--", *WORDS], "--topology: missing; e.g. --topology=v5e:4x4"),
-        (["run", *WHERE, "--topology=v5e:5x5", "--", *WORDS], "no such slice is rented; known"),
-        (["create", *WHERE, "--topology=tpu7x:4x4x4"], "; use launch/kubernetes.py"),
-        (["create", *WHERE, "--topology=v5e:4x4", "--", *WORDS], "create: takes no job"),
-        (["create", *WHERE, "--topology=v5e:4x4", "--num_slices=0"], "--num_slices: 0: needs"),
-        (["create", *WHERE, "--topology=v5e:4x4", "--spot", "--reserved"], "not allowed with"),
-        (["run", *WHERE, "--topology=v5e:4x4", "--", QUICKSTART, "--workdir=runs/x"],
-         "--workdir=runs/x: would be a different folder on each worker"),
-        ([*RUN, "--", IMAGES, BUCKET], "data.data_dir=None: a worker has no images there"),
-        ([*RUN, "--", IMAGES, BUCKET, f"--config.data.data_dir={pathlib.Path.home()}"],
-         "a worker has no images there; give the full path of a disk that all workers mount"),
-        ([*RUN, "--", IMAGES, BUCKET, "--config.data.data_dir=mine"], "'mine': a worker"),
-        (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give its arguments after --"),
-        (["runn", *WHERE], "invalid choice: 'runn'"),
-        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name: ViT_L: needs at most 40"),
-        ([*RUN, "--", "--config=/tmp/mine.py", BUCKET], "/tmp/mine.py"),
-    ],
-)  # fmt: skip
-def test_refused(tpu_vm, refused, words, says):
-    assert says in refused(tpu_vm, *words)
-
-
 @pytest.mark.parametrize("data_dir", ["gs://bucket/data", "/disk/that/workers/mount"])
 def test_data_that_workers_may_reach(tpu_vm, call, data_dir):
     words = ["--config=configs/cifar10.py", BUCKET, f"--config.data.data_dir={data_dir}"]

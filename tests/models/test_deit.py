@@ -4,7 +4,6 @@ import numpy_vit
 import pytest
 from numpy_vit import dense, random_params
 
-from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import RunFacts
@@ -75,12 +74,3 @@ def test_a_label_trains_both_heads():
     heads = model.apply({"params": params}, IMAGES, train=True)
     expected = np.mean([loss(logits, label).sum() for logits in heads.values()])
     assert float(out.loss_sum) == pytest.approx(float(expected), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"pool": "gap"}, "pool='gap': a DeiT needs token"), ({"hidden_head": True}, "are linear")],
-)
-def test_what_a_deit_cannot_have(fields, said):
-    with pytest.raises(InputError, match=said):
-        small(**fields)

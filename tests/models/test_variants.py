@@ -1,7 +1,6 @@
 import pytest
 from by_hand import SIZES, vit_params
 
-from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS, parse_vit_name
 from vit_jax.transfer.shapes import abstract_params
@@ -96,26 +95,3 @@ def test_22b_has_a_block_of_its_own():
     params = abstract_params(model.clone(scan=True))
     encoder = sum(leaf.size for name, leaf in params.items() if name.startswith("encoder/"))
     assert round(encoder / 1e6) == 21_745  # of these 21 743 M in matrices, as published
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("ViT-x9/16", ["ViT-x9/16", "known: mu, Ti, S"]),
-        ("ViT-So400/14", ["no variant 'So400'", "did you mean So400m?"]),
-        ("ViT-B", ["ViT-B", "ViT-VARIANT/PATCH"]),
-        ("ViT-B/0", ["ViT-VARIANT/PATCH"]),
-        ("ViT-B/16x", ["ViT-VARIANT/PATCH"]),
-        ("Vit-B/16", ["Vit-B/16", "no such model", "did you mean ViT-B/16?"]),
-        ("", ["no such model"]),
-        ("vit_base_patch16_224.augreg_in21k", ["it is called ViT-B/16 here"]),
-        ("vit_b_16", ["it is called ViT-B/16 here"]),
-        ("google/vit-large-patch32-384", ["it is called ViT-L/32 here"]),
-        ("deit_tiny_distilled_patch16_224", ["it is called DeiT-Ti/16 here"]),
-    ],
-)
-def test_unknown_names(name, said):
-    with pytest.raises(InputError) as error:
-        create_model(name)
-    for part in said:
-        assert part in str(error.value)

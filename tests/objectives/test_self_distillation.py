@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 
 from vit_jax.benchmarks.step import made_up_batch
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import load_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT
@@ -265,37 +265,22 @@ def test_positions_of_local_views_are_resampled():
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("own", "key"),
     [
-        ({"koleo_group": 3}, "objective.koleo_group=3: must divide global_batch_size=8"),
-        ({"masked_views": 0.1}, "masked_views=0.1: leaves no"),
-        ({"mask_min": 0.01, "mask_max": 0.06}, "mask_max=0.06: leaves no"),
+        ({"koleo_group": 3}, "objective.koleo_group"),
+        ({"masked_views": 0.1}, "objective.masked_views"),
+        ({"mask_min": 0.01, "mask_max": 0.06}, "objective.mask_max"),
     ],
 )
-def test_what_does_not_fit_the_batch_is_refused(own, words):
-    with pytest.raises(InputError, match=words):
+def test_what_does_not_fit_the_batch_is_refused(own, key):
+    with at_fault(key):
         make(**own)
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"centring": "center"}, "objective.centring='center'"),
-        ({"mask_min": 0.6}, "objective.mask_min=0.6: "),
-        ({"gram_weight": 1.0}, "objective.gram_every=None: goes together with"),
-        ({"num_prototypes": 0}, "objective.num_prototypes=0"),
-        ({"koleo_group": 1}, "objective.koleo_group=1: "),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(own, words):
-    with pytest.raises(InputError, match=words):
-        OBJECTIVES.make({"name": "self_distillation", **own})
 
 
 @pytest.mark.parametrize("name", ["freeze_prototypes", "temperature_warmup"])
 def test_what_begins_with_the_run_ends_within_it(name):
     facts = RunFacts((), (), durations={"duration": 5, f"objective.{name}": 6})
-    with pytest.raises(InputError, match=rf"objective\.{name}: 6 steps"):
+    with at_fault(f"objective.{name}"):
         SelfDistillation().bind(network(), None, facts)
 
 
@@ -319,10 +304,10 @@ def test_a_plan_counts_the_flops_of_all_views_and_teachers():
         experiment = make_experiment(config, mesh)
         assert 0.9 < experiment.flops_per_step / 32 / experiment.flops_per_image < 1.1
         config.optimizer.ema_decay_end = None  # the average would begin with a ramp
-        with pytest.raises(InputError, match=r"optimizer\.ema_decay_end=None: the average would"):
+        with at_fault("optimizer.ema_decay_end"):
             make_experiment(config, mesh)
         config.optimizer.ema_decay = None
-        with pytest.raises(InputError, match=r"optimizer\.ema_decay=None: the teacher of"):
+        with at_fault("optimizer.ema_decay"):
             make_experiment(config, mesh)
 
 
@@ -330,7 +315,7 @@ def test_a_batch_without_views_is_refused_by_the_experiment():
     config, mesh = tiny_dinov2(), mesh_of(1, 1)
     config.data.num_global = config.data.num_local = 0
     config.data.ops = "flip"
-    with pytest.raises(InputError, match=r"needs global_views in every batch.*num_global=2"):
+    with at_fault("objective.name"):
         make_experiment(config, mesh)
 
 

@@ -96,7 +96,8 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
     """And the TPUs that are described are as their compiler describes them."""
     pytest.importorskip("libtpu")
     monkeypatch.setattr(sharding, "SPLIT_FROM", 1 << 16)  # as in the process below
-    words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2", "--config.mesh.fsdp=1")
+    words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2", "--config.mesh.fsdp=1",
+             "--config.model.depth=1")  # fmt: skip
     code, figures = plan_by_process(*words)
     memory, timing = figures["memory_bytes"], figures["estimate"]
     assert code == 0 and memory["fits"]
@@ -122,7 +123,7 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
     assert plan_by_command(capsys, *words) == (code, figures | {"compile_s": 12345})
 
     # What is calculated moves as many bytes: gradients in bfloat16.
-    _, others = plan_by_command(capsys, TINY, "--topology=H100:4", "--config.mesh.fsdp=1")
+    _, others = plan_by_command(capsys, words[0], "--topology=H100:4", *words[3:])
     for kinds in (("all-reduce", "reduce-scatter"), ("all-gather",)):
         compiled, found = (
             sum(row["bytes"] for row in rows if row["kind"] in kinds)

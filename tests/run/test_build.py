@@ -9,6 +9,7 @@ import shlex
 import jax
 import numpy as np
 import pytest
+from at_fault import at_fault
 from etils import epath
 from opened import config_json, evaluate_run, open_all
 
@@ -72,12 +73,8 @@ def test_another_data_set_may_have_other_classes_where_these_are_learnt():
 def test_another_data_set_must_have_the_classes_of_the_model(first):
     entries = {"few": few(data_name="digits"), "test": check(data_name="digits")}
     ordered = {name: entries[name] for name in sorted(entries, key=lambda name: name != first)}
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.test.split"):
         open_all(make_config(num_classes=3, **ordered))
-    (fault,) = error.value.faults
-    assert fault.startswith(
-        "evals.test.split: digits test has 10 classes, but the model has 3; use"
-    )
 
 
 def test_another_value_range_than_the_source_s_is_said(caplog):
@@ -177,16 +174,13 @@ def test_a_folder_that_cannot_be_listed_does_not_hide_the_fault(tmp_path, monkey
 def test_all_faulty_splits_are_named():
     faulty = few(data_name="digits")
     faulty.train_split, faulty.test_split = "trian", "tset"
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.few.test_split", "evals.few.train_split"):
         open_evaluated(make_config(few=faulty))
-    test, train = error.value.faults
-    assert test.startswith("evals.few.test_split: data.split='tset'")
-    assert train.startswith("evals.few.train_split: data.split='trian'")
 
 
 def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
-    with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
+    with at_fault("evals.few.ops"):
         sources = open_evaluated(config)
         check_evaluated_images(config, parse_preprocessing(config), sources)
 
@@ -195,13 +189,11 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     config = make_config(test=check(ops="resize_small(7)|central_crop"), few=few())
     config.data.ops = "resize(9)|random_crop(10)|resize"
     config, sources = open_all(config)
-    with pytest.raises(InputError, match=r"^data\.ops: 'random_crop\(10\)' takes 10 x 10 pixels"):
+    with at_fault("data.ops"):
         check_images(config, parse_preprocessing(config), sources)
     config.data.ops = ""
-    with pytest.raises(InputError) as error:
+    with at_fault("evals.test.ops"):
         check_images(config, parse_preprocessing(config), sources)
-    assert str(error.value).startswith("evals.test.ops: 'central_crop' takes 8 x 8 pixels, ")
-    assert "'resize_small(7)' gives images of 7 x 7, " in str(error.value)
 
 
 def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
@@ -254,10 +246,10 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
         (tmp_path / "config.json").write_text(StoredConfig(config, recorded, {}).to_json())
         assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
     (tmp_path / "classes.json").write_text("null")
-    with pytest.raises(InputError, match="has no checkpoint yet"):
+    with at_fault("--workdir"):
         evaluate_run(recorded, tmp_path)  # 8 parts of 2 rows are none of its concern
     config.optimizer.accum_steps = 1
-    with pytest.raises(InputError, match=r"optimizer\.accum_steps: was 8, now 1"):
+    with at_fault("optimizer.accum_steps"):
         prepare(config, tmp_path)
 
 
@@ -269,7 +261,7 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
     prepare(config, tmp_path / "workdir")
     config.log.wandb = "digits"
-    with pytest.raises(InputError, match=r"^log\.wandb='digits': .*pip install -e '\.\[wandb\]'"):
+    with at_fault("log.wandb"):
         prepare(config, tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
 
@@ -280,11 +272,11 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     config = make_config()
     config.global_batch_size, config.duration = 8, "1 steps"
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
-    with pytest.raises(InputError, match=r"^--workdir=.* is not writable; choose another"):
+    with at_fault("--workdir"):
         prepare(config, tmp_path)
     (tmp_path / "classes.json").write_text("null")
     (tmp_path / "config.json").write_text(config_json(config))
-    with pytest.raises(InputError, match="has no checkpoint yet"):
+    with at_fault("--workdir"):
         evaluate_run(config, tmp_path)
 
 
@@ -296,7 +288,7 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
     config.data.ops, config.data.streams = "mixup(0.2)", 3
     config.data.num_examples = 10**8
     assert find_faults(config) == []
-    with pytest.raises(InputError, match=r"^data\.streams=3: data\.ops mixes"):
+    with at_fault("data.streams"):
         prepare(config, tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
@@ -361,9 +353,9 @@ def test_a_kept_head_follows_the_names_of_the_classes(tmp_path, caplog):
     found = run_with(None)
     np.testing.assert_array_equal(found["head/bias"], head["bias"])
     assert "gives no names of its classes" in caplog.text
-    with pytest.raises(InputError, match=r"init_head='kept': .* has no class '9'.*init_head=new"):
+    with at_fault("init_head"):
         run_with(("nine", *names[1:]))
-    with pytest.raises(InputError, match=r"init_head='kept': .* has 2 classes '8'"):
+    with at_fault("init_head"):
         run_with(("8", *names[1:]))
 
 
@@ -382,7 +374,7 @@ def test_unlabelled_pictures_get_the_classes_of_the_teacher(golden, tmp_path, mo
     assert run.config.data.num_classes == teacher.model.num_classes > 1
     assert run.sources[train_split(run.config)].class_names == teacher.spec.class_names
     config.data.num_classes = 7
-    with pytest.raises(InputError, match=r"data\.num_classes=7: .*teacher=.*leave it out"):
+    with at_fault("data.num_classes"):
         prepare(config, tmp_path / "run")
     config.objective.mode, config.data.num_classes = "features", None
     assert prepare(config, tmp_path / "run").config.data.num_classes == 1

@@ -73,6 +73,7 @@ def make_config(data_dir, **overrides):
         "checkpoint.every": "4 steps",
         "schedule.warmup": "0 steps",
         "global_batch_size": "16",
+        "model.depth": "1",
     } | {key.replace("__", "."): value for key, value in overrides.items()}
     assert not apply_overrides(config, list(fields.items()))
     config.data.ops = "decode"

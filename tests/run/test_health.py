@@ -90,7 +90,7 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
             objective=objective, schedule=lambda step: 0.0, flops_per_image=None
         ),
         mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
-        evaluators={"few": types.SimpleNamespace(run=lambda state: {"rank": 1.0, "share": 0.01})},
+        evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},
     )
     c.global_batch_size, c.data.num_examples = 8, 100
     clock = types.SimpleNamespace(read=lambda: {})

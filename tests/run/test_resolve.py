@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
 from PIL import Image
@@ -104,19 +105,11 @@ def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
     assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("ViT-S/8,folder", ["model.name='ViT-S/8'", "ViT-mu/8", "finetune:ViT-mu/8,folder"]),
-        ("ViT-mu/16,folder", ["model.name='ViT-mu/16'", "finetune:ViT-mu/8,folder"]),
-        ("DeiT-Ti/8,folder", ["model.name='DeiT-Ti/8'", "is a ViT", "finetune:ViT-mu/8,folder"]),
-    ],
-)
-def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, words, says):
-    with pytest.raises(InputError) as error:
-        prepare(make(pictures, source, words), tmp_path)
-    for part in says:
-        assert part in str(error.value)
+@pytest.mark.parametrize("name", ["ViT-S/8", "ViT-mu/16", "DeiT-Ti/8"])
+def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, name):
+    with at_fault("model.name") as error:
+        prepare(make(pictures, source, f"{name},folder"), tmp_path)
+    assert "finetune:ViT-mu/8,folder" in str(error.value)
 
 
 def test_sizes_that_no_name_has_are_set_by_flags(pictures, golden, tmp_path):
@@ -138,7 +131,7 @@ def test_a_source_of_any_image_size_needs_one():
     model = create_model("ViT-mu/8", 3, None, pos_embed="sincos_2d")
     config = load_config("finetune:ViT-mu/8,folder")
     pretrained = Pretrained("any.npz", model, {}, Spec(None, "antialiased"))
-    with pytest.raises(InputError, match=r"any\.npz.*--config\.data\.image_size"):
+    with at_fault("data.image_size"):
         take_fields(config, pretrained)
     config.data.image_size = 32
     assert take_fields(config, pretrained)["model.pos_embed"] == "sincos_2d"
@@ -172,7 +165,7 @@ def test_last_layers(last, trained, scan):
     assert {n for n, is_frozen in frozen.items() if not is_frozen} == {
         name for name in frozen if name.startswith(learning)
     }
-    with pytest.raises(InputError, match=r"last_layers=4: .*1 to 3"):
+    with at_fault("optimizer.last_layers"):
         config.optimizer.last_layers = 4
         freeze_layers(config)
 
@@ -181,13 +174,13 @@ def test_two_ways_to_freeze_are_refused():
     config = load_config("finetune:ViT-mu/8,folder,last1")
     config.data.image_size, config.data.num_examples = 16, 100
     config.optimizer.freeze = "head/.*"
-    with pytest.raises(InputError, match=r"freeze='head/\.\*': .*last_layers"):
+    with at_fault("optimizer.freeze"):
         freeze_layers(config)
 
 
 @pytest.mark.parametrize("words", ["lora,last2", "head_only,lora8", "lastN"])
 def test_one_part_at_a_time(words):
-    with pytest.raises(InputError, match="at most one of head_only"):
+    with at_fault("--config"):
         load_config(f"finetune:ViT-B/16,folder,{words}")
 
 
@@ -277,12 +270,10 @@ def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
     assert again.to_dict() == run.config.to_dict()
     said = make(pictures, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
     assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
-    with pytest.raises(InputError) as error:
+    with at_fault("optimizer.peak_lr"):
         prepare(make(pictures, source, **keys, optimizer__peak_lr=0.1), tmp_path)
-    assert "optimizer.peak_lr: was 0.00046875, now 0.1" in str(error.value)
-    with pytest.raises(InputError) as error:
+    with at_fault("model.pool"):
         prepare(make(pictures, source, **keys, model__pool="token"), tmp_path)
-    assert "model.pool" in str(error.value)
 
 
 def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
@@ -320,7 +311,7 @@ def test_changed_keys_are_named_before_anything_is_opened(tmp_path):
     run = prepared()
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     for key, value in (("optimizer.last_layers", "2"), ("data.name", "folder")):
-        with pytest.raises(InputError, match=rf"other settings.*{key}: was .*, now '?{value}"):
+        with at_fault(key):
             prepared(**{key: value})
 
 

@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from at_fault import at_fault
 from published import random_model
 from safetensors.numpy import load_file, save_file
 
@@ -228,7 +229,7 @@ def test_absent_arguments_of_timm_have_its_defaults(tmp_path):
     change_json(config, architecture="vit", model_args={"global_pool": "avg", "img_size": [8, 12]})
     assert load_pretrained(path)[0] == model
     change_json(config, model_args={"global_pool": "avg", "fc_norm": False})
-    with pytest.raises(InputError, match="fc_norm=False, but True in the arrays"):
+    with at_fault("fc_norm"):
         load_pretrained(path)
 
 
@@ -384,7 +385,7 @@ def test_preprocessing_that_cannot_be_held_is_refused_for_images(
     jax.tree.map(np.testing.assert_array_equal, source.params, expected.params)
     assert said in caplog.text and "only the weights can be used" in caplog.text
     for spec in (source.spec, source.spec.at((64, 64))):
-        with pytest.raises(InputError, match=re.escape(said)):
+        with at_fault("init_from"):
             ops_for(spec)
 
 
@@ -395,8 +396,8 @@ def test_what_timm_states_and_cannot_be_held_is_refused(golden, tmp_path, mode):
     content = json.loads((golden / "timm_vit.json").read_text())
     content["pretrained_cfg"] |= mode
     (tmp_path / "timm_vit.json").write_text(json.dumps(content))
-    ((key, value),) = mode.items()
-    with pytest.raises(InputError, match=f"{key}={value!r}: needs"):
+    (key,) = mode
+    with at_fault(key):
         read_pretrained(tmp_path / "timm_vit.safetensors")
 
 
@@ -407,7 +408,7 @@ def test_the_loss_that_transformers_states(golden, tmp_path):
         change_json(path / "config.json", problem_type=f"{problem}_classification")
         assert pretrained_spec(path).loss == loss
     change_json(path / "config.json", problem_type="regression")
-    with pytest.raises(InputError, match="problem_type='regression': known: single_label_class"):
+    with at_fault("problem_type"):
         read_pretrained(path)
 
 
@@ -421,7 +422,7 @@ def test_the_convention_may_be_chosen(golden, caplog):
     np.testing.assert_array_equal(default, same)
     assert np.abs(default - other).max() > 0.01
     assert "resampled (corner_aligned) from a grid of (4, 4) to (6, 5)" in caplog.text
-    with pytest.raises(InputError, match="did you mean half_pixel"):
+    with at_fault("resize"):
         load_pretrained(golden / "hf_vit", resize="half-pixel")
 
 
@@ -486,7 +487,7 @@ def test_the_pooler_of_a_distilled_model_is_left_out(golden, tmp_path, caplog):
 
 
 def test_a_new_head_has_no_hidden_layer(golden):
-    with pytest.raises(InputError, match="hidden_head=True: num_classes replaces the whole head"):
+    with at_fault("hidden_head"):
         load_pretrained(golden / "vit_pretrained.npz", num_classes=3, hidden_head=True)
 
 

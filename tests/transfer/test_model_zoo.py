@@ -10,6 +10,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from at_fault import at_fault
 from etils import epath
 
 from vit_jax.errors import InputError
@@ -119,13 +120,13 @@ def test_what_is_not_there(server, tmp_path, source):
 
 def test_a_server_that_cannot_be_reached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(InputError, match="or fetch it by other means and give the path"):
+    with at_fault("init_from"):
         load_pretrained("http://127.0.0.1:9/ViT-B_16.npz")
 
 
 def test_a_name(golden, server, monkeypatch):
     address, _ = server
-    entry = model_zoo.Published(f"{address}/vit_finetuned.npz", 10, 0)
+    entry = model_zoo.Published(f"{address}/vit_finetuned.npz", 10)
     monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", entry)
     same(load_pretrained("ViT-mu/8@test"), load_pretrained(golden / "vit_finetuned.npz"))
     assert read_pretrained("ViT-mu/8@test").source == "ViT-mu/8@test"
@@ -135,13 +136,10 @@ def test_a_name(golden, server, monkeypatch):
     monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@bytes", of_bytes)
     spec = read_pretrained("ViT-mu/8@bytes").spec
     assert [(pixel / 255 - spec.mean[0]) / spec.std[0] for pixel in (0, 51, 255)] == [0, 51, 255]
-    for changed, said in (
-        (entry._replace(mebibytes=37), "has 0 MiB, but was published with 37 MiB"),
-        (entry._replace(num_classes=9), "has 10 classes, but was published with 9"),
-    ):
-        monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", changed)
-        with pytest.raises(InputError, match=said):
-            load_pretrained("ViT-mu/8@test")
+    changed = entry._replace(num_classes=9)
+    monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", changed)
+    with pytest.raises(InputError, match="has 10 classes, but was published with 9"):
+        load_pretrained("ViT-mu/8@test")
 
 
 def test_a_published_file_has_its_loss_however_it_is_called(golden, server, monkeypatch, caplog):
@@ -204,7 +202,7 @@ def test_a_file_in_an_object_store_is_fetched(golden, bucket):
 
 @pytest.mark.parametrize("source", ["none", "none.npz", "forbidden", "forbidden.npz"])
 def test_what_an_object_store_does_not_give(bucket, source):
-    with pytest.raises(InputError, match=f"gs://bucket/{source}"):
+    with at_fault("init_from"):
         load_pretrained(f"gs://bucket/{source}")
     assert not [path for path in bucket.rglob("*") if path.is_file()]
 
@@ -230,7 +228,7 @@ def test_what_came_broken_is_fetched_again(golden, server, tmp_path):
     there = tmp_path / "there/vit_finetuned.npz"
     there.write_bytes(there.read_bytes()[:-400])
     source = f"{address}/vit_finetuned.npz"
-    with pytest.raises(InputError, match="not a readable"):
+    with at_fault("init_from"):
         read_pretrained(source)
     shutil.copy(golden / "vit_finetuned.npz", there)
     same(load_pretrained(source), load_pretrained(golden / "vit_finetuned.npz"))
@@ -249,5 +247,5 @@ def test_a_name_without_its_version_lists_those_that_are(source, said):
 
 
 def test_a_misspelt_name():
-    with pytest.raises(InputError, match="did you mean ViT-B/16@augreg"):
+    with at_fault("init_from"):
         load_pretrained("ViT-B16@augreg")

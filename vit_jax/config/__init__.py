@@ -3,11 +3,11 @@
 A config file imports from here: `from vit_jax.config import base_config, classification`.
 """
 
+import functools
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from vit_jax.config import evals
 from vit_jax.config.base import (
     LAYOUT_KEYS,
     REQUIRED,
@@ -34,6 +34,7 @@ from vit_jax.config.base import (
     weights_source,
     with_values,
 )
+from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
 from vit_jax.config.parts import Key, Part, Section, key
 from vit_jax.config.registries import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SCHEDULES, SOURCES
 from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
@@ -46,6 +47,7 @@ from vit_jax.config.stored import (
 from vit_jax.errors import InputError
 
 __all__ = [
+    "EVALUATORS",
     "FREE_ON_RESUME",
     "FROM_0",
     "LAYOUT_KEYS",
@@ -59,10 +61,12 @@ __all__ = [
     "SCHEDULES",
     "SHARE",
     "SOURCES",
+    "Evaluator",
     "InputError",
     "Key",
     "Part",
     "Section",
+    "SplitEvaluator",
     "SplitKey",
     "Subset",
     "add_plugins",
@@ -92,11 +96,11 @@ __all__ = [
 
 
 def __getattr__(kind: str) -> Callable[..., ConfigDict]:
-    """Find the helper that makes `evals` entries of a kind: `from vit_jax.config import knn`."""
-    if kind in evals.EVALUATORS:
-        return evals.find_evaluator(kind).entry
+    """What makes entries of `evals`, from its keys: `from vit_jax.config import knn`."""
+    if kind in EVALUATORS:
+        return functools.partial(make_entry, kind)
     raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *evals.EVALUATORS]
+    return [*__all__, *EVALUATORS]

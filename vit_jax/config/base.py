@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import FieldReference, placeholder
 
 from vit_jax.config import plugins as plugins_lib
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
-from vit_jax.config.registries import REGISTRIES
+from vit_jax.config.registries import FAMILIES, REGISTRIES
 from vit_jax.config.sections import SECTIONS
 from vit_jax.errors import InputError, collect_faults
 
@@ -32,7 +31,7 @@ def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
 
     The keys are those of `SECTIONS` and of the parts in `REGISTRIES`.
 
-    `plugins`: the user's own modules (docs/how_to/extend.md); they are imported, and their keys
+    `plugins`: the user's own modules (docs/how_to/extend); they are imported, and their keys
     added, together with those of --config.plugins.
 
     Raises:
@@ -64,31 +63,20 @@ def _lock(config: ConfigDict) -> None:
         entry.lock()
 
 
-_OPEN_SECTIONS = ("model", "data")  # plug-ins add keys to them by CONFIG_KEYS
-_KINDS = (bool, int, float, str, tuple, object)
-
-
 def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
     """Add imported plug-ins, and the keys of their parts, to `config`, in place.
 
     Raises:
-      InputError: a plug-in has not been imported; or one of its keys is malformed, or exists with
-        another type.
+      InputError: a plug-in has not been imported; or one of its keys exists with another type.
     """
     for name in names:
         if name in config.plugins:
             continue
-        plugin = plugins_lib.find_plugin(name)
-        collect_faults(_key_faults(config, plugin.keys), f"CONFIG_KEYS of the plug-in {name}")
+        module = plugins_lib.find_plugin(name).module
         config.unlock()
-        for key, default in plugin.keys.items():
-            section, _, leaf = key.partition(".")
-            if leaf not in config[section]:
-                # A new reference, since configs that share one would share its value.
-                is_none = isinstance(default, FieldReference)
-                config[section][leaf] = placeholder(default.get_type()) if is_none else default
+        add_keys(config.model, FAMILIES.keys_of_parts(module))
         for registry in REGISTRIES:
-            keys = registry.keys_of_parts(plugin.module)
+            keys = registry.keys_of_parts(module)
             collect_faults(_type_faults(config, registry.section, keys), f"the plug-in {name}")
             add_keys(config[registry.section], keys)
         config.plugins = (*config.plugins, name)
@@ -105,50 +93,24 @@ def _type_faults(config: ConfigDict, section: str, keys: Mapping[str, Key]) -> l
     ]
 
 
-def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
-    """Faults of the keys that a plug-in adds to `config` by CONFIG_KEYS."""
-    if not isinstance(keys, dict):
-        return ['needs a dict, e.g. {"model.token_dim": placeholder(int)}']
-    faults = []
-    for key, default in keys.items():
-        if not (isinstance(key, str) and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", key)):
-            faults.append(f"{key!r}: needs the form section.key")
-            continue
-        section, _, leaf = key.partition(".")
-        is_none = isinstance(default, FieldReference) and default.get() is None
-        kind = default.get_type() if is_none else type(default)
-        numbers = default if kind is tuple and not is_none else ()
-        if kind not in _KINDS or not all(type(number) in (int, float) for number in numbers):
-            faults.append(f"{key}={default!r}: needs a bool, an int, a float, text, a tuple of "
-                          "numbers, or placeholder(type)")  # fmt: skip
-        elif section not in _OPEN_SECTIONS:
-            faults.append(f"{key}: CONFIG_KEYS adds keys to {' and '.join(_OPEN_SECTIONS)} only; "
-                          "the fields of a part are its keys")  # fmt: skip
-        elif section == "model" and not is_none:
-            faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), since the parts "
-                          "that come with the package do not take it")  # fmt: skip
-        elif leaf in config[section] and config[section].get_type(leaf) is not kind:
-            faults.append(f"{key}: exists as {config[section].get_type(leaf).__name__}, not "
-                          f"{kind.__name__}; rename it")  # fmt: skip
-    return faults
-
-
 def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
-    """{key: value} for the keys that plug-ins added to a section and that are not None."""
-    ours = default_config()[section]
-    return {k: v for k, v in config[section].items() if k not in ours and v is not None}
+    """{key: value} for the keys of a section that its parts declare and that are not None."""
+    common = SECTIONS[section].declared()
+    return {k: v for k, v in config[section].items() if k not in common and v is not None}
 
 
 def declared_keys(config: ConfigDict) -> dict[str, Key]:
-    """{"section.key": declaration} for the keys of the sections and of the chosen parts."""
+    """{"section.key": declaration} for the keys of the sections, the chosen parts and `evals`."""
     keys = {f"{name}.{k}".lstrip("."): declared for name, section in SECTIONS.items()
             for k, declared in section.declared().items()}  # fmt: skip
     for registry in REGISTRIES:
-        chosen = registry.get(config[registry.section].name) and registry.find(
-            config[registry.section].name
-        )
-        for k, declared in chosen.declared().items() if chosen else ():
-            keys[f"{registry.section}.{k}"] = declared
+        name = config[registry.section].name
+        if name in registry:
+            own = registry.find(name).declared().items()
+            keys |= {f"{registry.section}.{k}": declared for k, declared in own}
+    for name, entry in config.evals.items():
+        known = EVALUATORS.find(entry.type).declared() if entry.get("type") in EVALUATORS else {}
+        keys |= {f"evals.{name}.{k}": declared for k, declared in known.items()}
     return keys
 
 
@@ -222,7 +184,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
-    classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
+    classes = d.classes if own or not EVALUATORS.find(entry.type).learns_classes else None
     if entry.get("classes") is not None:
         classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))

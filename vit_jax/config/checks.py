@@ -1,12 +1,11 @@
 """Checks of a config's keys: all present, of the right type, accepted by the selected part."""
 
-import re
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
 from vit_jax.config.base import declared_keys, default_config, flatten
-from vit_jax.config.evals import EVALUATORS, entry_keys
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import find_wrong
 from vit_jax.config.registries import REGISTRIES
 from vit_jax.errors import Faults, InputError, nearest
@@ -49,8 +48,9 @@ def find_misshapen(config: ConfigDict) -> list[str]:
     for name in evals:
         kind = evals[name].get("type")
         if kind in EVALUATORS:
+            wanted = {"type", *EVALUATORS.find(kind).declared()}
             faults += [f"evals.{name}.{key}: missing or unknown; make entries with config.{kind}()"
-                       for key in sorted(entry_keys(kind) ^ set(evals[name]))]  # fmt: skip
+                       for key in sorted(wanted ^ set(evals[name]))]  # fmt: skip
         else:
             faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
     return faults
@@ -74,8 +74,6 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     for key, value in flatten(config).items():
         values = value if isinstance(value, tuple) else (value,)
-        if re.fullmatch(r"evals\.\w+\.batch_size", key):
-            faults.need_positive(key, value, LARGEST_BATCH)
         for number in (v for v in values if type(v) in _LARGEST):
             most = _LARGEST[type(number)]
             holds = abs(number) <= most  # false for NaN

@@ -1,119 +1,135 @@
-"""The registry of evaluators; each declares the keys of its entries in `evals`.
+"""Entries of `evals`: evaluators with a name. An entry's keys are the fields of its evaluator.
 
-An evaluator is one module with an `EVALUATOR`, and one line in EVALUATORS. Its module is imported
-only when a config asks for it.
+class Rank(SplitEvaluator):
+    num_images: int = key(25_600, "images to take of a larger split", within="[2, inf)")
+
+    def bind(self, inputs):
+        ...
+
+EVALUATORS["rank"] = Rank
+c.evals.own = config.rank(split="test", every="1 epochs", num_images=1000)
 """
 
-import importlib
-import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
-from vit_jax.errors import Faults, InputError, nearest
+from vit_jax.config.parts import Part, Registry, add_keys, key
+from vit_jax.errors import Faults, collect_faults, nearest
 
-Inputs = TypeVar("Inputs")  # `EvalInputs`; this room may not import it
-Made = TypeVar("Made")
+Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 
 
-class Evaluator(NamedTuple, Generic[Inputs, Made]):
-    """A kind of entry in `evals`.
+class Evaluator(Part):
+    """A kind of entry in `evals`; the keys here are those by which a run opens its data.
 
-    entry: makes an entry; its arguments are the keys of the entry, with their defaults.
-    make: `EvalInputs` -> an object with `run(state) -> {name: float}`.
-    check: raises InputError if values of a valid entry contradict each other; its faults start
-      with the key, without the name of the entry.
     learns_classes: whether it takes data with any classes, since it learns them from features, maps
       them or needs none; all others need data with the model's classes.
-    output: the method of the model that it calls; None: "features" if it learns classes, else
-      "__call__".
+    output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
-    metrics: an entry -> {metric: "higher", "lower" or "neither"}, the metrics that it may report
-      and which values are better, before there are data; None: only the object of `make` knows.
     """
 
-    entry: Callable[..., ConfigDict]
-    make: Callable[[Inputs], Made]
-    check: Callable[[ConfigDict], None] = lambda entry: None
-    learns_classes: bool = False
-    output: str | None = None
-    multi_label: bool | None = False
-    metrics: Callable[[ConfigDict], Mapping[str, str]] | None = None
+    every: str = key(
+        ..., "duration between two evaluations; the last step has one too", form="interval"
+    )
+    ops: str = key("", "host ops; '': none, or those of the source of a model without a run")
+    batch_size: int | None = key(
+        None, "images, over all devices; None: global_batch_size", within="[1, 16777216]"
+    )
+    data_name: str | None = key(None, "data set; None: data.name")
+    data_dir: str | None = key(None, "its folder; None: data.data_dir")
+
+    learns_classes: ClassVar[bool] = False
+    output: ClassVar[str] = "__call__"
+    multi_label: ClassVar[bool | None] = False
+
+    def metrics(self) -> Mapping[str, Better] | None:
+        """The metrics that it may report, and which of their values are better.
+
+        "neither" marks counts, settings and other values without a better direction. The data may
+        rule some metrics out. None: the names are known after the first evaluation only.
+        """
+        return None
+
+    def bind(self, inputs: Any) -> Callable[[Any], dict[str, float]]:
+        """The function that measures a state: {metric: value}; all processes call it.
+
+        It reads only `params` and `model_state` of the state, and counts every example once.
+
+        Args:
+          inputs: the `EvalInputs` of the entry.
+
+        Raises:
+          InputError: the data, the model and the keys do not fit together; names the key.
+        """
+        raise NotImplementedError
 
 
-# kind -> the evaluator, or the module that declares it.
-EVALUATORS: dict[str, Evaluator | str] = {
-    "classification": "vit_jax.evaluators.classification",
-    "real": "vit_jax.evaluators.real",
-    "mapped": "vit_jax.evaluators.mapped",
-    "fewshot": "vit_jax.evaluators.fewshot",
-    "knn": "vit_jax.evaluators.knn",
-    "linear_probe": "vit_jax.evaluators.linear_probe",
-    "multilabel": "vit_jax.evaluators.multilabel",
-    "rank": "vit_jax.evaluators.rank",
-    "reconstruction": "vit_jax.evaluators.reconstruction",
-    "patch_features": "vit_jax.evaluators.patch_features",
-}
+class SplitEvaluator(Evaluator):
+    """An evaluator that passes over one split."""
 
-OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}
-# Used when the data of an entry are opened.
-REQUIRED_KEYS = ("every", "ops", "batch_size", "data_name", "data_dir")
+    split: str = key(..., "split to evaluate; own images: 'val?' is left out if it is not there")
 
 
-def find_evaluator(kind: str) -> Evaluator:
-    """The evaluator for entries of type `kind`.
+EVALUATORS: Registry[Evaluator] = Registry(
+    "type",
+    Evaluator,
+    {
+        "classification": "vit_jax.evaluators.classification:Classification",
+        "real": "vit_jax.evaluators.real:Real",
+        "mapped": "vit_jax.evaluators.mapped:Mapped",
+        "fewshot": "vit_jax.evaluators.fewshot:FewShot",
+        "knn": "vit_jax.evaluators.knn:Knn",
+        "linear_probe": "vit_jax.evaluators.linear_probe:LinearProbe",
+        "multilabel": "vit_jax.evaluators.multilabel:MultiLabel",
+        "rank": "vit_jax.evaluators.rank:Rank",
+        "reconstruction": "vit_jax.evaluators.reconstruction:ReconstructionLoss",
+        "patch_features": "vit_jax.evaluators.patch_features:PatchFeatures",
+    },
+)
+
+
+def make_entry(kind: str, /, **values: Any) -> ConfigDict:
+    """Make an entry of `evals` with every key, typed and locked; `kind`: its evaluator.
 
     Raises:
-      InputError: if there is none.
+      InputError: a key is unknown, missing or of another type.
     """
-    found = EVALUATORS.get(kind)
-    if found is None:
-        raise InputError(f"type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
-    return importlib.import_module(found).EVALUATOR if isinstance(found, str) else found
-
-
-def learning_kinds() -> list[str]:
-    """Kinds of entries that learn classes from features."""
-    found = {kind: find_evaluator(kind) for kind in EVALUATORS}
-    return [k for k, e in found.items() if e.learns_classes and e.output is None]
-
-
-def entry_keys(kind: str) -> set[str]:
-    """Keys of an entry of type `kind`."""
-    return {"type", *inspect.signature(find_evaluator(kind).entry).parameters}
-
-
-def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
-    """Make an entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None.
-
-    Raises:
-      InputError: if `values` lack some of REQUIRED_KEYS.
-    """
-    missing = [key for key in REQUIRED_KEYS if key not in values]
-    if missing:
-        raise InputError(
-            f"type={kind!r}: its entries lack {', '.join(missing)}; the function that makes them "
-            f"needs the arguments {', '.join(REQUIRED_KEYS)}, even if the evaluator does not use "
-            "them"
-        )
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    optional = {key: placeholder(OPTIONAL_KEYS[key]) for key in OPTIONAL_KEYS if key in values}
-    entry = ConfigDict({"type": kind} | values | optional)
-    for key in optional:
-        entry[key] = values[key]
+    known = EVALUATORS.find(kind).declared()
+    faults = [f"{k}: no such key; {nearest(k, list(known))}" for k in values if k not in known]
+    faults += [f"{k}: missing; {kind} needs it" for k, declared in known.items()
+               if declared.default is ... and k not in values]  # fmt: skip
+    entry = ConfigDict({"type": kind})
+    add_keys(entry, known)
+    for k in values.keys() & known.keys():
+        try:
+            entry[k] = tuple(values[k]) if isinstance(values[k], list) else values[k]
+        except TypeError:
+            faults.append(f"{k}={values[k]!r}: needs a value of type {known[k].kind.__name__}")
+    collect_faults(faults, f"config.{kind}()")
     return entry.lock()
 
 
+def evaluator_of(config: ConfigDict, name: str) -> Evaluator:
+    """The evaluator of the entry `name`; raises InputError with all faults of its keys."""
+    return EVALUATORS.make(config.evals[name], f"evals.{name}.")
+
+
+def learning_kinds() -> list[str]:
+    """Kinds of entries that need features of the model and no classes."""
+    found = {kind: EVALUATORS.find(kind) for kind in EVALUATORS}
+    return [k for k, e in found.items() if e.learns_classes and e.output == "features"]
+
+
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check the names of the entries of `evals`, and each entry by its evaluator's own check."""
-    for name, entry in config.evals.items():
+    """Check the names of the entries of `evals`, and each entry by its evaluator."""
+    for name in config.evals:
         taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
         faults.need(
             not taken,
             f"evals.{name}: choose a name of letters, digits and _, other than train and time, "
             "which name the run's own metrics",
         )
-        faults.check(find_evaluator(entry.type).check, entry, prefix=f"evals.{name}.")
+        faults.check(evaluator_of, config, name)

@@ -37,7 +37,7 @@ class Key(typing.NamedTuple):
     within: the interval of its numbers, such as "(0, 1]"; "": any.
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "regex" or "" for any.
-    of_strings: whether a tuple holds texts.
+    item: the type of a tuple's items; None: it is no tuple.
     """
 
     kind: type
@@ -46,7 +46,7 @@ class Key(typing.NamedTuple):
     within: str
     choices: tuple[str, ...]
     form: str
-    of_strings: bool
+    item: type | None
 
     def find_fault(self, value: Any) -> str | None:
         """What `value` needs, of the right type or None; None: nothing."""
@@ -60,7 +60,10 @@ class Key(typing.NamedTuple):
         if self.choices and value not in self.choices:
             return nearest(value, self.choices)
         numbers = value if isinstance(value, tuple) else (value,)
-        if self.within and not all(_lies_in(number, self.within) for number in numbers):
+        allowed = (int, float) if self.item is float else self.item
+        if allowed and not all(isinstance(number, allowed) for number in numbers):
+            return f"needs items of type {self.item.__name__}"  # type: ignore[union-attr]
+        if self.within and not (numbers and all(_lies_in(n, self.within) for n in numbers)):
             return f"needs {'numbers' if self.kind is tuple else 'a number'} in {self.within}"
         return None
 
@@ -97,17 +100,38 @@ class Section:
         return {f.name: _declared(f, hints[f.name]) for f in dataclasses.fields(cls)}  # type: ignore[arg-type] # every subclass is a dataclass
 
 
+_KINDS = (bool, int, float, str, tuple, object)
+_OF_EVERY_MODEL = ("name", "parent", "num_classes", "image_size")
+
+
 def _declared(field: dataclasses.Field, hint: Any) -> Key:
     if "meaning" not in field.metadata:
         raise TypeError(f"{field.name}: declare it as `{field.name}: TYPE = key(DEFAULT, MEANING)`")
-    kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
-    kind = kinds[0] if len(kinds) == 1 else object
-    of_strings = typing.get_args(kind)[:1] == (str,)
-    kind = typing.get_origin(kind) or kind
-    if kind not in (bool, int, float, str, tuple, object):
+    kind, item = _kind_of(hint)
+    if kind not in _KINDS:
         raise TypeError(f"{field.name}: {hint} is no type of a key")
     default = ... if field.default is dataclasses.MISSING else field.default
-    return Key(kind, default, **field.metadata, of_strings=of_strings)
+    return Key(kind, default, **field.metadata, item=item)
+
+
+def _kind_of(hint: Any) -> tuple[Any, type | None]:
+    """(the type of a key with this annotation, the type of a tuple's items)."""
+    kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
+    kind = kinds[0] if len(kinds) == 1 else object
+    items = typing.get_args(kind)
+    return typing.get_origin(kind) or kind, items[0] if items else None
+
+
+def keys_of_fields(module: type) -> dict[str, Key]:
+    """Optional keys for the fields of a Linen module, but those of every model."""
+    hints = typing.get_type_hints(module)
+    kinds = {f.name: _kind_of(hints[f.name])[0] for f in dataclasses.fields(module)}
+    meaning = f"field of {module.__name__}"
+    return {
+        k: Key(kind, None, meaning, within="", choices=(), form="", item=None)
+        for k, kind in kinds.items()
+        if kind in _KINDS[:-1] and k not in _OF_EVERY_MODEL
+    }
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -159,12 +183,15 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
             self[name] = found = getattr(importlib.import_module(module), attribute)
         return found
 
-    def make(self, values: Mapping[str, Any]) -> P:
+    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> P:
         """The part that `values` select, with those of its keys that are set.
+
+        `prefix`: before the keys in errors; None: the section of the registry.
 
         Raises:
           InputError: with all faults: no such part, a key of another part, a value out of range.
         """
+        prefix = self._prefix if prefix is None else prefix
         name, common = values[self._leaf], self.common.declared()
         part = self.find(name)
         known = part.declared()
@@ -173,17 +200,17 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
             if v is not None and k != self._leaf and (k in known or k not in common)
         }  # fmt: skip
         collect_faults([
-            f"{self._prefix}{k}={v!r}: {name} has no such key; set it to None"
+            f"{prefix}{k}={v!r}: {name} has no such key; set it to None"
             for k, v in own.items()
             if k not in known
         ])  # fmt: skip
         collect_faults([
-            f"{self._prefix}{k}: {name} needs it; set --config.{self._prefix}{k}=..."
+            f"{prefix}{k}: {name} needs it; set --config.{prefix}{k}=..."
             for k, declared in known.items()
             if declared.default is ... and k not in own
         ])  # fmt: skip
         made = part(**own)
-        collect_faults([f"{self._prefix}{fault}" for fault in find_faults(made)])
+        collect_faults([f"{prefix}{fault}" for fault in find_faults(made)])
         return made
 
     def keys_of_parts(self, module: str) -> dict[str, Key]:

@@ -1,7 +1,7 @@
 """Plug-ins: the user's own modules, listed in the config's `plugins`.
 
 A plug-in is one Python file or one installed module. When imported, it adds parts to the registries
-(docs/how_to/extend.md). Its `CONFIG_KEYS`, {"section.key": default or placeholder(type)}, become
+(docs/how_to/extend). The fields of these parts become
 keys of the configs that list it. A run stores a copy of the file and its digest in WORKDIR/plugins.
 A command that reads this workdir later uses code with the same digest that the user names; it runs
 the stored copy only if the user trusts it.
@@ -17,8 +17,8 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -37,14 +37,12 @@ class Plugin(NamedTuple):
     module: the name of its module.
     file: path of its code.
     content: its code.
-    keys: its CONFIG_KEYS.
     """
 
     name: str
     module: str
     file: str
     content: bytes
-    keys: Mapping[str, Any]
 
     @property
     def digest(self) -> str:
@@ -198,7 +196,7 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
     module = sys.modules.get(module_name)
     if getattr(module, "__file__", None) != file:
         module = _run(name, module_name, file, content)
-    _PLUGINS[name] = Plugin(name, module_name, file, content, getattr(module, "CONFIG_KEYS", {}))
+    _PLUGINS[name] = Plugin(name, module_name, file, content)
     return _PLUGINS[name]
 
 

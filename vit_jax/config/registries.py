@@ -3,11 +3,12 @@
 A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.config import sections
-from vit_jax.config.parts import Registry, Section
+from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -69,9 +70,9 @@ class DataSets(Registry[Any]):
             return super().find(name)
         return super().find("vtab" if str(name).startswith("vtab/") else "tfds")
 
-    def make(self, values: Mapping[str, Any]) -> Any:
+    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> Any:
         own = self.find(values["name"]).declared()
-        return super().make({k: v for k, v in values.items() if k == "name" or k in own})
+        return super().make({k: v for k, v in values.items() if k == "name" or k in own}, prefix)
 
 
 SOURCES = DataSets(
@@ -118,4 +119,18 @@ OPS: Registry[Any] = Registry(
     },
 )
 
+
+class _Families:
+    """The families of models, `models.MODELS`; the fields of a family's module are its keys."""
+
+    section = "model"
+
+    def keys_of_parts(self, module: str) -> dict[str, Key]:
+        """The fields, as optional keys, of the families that `module`, or one in it, defines."""
+        families = importlib.import_module("vit_jax.models").MODELS.values()
+        modules = [f.module for f in families if f"{f.module.__module__}.".startswith(f"{module}.")]
+        return {k: declared for m in modules for k, declared in keys_of_fields(m).items()}
+
+
+FAMILIES = _Families()
 REGISTRIES = (SOURCES, OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # of sections; not of ops

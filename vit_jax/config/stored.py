@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import plugins
 from vit_jax.config.base import add_plugins, default_config, flatten
-from vit_jax.config.evals import EVALUATORS, entry_keys, typed_entry
+from vit_jax.config.evals import EVALUATORS, make_entry
 from vit_jax.config.upgrades import FORMAT, upgrade
 from vit_jax.errors import InputError, collect_faults, nearest
 
@@ -169,9 +169,9 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
     kind = entry["type"]
     if kind not in EVALUATORS:
         return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
-    wanted, found = entry_keys(kind), set(entry)
+    wanted, found = {"type", *EVALUATORS.find(kind).declared()}, set(entry)
     if wanted == found:
-        evals[name] = typed_entry(kind, entry)
+        evals[name] = make_entry(kind, **{k: v for k, v in entry.items() if k != "type"})
     missing = [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
     return missing + [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
 

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 import vit_jax
 from vit_jax.config import plugins
 from vit_jax.config.base import declared_keys, default_config, flatten
-from vit_jax.config.evals import OPTIONAL_KEYS
 from vit_jax.errors import InputError, nearest, say_fault_of_file
 
 logger = logging.getLogger("vit_jax")
@@ -163,10 +162,10 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     includes them and their keys.
     """
     faults = []
-    optional = {
-        k for k, v in flatten(default_config(config.get("plugins") or ())).items() if v is None
+    declared = declared_keys(config)
+    default = flatten(default_config(config.get("plugins") or ())) | {
+        key: known.default for key, known in declared.items() if key.startswith("evals.")
     }
-    of_strings = {key for key, declared in declared_keys(config).items() if declared.of_strings}
     for key, text in overrides:
         if key == "plugins":
             continue
@@ -180,11 +179,9 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             node = node[parent]
         kind = node.get_type(leaf)
         try:
-            # Entries of `evals` are not in `optional`; their helper defines which keys may be None.
-            in_evals = key.startswith("evals.") and leaf in OPTIONAL_KEYS
-            may_be_none = key in optional or in_evals
+            of_strings = key in declared and declared[key].item is str
             with node.ignore_type():
-                node[leaf] = _parse_value(text, kind, may_be_none, key in of_strings)
+                node[leaf] = _parse_value(text, kind, default.get(key, ...) is None, of_strings)
         except ValueError as e:
             faults.append(f"--config.{key}={text!r}: {e}")
     return faults

@@ -302,7 +302,7 @@ def check_wandb(timeout_s: float) -> Finding:
 
 def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:
     """The cluster that this process belongs to, and whether `coordinator` (HOST:PORT) answers."""
-    from vit_jax.jax_private import find_cluster
+    from vit_jax.job.processes import find_cluster
 
     cluster = find_cluster()
     text = "no cluster detected: one process"

@@ -1,13 +1,12 @@
-"""Evaluators: one module each, with its config entry, its check and its run.
+"""Evaluators: one class each, whose fields are the keys of its entries in `evals`.
 
-An evaluator has `run(state) -> {name: float}`, which reads only `params` and `model_state` of the
-state. Every example counts once, on any number of hosts. It declares the names of its metrics, and
-which of their values are better, in `metrics`; see `metric_names`.
+`Evaluator.bind` gives a function, state -> {metric: value}, which reads only `params` and
+`model_state` of the state. Every example counts once, on any number of hosts.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,26 +16,19 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import SplitKey, eval_splits
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config import EVALUATORS, SplitKey, eval_splits
+from vit_jax.config.evals import evaluator_of
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 
 
-class StateEvaluator(Protocol):
-    """The interface of an evaluator; a plug-in may leave `metrics` out, see `metric_names`."""
-
-    def run(self, state: TrainState) -> dict[str, float]:
-        """{metric: value} for the state's `params` and `model_state`; all processes call it."""
-
-
-def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[str, float]:
-    """Run the evaluator called `name` on `state`: {"name/metric": value}.
+def evaluate(name: str, measure: Measure, state: TrainState) -> dict[str, float]:
+    """Run the evaluator called `name` on `state`: {"name/metric": value}; `measure`: as bound.
 
     If the state holds a running average of the parameters, the metrics are computed with it and
     the average of the model state; those of the parameters and the model state themselves follow
@@ -47,16 +39,16 @@ def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[st
       NothingToMeasureError: a subclass, raised by every process.
     """
 
-    def measure(state: TrainState) -> dict[str, float]:
+    def of_weights(state: TrainState) -> dict[str, float]:
         try:
-            return evaluator.run(state.replace(ema={}, ema_model_state={}))
+            return measure(state.replace(ema={}, ema_model_state={}))
         except InputError as e:
             raise type(e)(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
 
     if not state.ema:
-        return {f"{name}/{key}": value for key, value in measure(state).items()}
-    metrics = {f"{name}/{key}": value for key, value in measure(state.averaged()).items()}
-    raw = {f"{name}/{key}_raw": value for key, value in measure(state).items()
+        return {f"{name}/{key}": value for key, value in of_weights(state).items()}
+    metrics = {f"{name}/{key}": value for key, value in of_weights(state.averaged()).items()}
+    raw = {f"{name}/{key}_raw": value for key, value in of_weights(state).items()
            if not isinstance(value, int | np.integer)}  # fmt: skip
     return metrics | raw
 
@@ -68,47 +60,44 @@ def make_evaluators(
     mesh: Mesh,
     sources: Mapping[SplitKey, Source],
     folder: epath.Path | None = None,
-) -> dict[str, StateEvaluator]:
-    """Make the evaluators of `config.evals`: {name: evaluator}.
+    see: Callable[[str, Any], Any] | None = None,
+) -> dict[str, Measure]:
+    """Bind the evaluators of `config.evals`: {name: what `evaluate` runs}.
 
     `sources` come from `open_sources`. `folder`: the workdir of a run that trains, where evaluators
-    may write files; None: they write none.
+    may write files; None: they write none. `see` gets an evaluator's name and its predictions at
+    each run, if the evaluator is of the model's classes.
 
     Raises:
       InputError: names the key, if an evaluator needs something that is missing.
     """
     faults = Faults()
-    evaluators: dict[str, StateEvaluator] = {}
+    evaluators: dict[str, Measure] = {}
     for name, entry in config.evals.items():
         inputs = EvalInputs(
-            entry=entry,
+            name=name,
+            config=config,
             model=model,
             mesh=mesh,
             sources={k: sources[key] for k, key in eval_splits(config, entry).items()},
             host_ops=preprocessing.eval_ops[name],
             image_size=preprocessing.image_size,
-            batch_size=entry.batch_size or config.global_batch_size,
-            mean=config.data.mean,
-            std=config.data.std,
-            loss=config.loss,
-            objective=config.objective,
-            name=name,
             folder=folder,
+            see=see and functools.partial(see, name),
         )
-        kind = find_evaluator(entry.type)
-        several = [
-            k for k, s in inputs.sources.items() if kind.multi_label not in (None, s.multi_label)
-        ]
+        evaluator = evaluator_of(config, name)
+        of_labels = evaluator.multi_label
+        several = [k for k, s in inputs.sources.items() if of_labels not in (None, s.multi_label)]
         if several:
-            other = "multilabel" if not kind.multi_label else "classification"
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {several[0]} has "
-                f"{'one label' if kind.multi_label else 'several labels'} an image; needs {other}"
+                f"{'one label' if of_labels else 'several labels'} an image; needs "
+                f"{'classification' if of_labels else 'multilabel'}"
             )
             continue
-        evaluator = faults.check(kind.make, inputs, prefix=f"evals.{name}.")
-        if evaluator is not None:
-            evaluators[name] = evaluator
+        measure = faults.check(evaluator.bind, inputs, prefix=f"evals.{name}.")
+        if measure is not None:
+            evaluators[name] = measure
     collect_faults(faults)
     return evaluators
 
@@ -121,8 +110,7 @@ def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, i
     """
     by_method: dict[str, list[str]] = {}
     for name, entry in config.evals.items():
-        kind = find_evaluator(entry.type)
-        method = kind.output or ("features" if kind.learns_classes else "__call__")
+        method = EVALUATORS.find(entry.type).output
         by_method.setdefault(method, []).append(f"evals.{name}.type={entry.type!r}")
     faults = Faults()
     for method, entries in by_method.items():

@@ -3,7 +3,8 @@
 Axes: B images of a batch, N images of a split, D features.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from vit_jax.config import Evaluator, key
 from vit_jax.data import Source, read_labels
 from vit_jax.errors import SharedInputError
-from vit_jax.evaluators.fetching import fetch
-from vit_jax.evaluators.inputs import OutputFn
+from vit_jax.evaluators.inputs import EvalInputs, fetch
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch
 
 _STD_FLOOR = 1e-5  # of a feature that hardly varies
 
@@ -36,33 +36,45 @@ class Features(NamedTuple):
     id_N: np.ndarray
 
 
-class FeatureGatherer:
-    """Computes features on the devices, batch by batch, and gathers them on every process.
+class FeatureEvaluator(Evaluator):
+    """An evaluator that learns the classes of one split from features, and tests on another.
 
-    Args:
-      features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
-      gathered: the sharding that puts a whole array on every process.
+    The classes may differ from those trained on.
     """
 
-    def __init__(self, features_fn: OutputFn, gathered: jax.sharding.Sharding):
-        def compute(state, batch):
-            x_BD = features_fn(state, batch["image"]).astype(jnp.float32)
-            return x_BD, batch["label"], batch["id"], batch["mask"]
+    train_split: str = key(..., "split to learn from; every host holds its features")
+    test_split: str = key(..., "split to test on")
 
-        self._compute = jax.jit(compute, out_shardings=gathered)
+    learns_classes = True
+    output = "features"
 
-    def __call__(self, state: TrainState, batches: Iterable[Batch], split_key: str) -> Features:
-        """Compute the features of all decodable images in `batches`.
 
-        Raises:
-          NothingToMeasureError: if there are none; names `split_key`, the key of the split.
-        """
+# (state, key of a split, ids of its records or None for all) -> Features.
+Gather = Callable[..., Features]
+
+
+def make_gather(inputs: EvalInputs, method: str = "features") -> Gather:
+    """gather(state, split_key, record_ids=None) -> `Features`, the outputs of the model's `method`.
+
+    The devices compute them batch by batch; every process gathers all. If no image of the split can
+    be read, `gather` raises a NothingToMeasureError that names `split_key`.
+    """
+
+    @functools.partial(jax.jit, out_shardings=inputs.replicated)
+    def compute(state, batch):
+        x_BD = inputs.apply(state, batch["image"], method).astype(jnp.float32)
+        return x_BD, batch["label"], batch["id"], batch["mask"]
+
+    def gather(state: TrainState, split_key: str, record_ids: np.ndarray | None = None) -> Features:
         parts = []
-        for x_BD, label_B, id_B, mask_B in fetch(self._compute(state, b) for b in batches):
+        batches = inputs.batches(split_key, record_ids)
+        for x_BD, label_B, id_B, mask_B in fetch(compute(state, batch) for batch in batches):
             kept = mask_B > 0
             parts.append((x_BD[kept], label_B[kept], id_B[kept]))
         need_images(sum(len(ids) for _, _, ids in parts), split_key)
         return Features(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    return gather
 
 
 def fit_whitening(x_ND: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -121,8 +133,4 @@ def gather_by_record(read: Callable[[int, int], np.ndarray], num_examples: int) 
 
 def gather_labels(source: Source) -> np.ndarray:
     """Labels of a whole split, int32 (n,); -1 for labels that cannot be read."""
-
-    def read(start, stop):
-        return read_labels(source, start, stop)
-
-    return gather_by_record(read, source.num_examples)
+    return gather_by_record(functools.partial(read_labels, source), source.num_examples)

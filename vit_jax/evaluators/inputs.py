@@ -1,59 +1,67 @@
 """The inputs of evaluators: the data, and a model's outputs on them."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.data import Source, eval_batches, image_batch, to_value_range
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch
+from vit_jax.tree import Batch, PyTree
 
-# (state, uint8 images (B, H, W, 3)) -> logits (B, C) or features (B, D).
-OutputFn = Callable[[TrainState, jax.Array], jax.Array]
+# What `Evaluator.bind` gives: state -> {metric: value}.
+Measure = Callable[[TrainState], dict[str, float]]
+
+_RESULTS_BEHIND = 2  # each may hold its batch on the devices
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalInputs:
     """The data of one entry of `config.evals`, and the model.
 
-    entry: from `config.evals`.
+    name: of the entry.
+    config: of the run.
     sources: {key of the entry: source} for the splits that it names.
     host_ops: ops applied to its images.
     image_size: (height, width) after the ops.
-    batch_size: images, over all devices.
-    mean, std: the model's input is (image / 255 - mean) / std.
-    loss: the section `loss` of the config.
-    objective: its section `objective`; None: there is none.
-    name: of the entry.
     folder: the workdir of a run that trains, for files; None: nothing is written.
+    see: gets the predictions for all images of a pass; None: they are not needed.
     """
 
-    entry: ConfigDict
+    name: str
+    config: ConfigDict
     model: nn.Module
     mesh: Mesh
     sources: Mapping[str, Source]
     host_ops: Sequence[HostOp]
     image_size: tuple[int, int]
-    batch_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    loss: ConfigDict
-    objective: ConfigDict | None = None
-    name: str = ""
     folder: epath.Path | None = None
+    see: Callable[[Any], Any] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a batch, over all devices."""
+        return self.config.evals[self.name].batch_size or self.config.global_batch_size
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        """The sharding that puts a whole array on every process."""
+        return NamedSharding(self.mesh, P())
 
     def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
         """Output of a method of the model for uint8 images (B, H, W, 3); to be jitted."""
         variables = {"params": state.params, **state.model_state}
-        values = to_value_range(images, self.mean, self.std)
+        values = to_value_range(images, self.config.data.mean, self.config.data.std)
         output = self.model.apply(variables, values, train=False, method=method)
         assert isinstance(output, jax.Array)
         return output
@@ -63,17 +71,35 @@ class EvalInputs:
         return self.sources[split_key]
 
     def batches(
-        self, split_key: str = "split", record_ids: np.ndarray | None = None
+        self,
+        split_key: str = "split",
+        record_ids: np.ndarray | None = None,
+        batch_size: int | None = None,
     ) -> Iterator[Batch]:
         """Global batches of one pass over a split, or over some of its records.
+
+        Every process makes as many. `batch["mask"]` (B,) is 0 for rows that do not count.
 
         Raises:
           InputError: at an image smaller than a crop; names `ops`.
         """
         return eval_batches(
             self.source(split_key),
-            image_batch(self.batch_size, self.image_size, self.host_ops, "ops"),
+            image_batch(batch_size or self.batch_size, self.image_size, self.host_ops, "ops"),
             sharding=batch_sharding(self.mesh),
             record_ids=record_ids,
             refuse_small=True,
         )
+
+
+def fetch(results: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Yield each of `results`, pytrees of arrays from a jitted function, on the host.
+
+    The devices compute the next ones meanwhile.
+    """
+    pending: collections.deque = collections.deque()
+    for result in results:
+        pending.append(result)
+        if len(pending) > _RESULTS_BEHIND:
+            yield jax.device_get(pending.popleft())
+    yield from jax.device_get(list(pending))

@@ -5,7 +5,6 @@ Axes: N training images, M test images, D features, C classes.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,16 +13,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.config import POSITIVE, key
+from vit_jax.config.evals import Better
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.errors import collect_faults
-from vit_jax.evaluators.features import FeatureGatherer, fit_whitening
-from vit_jax.evaluators.inputs import EvalInputs, OutputFn
-from vit_jax.evaluators.metric_names import Better
+from vit_jax.evaluators.features import FeatureEvaluator, fit_whitening, make_gather
+from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
@@ -37,19 +33,6 @@ class Classifier(NamedTuple):
 
     kernel_DC: jax.Array
     bias_C: jax.Array
-
-
-def check_weights(l2: tuple[float, ...]) -> None:
-    """Raise InputError, naming the key, if these are not valid weights of a `LinearProbe`."""
-    some = isinstance(l2, tuple) and len(l2) > 0
-    if not (some and all(isinstance(w, int | float) and w > 0 for w in l2)):
-        collect_faults([f"l2={l2}: needs positive numbers, e.g. 1e-4,1e-2"])
-
-
-def metrics_of(l2: Sequence[float]) -> dict[str, Better]:
-    """The metrics that a `LinearProbe` reports."""
-    some: dict[str, Better] = {"top1": "higher"}
-    return some if len(l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 
 
 @jax.jit
@@ -93,8 +76,8 @@ def fit(
     return classifier, left
 
 
-class LinearProbe:
-    """Top-1 accuracy of multinomial logistic regression on frozen features.
+class LinearProbe(FeatureEvaluator):
+    """Top-1 of multinomial logistic regression on frozen features.
 
     Features are whitened by the mean and standard deviation of the training images. Of several
     weights `l2`, the one that classifies a held-out tenth of the training images best, drawn at
@@ -103,71 +86,60 @@ class LinearProbe:
     on the held-out tenth.
 
     Every process gathers the features; the fit splits the training images over the devices.
-
-    Args:
-      features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
-      train_batches, test_batches: one pass over the split.
-      num_classes: number of classes in both splits.
-      mesh: devices for the fit.
-      l2: see `linear_probe`.
     """
 
-    def __init__(
-        self,
-        features_fn: OutputFn,
-        *,
-        train_batches: Callable[[], Iterable[Batch]],
-        test_batches: Callable[[], Iterable[Batch]],
-        num_classes: int,
-        mesh: Mesh,
-        l2: tuple[float, ...],
-    ):
-        check_weights(l2)
-        self._train_batches, self._test_batches = train_batches, test_batches
-        self._num_classes, self._mesh = num_classes, mesh
-        self._l2 = sorted(l2, reverse=True)  # easiest fit first; each starts from the previous one
-        self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
-        self.metrics = metrics_of(l2)
+    l2: tuple[float, ...] = key(
+        (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        "weight of half the squared norm, added to the mean cross-entropy; of several, the best "
+        "on a tenth of train_split is chosen",
+        within=POSITIVE,
+    )
 
-    def run(self, state: TrainState) -> dict[str, float]:
-        """Compute the metrics of `state`.
+    def metrics(self):
+        some: dict[str, Better] = {"top1": "higher"}
+        return some if len(self.l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 
-        Raises:
-          InputError: on every process, if no image of a split can be read; names the split's key.
-        """
-        train = self._features(state, self._train_batches(), "train_split")
-        test = self._features(state, self._test_batches(), "test_split")
-        whiten = fit_whitening(train.x_ND)
-        train_ND, test_MD = (whiten(x).astype(np.float32) for x in (train.x_ND, test.x_ND))
-        x_ND, label_N = self._put(train_ND), self._put(train.label_N)
-        num_images, width = train_ND.shape
-        shapes = (width, self._num_classes), (self._num_classes,)
-        replicated = NamedSharding(self._mesh, P())
-        classifier = Classifier(*(jnp.zeros(shape, device=replicated) for shape in shapes))
+    def bind(self, inputs: EvalInputs) -> Measure:
+        gather, put = make_gather(inputs), functools.partial(_put, inputs.mesh)
+        num_classes = inputs.source("train_split").num_classes
+        weights = sorted(self.l2, reverse=True)  # easiest fit first; each starts from the last one
 
-        chosen, results = self._l2[0], {}
-        if len(self._l2) > 1:
-            held_out = np.zeros(num_images, bool)
-            shuffled = np.random.default_rng(0).permutation(num_images)
-            held_out[shuffled[: max(round(_HELD_OUT * num_images), 1)]] = True
-            counts_N = self._put((~held_out).astype(np.float32))
-            best = -1.0
-            for l2 in self._l2:
-                classifier = fit_or_warn(x_ND, label_N, counts_N, l2, classifier)
-                top1 = _top1(classifier, train_ND[held_out], train.label_N[held_out])
-                if top1 > best:
-                    best, chosen = top1, l2
-            results = {"l2": float(chosen), "held_out_top1": best}
-        counts_N = self._put(np.ones(num_images, np.float32))
-        classifier = fit_or_warn(x_ND, label_N, counts_N, chosen, classifier)
-        return {"top1": _top1(classifier, test_MD, test.label_N)} | results
+        def measure(state: TrainState) -> dict[str, float]:
+            train, test = gather(state, "train_split"), gather(state, "test_split")
+            whiten = fit_whitening(train.x_ND)
+            train_ND, test_MD = (whiten(x).astype(np.float32) for x in (train.x_ND, test.x_ND))
+            x_ND, label_N = put(train_ND), put(train.label_N)
+            num_images, width = train_ND.shape
+            shapes = (width, num_classes), (num_classes,)
+            zeros = [jnp.zeros(shape, device=inputs.replicated) for shape in shapes]
+            classifier = Classifier(*zeros)
 
-    def _put(self, column: np.ndarray) -> jax.Array:
-        """Split (N, ...), which every process has, over the devices, zero-padded at the end."""
-        sharding = NamedSharding(self._mesh, P(BATCH_AXES))
-        padding = -len(column) % sharding.num_devices
-        column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
-        return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
+            chosen, results = weights[0], {}
+            if len(weights) > 1:
+                held_out = np.zeros(num_images, bool)
+                shuffled = np.random.default_rng(0).permutation(num_images)
+                held_out[shuffled[: max(round(_HELD_OUT * num_images), 1)]] = True
+                counts_N = put((~held_out).astype(np.float32))
+                best = -1.0
+                for l2 in weights:
+                    classifier = fit_or_warn(x_ND, label_N, counts_N, l2, classifier)
+                    top1 = _top1(classifier, train_ND[held_out], train.label_N[held_out])
+                    if top1 > best:
+                        best, chosen = top1, l2
+                results = {"l2": float(chosen), "held_out_top1": best}
+            counts_N = put(np.ones(num_images, np.float32))
+            classifier = fit_or_warn(x_ND, label_N, counts_N, chosen, classifier)
+            return {"top1": _top1(classifier, test_MD, test.label_N)} | results
+
+        return measure
+
+
+def _put(mesh: Mesh, column: np.ndarray) -> jax.Array:
+    """Split (N, ...), which every process has, over the devices, zero-padded at the end."""
+    sharding = NamedSharding(mesh, P(BATCH_AXES))
+    padding = -len(column) % sharding.num_devices
+    column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
+    return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
 
 
 def fit_or_warn(
@@ -188,45 +160,3 @@ def fit_or_warn(
 def _top1(classifier: Classifier, x_MD: np.ndarray, label_M: np.ndarray) -> float:
     kernel_DC, bias_C = jax.device_get(classifier)
     return float(((x_MD @ kernel_DC + bias_C[None]).argmax(axis=1) == label_M).mean())
-
-
-def linear_probe(
-    *,
-    train_split: str,
-    test_split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-    l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
-) -> ConfigDict:
-    """Make an entry of `evals`: top-1 of logistic regression on frozen features.
-
-    `l2` is the weight of half the squared norm, added to the mean cross-entropy. Of several, the
-    best on a tenth of `train_split` is chosen and fitted to all of it. The features of all of
-    `train_split` are held on every host and, split, on the devices. The classes may differ from
-    those trained on. All other arguments are as in `classification`.
-    """
-    return typed_entry("linear_probe", locals())
-
-
-def make_linear_probe(inputs: EvalInputs) -> LinearProbe:
-    """Make the evaluator for an entry from `linear_probe`."""
-    return LinearProbe(
-        functools.partial(inputs.apply, method="features"),
-        train_batches=functools.partial(inputs.batches, "train_split"),
-        test_batches=functools.partial(inputs.batches, "test_split"),
-        num_classes=inputs.source("train_split").num_classes,
-        mesh=inputs.mesh,
-        l2=inputs.entry.l2,
-    )
-
-
-EVALUATOR = Evaluator(
-    linear_probe,
-    make_linear_probe,
-    check=lambda entry: check_weights(entry.l2),
-    learns_classes=True,
-    metrics=lambda entry: metrics_of(entry.l2),
-)

@@ -10,82 +10,105 @@ the 200 classes only; Barbu et al. 2019 (ObjectNet, NeurIPS).
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.config import SplitEvaluator, key
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.features import gather_labels, need_images
-from vit_jax.evaluators.fetching import fetch
-from vit_jax.evaluators.inputs import EvalInputs, OutputFn
-from vit_jax.evaluators.metric_names import Better
+from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch
 
-AMONG = ("mapped", "all")
-METRICS: dict[str, Better] = {"top1": "higher", "top5": "higher", "num_examples": "neither"}
 _FORM = 'needs JSON such as {"chair": [423, 559]}: a class of the data, and labels of the model'
 
 
-class Mapped:
-    """Metrics top1, top5 and num_examples; see `mapped`.
+class Mapped(SplitEvaluator):
+    """Top-1 and top-5 on data with other classes than the model.
 
-    Args:
-      logits_fn: (state, uint8 images (B, H, W, 3)) -> logits (B, C).
-      make_batches: one pass over the split, with as many batches on every process.
-      labels: () -> the model's labels for each class of the data, int32 (K, L), padded with -1; a
-        class without any is left out.
-      among: mapped: predictions are compared among the labels in the map only; all: among C.
+    A prediction is correct if it is among the labels of the image's class. Images of classes
+    without labels do not count.
     """
 
-    metrics: Mapping[str, Better] = METRICS
+    class_map: str = key(
+        "",
+        'a JSON file, {"class of the data": [labels of the model]}; "": the data have the model\'s '
+        "labels, perhaps not all of them: the labels of the split are read to find which",
+    )
+    among: str = key(
+        "mapped",
+        "logits to compare: of the labels that occur in the map or the split, or all",
+        choices=("mapped", "all"),
+    )
 
-    def __init__(
-        self,
-        logits_fn: OutputFn,
-        make_batches: Callable[[], Iterable[Batch]],
-        labels: Callable[[], np.ndarray],
-        among: str = "mapped",
-    ):
-        self._make_batches, self._read_labels = make_batches, labels
+    learns_classes = True
 
-        def count(state, batch, labels_KL):
-            logits_BC = logits_fn(state, batch["image"]).astype(jnp.float32)
-            if among == "mapped":
-                known_C = jnp.zeros(logits_BC.shape[1], bool)
-                known_C = known_C.at[jnp.where(labels_KL < 0, logits_BC.shape[1], labels_KL)].set(
-                    True, mode="drop"
-                )
-                logits_BC = jnp.where(known_C, logits_BC, -jnp.inf)
-            labels_BL = labels_KL[batch["label"]]
-            counts_B = batch["mask"] * (labels_BL >= 0).any(axis=1)
-            top_B5 = jax.lax.top_k(logits_BC, min(5, logits_BC.shape[1]))[1]
-            hits_B5 = (top_B5[:, :, None] == labels_BL[:, None, :]).any(axis=2)
-            hits_1 = (counts_B * hits_B5[:, 0]).sum()
-            return hits_1, (counts_B * hits_B5.any(axis=1)).sum(), counts_B.sum()
+    def metrics(self):
+        return {"top1": "higher", "top5": "higher", "num_examples": "neither"}
 
-        self._count = jax.jit(count)
+    def bind(self, inputs: EvalInputs) -> Measure:
+        source, num_classes = inputs.source(), getattr(inputs.model, "num_classes", None)
+        if not num_classes:
+            raise InputError(
+                "type='mapped': the model has no classes; use fewshot, knn or linear_probe"
+            )
+        if self.class_map:
+            names = source.class_names or tuple(map(str, range(source.num_classes)))
+            table_KL = read_class_map(self.class_map, names, num_classes)
+            return measure_by_labels(inputs, lambda: table_KL, "label", self.among)
+        if source.num_classes != num_classes:
+            raise InputError(
+                f"class_map='': {source.name} {source.split} has {source.num_classes:,} classes, "
+                f"but the model has {num_classes:,}; give a file that maps them"
+            )
 
-    @functools.cached_property
-    def _labels(self) -> np.ndarray:
-        return self._read_labels()
+        def read_labels():
+            own = np.arange(num_classes, dtype=np.int32)
+            return np.where(np.isin(own, gather_labels(source)), own, -1)[:, None].astype(np.int32)
 
-    def run(self, state: TrainState) -> dict[str, float]:
-        """Compute the metrics of `state` over the split.
+        return measure_by_labels(inputs, read_labels, "label", self.among)
 
-        Raises:
-          NothingToMeasureError: if no image with labels can be read.
-        """
-        labels_KL = self._labels
-        counts = fetch(self._count(state, batch, labels_KL) for batch in self._make_batches())
+
+def measure_by_labels(
+    inputs: EvalInputs, read_labels: Callable[[], np.ndarray], row: str, among: str = "all"
+) -> Measure:
+    """measure(state) -> top1, top5 and num_examples, where any of an image's labels is right.
+
+    Args:
+      inputs: of the evaluator.
+      read_labels: () -> the model's labels, int32 (K, L), padded with -1; images whose row has none
+        are left out. Read once.
+      row: the key of a batch that holds each image's row of the labels: "label" or "id".
+      among: mapped: predictions are compared among the labels in the table only; all: among C.
+    """
+    labels = functools.cache(read_labels)
+
+    @functools.partial(jax.jit, out_shardings=inputs.replicated)
+    def count(state, batch, labels_KL):
+        logits_BC = inputs.apply(state, batch["image"]).astype(jnp.float32)
+        if among == "mapped":
+            known_C = jnp.zeros(logits_BC.shape[1], bool)
+            known_C = known_C.at[jnp.where(labels_KL < 0, logits_BC.shape[1], labels_KL)].set(
+                True, mode="drop"
+            )
+            logits_BC = jnp.where(known_C, logits_BC, -jnp.inf)
+        labels_BL = labels_KL[batch[row]]
+        counts_B = batch["mask"] * (labels_BL >= 0).any(axis=1)
+        top_B5 = jax.lax.top_k(logits_BC, min(5, logits_BC.shape[1]))[1]
+        hits_B5 = (top_B5[:, :, None] == labels_BL[:, None, :]).any(axis=2)
+        hits_1 = (counts_B * hits_B5[:, 0]).sum()
+        return hits_1, (counts_B * hits_B5.any(axis=1)).sum(), counts_B.sum()
+
+    def measure(state: TrainState) -> dict[str, float]:
+        counts = fetch(count(state, batch, labels()) for batch in inputs.batches())
         top1, top5, seen = np.asarray(list(counts), np.float64).sum(axis=0)
         need_images(int(seen), "split")
-        return {"top1": top1 / seen, "top5": top5 / seen, "num_examples": int(seen)}
+        return {"top1": float(top1 / seen), "top5": float(top5 / seen), "num_examples": int(seen)}
+
+    return measure
 
 
 def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> np.ndarray:
@@ -129,72 +152,3 @@ def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> n
         labels = found.get(name, [])
         row[: len(labels)] = labels
     return table
-
-
-def mapped(
-    *,
-    split: str,
-    every: str,
-    class_map: str = "",
-    among: str = "mapped",
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-) -> ConfigDict:
-    """Make an entry of `evals`: top-1 and top-5 on data with other classes than the model.
-
-    `class_map` is a JSON file, {"class of the data": [labels of the model]}; a prediction is
-    correct if it is among the labels of the image's class. Images of classes that it lacks do not
-    count. "": the data have the model's labels, perhaps not all of them; the labels of the split
-    are read to find which. `among=mapped` compares only the logits of labels that occur in the map
-    or in the split, `all` those of all the model's classes. All other arguments are as in
-    `classification`.
-    """
-    return typed_entry("mapped", locals())
-
-
-def _check_entry(entry: ConfigDict) -> None:
-    faults = Faults()
-    faults.need_known("among", entry.among, AMONG)
-    collect_faults(faults)
-
-
-def make_mapped(inputs: EvalInputs) -> Mapped:
-    """Make the evaluator for an entry from `mapped`.
-
-    Raises:
-      InputError: the model has no classes, or the map does not fit it or the data.
-    """
-    source, entry = inputs.source(), inputs.entry
-    num_classes = getattr(inputs.model, "num_classes", None)
-    if not num_classes:
-        raise InputError(
-            "type='mapped': the model has no classes; use fewshot, knn or linear_probe"
-        )
-    if entry.class_map:
-        names = source.class_names or tuple(map(str, range(source.num_classes)))
-        table = read_class_map(entry.class_map, names, num_classes)
-        return Mapped(inputs.apply, inputs.batches, lambda: table, entry.among)
-    if source.num_classes != num_classes:
-        raise InputError(
-            f"class_map='': {source.name} {source.split} has {source.num_classes:,} classes, but "
-            f"the model has {num_classes:,}; give a file that maps them"
-        )
-
-    def read_labels():
-        found = gather_labels(source)
-        own = np.arange(num_classes, dtype=np.int32)
-        return np.where(np.isin(own, found), own, -1)[:, None].astype(np.int32)
-
-    return Mapped(inputs.apply, inputs.batches, read_labels, entry.among)
-
-
-EVALUATOR = Evaluator(
-    mapped,
-    make_mapped,
-    check=_check_entry,
-    learns_classes=True,
-    output="__call__",
-    metrics=lambda entry: METRICS,
-)

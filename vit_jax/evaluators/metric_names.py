@@ -1,28 +1,22 @@
-"""The metrics that evaluators declare: their names, and which values are better.
+"""The metrics by which a run decides, and those that evaluators declare: see `Evaluator.metrics`.
 
-An evaluator has `metrics`, {name: "higher", "lower" or "neither"}, with every name that its `run`
-may report; "neither" marks counts, settings and other values without a better direction. A run
-compares `checkpoint.keep_best` and `stop.metric` with them before it trains. An evaluator of a
-plug-in may leave `metrics` out: its names are then known only after its first evaluation, and
+A run compares `checkpoint.keep_best` and `stop.metric` with them before it trains. The evaluator
+of a plug-in may declare none: its names are then known only after its first evaluation, and
 `guess_direction` reads the direction from the name.
 """
 
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import get_args
 
 from ml_collections import ConfigDict
 
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import Better, evaluator_of
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
 
-Better = Literal["higher", "lower", "neither"]
-
 KEYS_OF_METRICS = ("checkpoint.keep_best", "stop.metric")
-_DIRECTIONS = ("higher", "lower", "neither")
 _LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
 
 
@@ -32,33 +26,24 @@ def chosen_metrics(config: ConfigDict) -> dict[str, str]:
     return {k: v for k, v in zip(KEYS_OF_METRICS, values, strict=True) if v is not None}
 
 
-def declared_metrics(config: ConfigDict, name: str, evaluator: Any) -> dict[str, Better] | None:
-    """{"name/metric": which is better} that `evaluate` may report; None: it declares none.
+def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
+    """{"name/metric": which is better} that the evaluator `name` may report; None: unknown.
+
+    Also those of the raw weights if the config averages weights.
 
     Raises:
-      InputError: a direction is none of higher, lower and neither.
+      InputError: a key of the entry is wrong, or a direction is none of higher, lower and neither.
     """
-    metrics = getattr(evaluator, "metrics", None)
-    return _with_names(config, name, metrics) if isinstance(metrics, Mapping) else None
-
-
-def expected_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
-    """`declared_metrics` of the entry `name` before there are data and an evaluator.
-
-    None: the kind of the entry does not know them yet. Metrics that the data rule out are named.
-    """
-    find = find_evaluator(config.evals[name].type).metrics
-    return None if find is None else _with_names(config, name, find(config.evals[name]))
-
-
-def _with_names(config: ConfigDict, name: str, metrics: Mapping[str, Any]) -> dict[str, Better]:
-    """{"name/metric": which is better}, also of the raw weights if the config averages weights."""
+    metrics = evaluator_of(config, name).metrics()
+    if metrics is None:
+        return None
+    directions = get_args(Better)
     wrong = [f"{metric}={better!r}" for metric, better in metrics.items()
-             if better not in _DIRECTIONS]  # fmt: skip
+             if better not in directions]  # fmt: skip
     if wrong:
         raise InputError(
             f"evals.{name}.type={config.evals[name].type!r}: declares the metrics "
-            f"{', '.join(wrong)}; needs {', '.join(_DIRECTIONS)}"
+            f"{', '.join(wrong)}; needs {', '.join(directions)}"
         )
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
     if config.optimizer.ema_decay is None:
@@ -71,18 +56,16 @@ def guess_direction(metric: str) -> Better:
     return "lower" if _LOWER_IS_BETTER.search(metric) else "higher"
 
 
-def find_direction(config: ConfigDict, metric: str, evaluators: Mapping[str, Any]) -> Better:
+def find_direction(config: ConfigDict, metric: str) -> Better:
     """Which values of the metric "name/metric" are better: as declared, else by its name."""
-    name = metric.partition("/")[0]
-    found = declared_metrics(config, name, evaluators.get(name)) or {}
+    found = declared_metrics(config, metric.partition("/")[0]) or {}
     return found.get(metric) or guess_direction(metric)
 
 
-def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any], resumes: bool = False) -> None:
+def check_metrics(config: ConfigDict) -> None:
     """Check that the metrics by which a run decides are ones that its evaluators report.
 
-    Warns if the evaluator of such a metric declares none; also if a run `resumes` and a plug-in's
-    evaluator, which may be a subclass of one of ours, does not declare the metric.
+    Warns if the evaluator of such a metric declares none.
 
     Raises:
       InputError: names the key, and the nearest metric or those that can be chosen.
@@ -90,11 +73,7 @@ def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any], resumes: bo
     faults = Faults()
     for key, metric in chosen_metrics(config).items():
         name = metric.partition("/")[0]
-        try:
-            found = declared_metrics(config, name, evaluators[name])
-        except InputError as e:
-            faults.append(str(e))
-            continue
+        found = declared_metrics(config, name)
         if found is None:
             logger.warning(
                 "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "
@@ -107,18 +86,8 @@ def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any], resumes: bo
                 f"{key}={metric!r}: no value of it is better than another; known: "
                 f"{', '.join(known)}"
             )
-        elif resumes and metric not in found and _is_plugged_in(evaluators[name]):
-            logger.warning(
-                "%s=%s: evals.%s declares other metrics (%s); assuming that it reports this one, "
-                "and that the %s value is the better one; add it to the evaluator's `metrics`",
-                key, metric, name, ", ".join(known), guess_direction(metric),
-            )  # fmt: skip
         elif metric not in known:
             faults.append(
                 f"{key}={metric!r}: evals.{name} does not report it; {nearest(metric, known)}"
             )
     collect_faults(faults)
-
-
-def _is_plugged_in(evaluator: Any) -> bool:
-    return type(evaluator).__module__.partition(".")[0] != "vit_jax"

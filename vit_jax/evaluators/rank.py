@@ -4,26 +4,14 @@ Axes: N images, D features.
 Source: Garrido et al. 2022 (arXiv:2210.02885), section 3, RankMe.
 """
 
-import functools
-from collections.abc import Callable, Iterable
-
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.errors import collect_faults
-from vit_jax.evaluators.features import FeatureGatherer
-from vit_jax.evaluators.inputs import EvalInputs, OutputFn
-from vit_jax.evaluators.metric_names import Better
+from vit_jax.config import SplitEvaluator, key
+from vit_jax.evaluators.features import make_gather
+from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch
 
 _EPS = 1e-7  # of the paper: added to each share of the singular values
-
-METRICS: dict[str, Better] = {"rank": "neither", "share": "higher"}
 
 
 def effective_rank(x_ND: np.ndarray) -> float:
@@ -43,82 +31,32 @@ def effective_rank(x_ND: np.ndarray) -> float:
     return float(np.exp(-(p * np.log(p)).sum()))
 
 
-class Rank:
-    """Effective rank of the features of some images: `rank`, and `share` = rank / D.
+class Rank(SplitEvaluator):
+    """Effective rank of the features of some images: `rank`, and `share` = rank / D; no labels.
 
-    Every process gathers the features and computes the same values, on its host.
-
-    Args:
-      features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
-      batches: one pass over the images.
-      gathered: the sharding that puts a whole array on every process.
+    The rank cannot exceed the number of images, so take more than the model is wide. Every host
+    holds their features and computes the same values.
     """
 
-    metrics = METRICS
-
-    def __init__(
-        self,
-        features_fn: OutputFn,
-        *,
-        batches: Callable[[], Iterable[Batch]],
-        gathered: jax.sharding.Sharding,
-    ):
-        self._batches = batches
-        self._features = FeatureGatherer(features_fn, gathered)
-
-    def run(self, state: TrainState) -> dict[str, float]:
-        """Compute the metrics of `state`.
-
-        Raises:
-          InputError: on every process, if no image can be read; names the key `split`.
-        """
-        x_ND = self._features(state, self._batches(), "split").x_ND
-        rank = effective_rank(x_ND)
-        return {"rank": rank, "share": rank / x_ND.shape[1]}
-
-
-def check_number(num_images: int) -> None:
-    """Raise InputError, naming the key, if `num_images` is no valid number for a `Rank`."""
-    if not (type(num_images) is int and num_images > 1):
-        collect_faults([f"num_images={num_images}: needs an int of at least 2, e.g. 25600"])
-
-
-def rank(
-    *,
-    split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-    num_images: int = 25_600,
-) -> ConfigDict:
-    """Make an entry of `evals`: effective rank of the features; reads no labels.
-
-    Of a larger split, `num_images` images are taken, evenly spaced. The rank cannot exceed the
-    number of images, so take more than the model is wide. Every host holds their features. All
-    other arguments are as in `classification`.
-    """
-    return typed_entry("rank", locals())
-
-
-def make_rank(inputs: EvalInputs) -> Rank:
-    """Make the evaluator for an entry from `rank`."""
-    total = inputs.source().num_examples
-    number = min(inputs.entry.num_images, total)
-    ids = None if number == total else np.arange(number, dtype=np.int64) * total // number
-    return Rank(
-        functools.partial(inputs.apply, method="features"),
-        batches=functools.partial(inputs.batches, record_ids=ids),
-        gathered=NamedSharding(inputs.mesh, P()),
+    num_images: int = key(
+        25_600, "images to take of a larger split, evenly spaced", within="[2, inf)"
     )
 
+    learns_classes = True
+    output = "features"
+    multi_label = None
 
-EVALUATOR = Evaluator(
-    rank,
-    make_rank,
-    check=lambda entry: check_number(entry.num_images),
-    learns_classes=True,
-    multi_label=None,
-    metrics=lambda entry: METRICS,
-)
+    def metrics(self):
+        return {"rank": "neither", "share": "higher"}
+
+    def bind(self, inputs: EvalInputs) -> Measure:
+        gather, total = make_gather(inputs), inputs.source().num_examples
+        number = min(self.num_images, total)
+        ids = None if number == total else np.arange(number, dtype=np.int64) * total // number
+
+        def measure(state: TrainState) -> dict[str, float]:
+            x_ND = gather(state, "split", ids).x_ND
+            rank = effective_rank(x_ND)
+            return {"rank": rank, "share": rank / x_ND.shape[1]}
+
+        return measure

@@ -71,8 +71,6 @@ def _texts_of(config: ConfigDict, *forms: str) -> dict[str, str]:
     """{key: text} of the keys whose declared form is one of `forms`, unless they are None."""
     keys, values = declared_keys(config), values_in_force(config)
     found = {k: values[k] for k, declared in keys.items() if declared.form in forms}
-    if "interval" in forms:
-        found |= {f"evals.{name}.every": entry.every for name, entry in config.evals.items()}
     return {k: text for k, text in found.items() if text is not None}
 
 

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import files, transfer, tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import REQUIRED_TO_EVALUATE, with_values
-from vit_jax.config.evals import find_evaluator, learning_kinds
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
+from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
@@ -26,10 +26,11 @@ from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
-from vit_jax.evaluators.classification import Classification, Examples, Observed
-from vit_jax.evaluators.multilabel import MultiLabel, Shown
+from vit_jax.evaluators.classification import Examples
+from vit_jax.evaluators.inputs import Measure
+from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -60,6 +61,7 @@ logger = logging.getLogger("vit_jax")
 # Called with an evaluator's name, its predictions and its data, once for each evaluator of the
 # model's own classes; on every process.
 OnPredictions = Callable[[str, Examples | Shown, Source], None]
+Predictions = dict[str, Examples | Shown]  # of the evaluator that ran last
 Sources = Mapping[config_lib.SplitKey, Source]
 Weights = Mapping[str, np.ndarray]  # {leaf name: array}
 
@@ -141,13 +143,15 @@ def evaluate_model(
     check_evaluated_images(config, preprocessing, sources)
     module, weights = of.build(config, mesh, preprocessing)
     check_outputs(config, module, preprocessing.image_size)
-    evaluators = make_evaluators(config, preprocessing, module, mesh, sources)
+    seen: Predictions = {}
+    see = None if on_predictions is None else seen.setdefault  # the main weights come first
+    evaluators = make_evaluators(config, preprocessing, module, mesh, sources, see=see)
     _warn_of_other_classes(config, of.class_names, of.source, sources)
     compare_findings(config, sources, weights)
     with jax.set_mesh(mesh):
         state, step = of.load(mesh)
         logger.info("evaluating %s%s", of.source, f", step {step['step']}" if step else "")
-        return step | _evaluate_all(evaluators, state, config, sources, on_predictions)
+        return step | _evaluate_all(evaluators, state, config, sources, seen, on_predictions)
 
 
 class _OfRun:
@@ -234,7 +238,7 @@ class _OfSource:
             d.multi_label = run["config"]["data"]["multi_label"]
         for name, entry in config.evals.items():
             faults.need(
-                d.num_classes is not None or find_evaluator(entry.type).learns_classes,
+                d.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
                 f"evals.{name}.type={entry.type!r}: {self.source} has no classes; use one of "
                 f"{', '.join(learning_kinds())}",
             )
@@ -247,7 +251,7 @@ class _OfSource:
     def settle(self, config: ConfigDict, sources: Sources) -> ConfigDict:
         """Set the ops of evaluators without ops, and the loss of a source that is no run."""
         fill_in_ops(config, self._pretrained, sources)
-        learn = [find_evaluator(entry.type).learns_classes for entry in config.evals.values()]
+        learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
         if self._pretrained.run is None and not all(learn):
             config.loss.name = loss_of(self._pretrained, config.loss.name)
         return config
@@ -290,7 +294,7 @@ def _warn_of_other_classes(
 ) -> None:
     """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
     for name, entry in config.evals.items():
-        if find_evaluator(entry.type).learns_classes:
+        if EVALUATORS.find(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
         other = say_other_names(source.class_names, names, source.name, model_source)
@@ -302,23 +306,19 @@ def _warn_of_other_classes(
 
 
 def _evaluate_all(
-    evaluators: Mapping[str, StateEvaluator],
+    evaluators: Mapping[str, Measure],
     state: TrainState,
     config: ConfigDict,
     sources: Sources,
+    seen: Predictions,
     on_predictions: OnPredictions | None,
 ) -> dict[str, float]:
-    """Run all evaluators; `on_predictions` gets those of the weights that give the main metrics."""
+    """Run all evaluators; `on_predictions` gets what each then adds to `seen`."""
     results = {}
-    for name, evaluator in evaluators.items():
-        found: list[Examples | Shown] = []
-        if on_predictions is not None and isinstance(evaluator, Classification | MultiLabel):
-            evaluator = Observed(evaluator, found.append)
+    for name, measure in evaluators.items():
         with watchdog.phase("evaluation"):
-            results |= evaluate_one(name, evaluator, state)
-        # The raw weights of a run with an average come second.
-        if on_predictions is not None and found:
-            on_predictions(
-                name, found[0], sources[config_lib.eval_splits(config, config.evals[name])["split"]]
-            )
+            results |= evaluate_one(name, measure, state)
+        if on_predictions is not None and name in seen:
+            key = config_lib.eval_splits(config, config.evals[name])["split"]
+            on_predictions(name, seen.pop(name), sources[key])
     return results

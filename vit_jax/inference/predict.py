@@ -28,7 +28,7 @@ from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators.fetching import fetch
+from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
 from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
 

@@ -138,7 +138,7 @@ def find_field_faults(model: nn.Module, choices: Mapping[str, Sequence[str]]) ->
     return [
         f"{field}={values[field]!r}: {nearest(str(values[field]), known)}"
         for field, known in choices.items()
-        if values[field] not in known
+        if field in values and values[field] not in known
     ] + [
         f"{field}={values[field]}: needs {needed}"
         for fields, needed, is_good in _RULES

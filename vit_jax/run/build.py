@@ -20,7 +20,8 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.errors import InputError
-from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators import check_outputs, make_evaluators
+from vit_jax.evaluators.inputs import Measure
 from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
@@ -93,7 +94,7 @@ class Run:
     train_source: data.Source
     order: data.Order
     experiment: Experiment
-    evaluators: Mapping[str, StateEvaluator]
+    evaluators: Mapping[str, Measure]
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -137,10 +138,10 @@ def prepare(
     resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
     check_unchanged(resolved.config, before, workdir, chosen)
-    return build(resolved, opened, workdir, resumes=before.stored is not None)
+    return build(resolved, opened, workdir)
 
 
-def build(resolved: Resolved, opened: Files, workdir: epath.Path, *, resumes: bool) -> Run:
+def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     """The run of a resolved config, from what was `opened` to resolve it.
 
     Raises:
@@ -157,7 +158,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path, *, resumes: bo
     evaluators = make_evaluators(
         config, preprocessing, experiment.model, mesh, opened.sources, workdir
     )
-    check_metrics(config, evaluators, resumes=resumes)
+    check_metrics(config)
     return Run(
         resolved=resolved,
         workdir=workdir,

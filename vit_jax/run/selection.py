@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from vit_jax.checkpoints import restore
 from vit_jax.errors import SharedInputError, nearest
-from vit_jax.evaluators import StateEvaluator
 from vit_jax.evaluators.metric_names import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
@@ -55,18 +54,16 @@ class Selection:
 
     Args:
       config: of the run.
-      evaluators: of the run, which declare their metrics.
       values: {key of `chosen_metrics`: {step: value}} of what was evaluated so far.
     """
 
     def __init__(
         self,
         config: ConfigDict,
-        evaluators: Mapping[str, StateEvaluator],
         values: Mapping[str, Mapping[int, float | None]],
     ):
         self._series = {
-            key: Series(metric, find_direction(config, metric, evaluators), values.get(key))
+            key: Series(metric, find_direction(config, metric), values.get(key))
             for key, metric in chosen_metrics(config).items()
         }
         self._keep = self._series.get("checkpoint.keep_best")
@@ -115,7 +112,7 @@ class Selection:
 
 def read_selection(run: Run, step: int) -> Selection:
     """The decisions of a run up to and with `step`, from the rows that this process sees."""
-    return Selection(run.config, run.evaluators, _read_values(run, step))
+    return Selection(run.config, _read_values(run, step))
 
 
 def share_selection(run: Run, step: int) -> Selection:
@@ -127,7 +124,7 @@ def share_selection(run: Run, step: int) -> Selection:
     )
     by_text = json.loads(text)  # whose keys are strings
     values = {key: {int(at): v for at, v in found.items()} for key, found in by_text.items()}
-    return Selection(run.config, run.evaluators, values)
+    return Selection(run.config, values)
 
 
 def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:

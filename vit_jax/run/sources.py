@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.config import SplitKey
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.data.images.files import few
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
 from vit_jax.data.sources import fingerprint
@@ -97,7 +97,7 @@ def open_evaluated(
     divider = divider or data.Divider(anew=True)
     faults: dict[str, str] = {}  # each is said once, however many splits are read
     for name, entry in config.evals.items():
-        learns = find_evaluator(entry.type).learns_classes
+        learns = EVALUATORS.find(entry.type).learns_classes
         for split_key, key in config_lib.eval_splits(config, entry).items():
             where = f"evals.{name}.{split_key}"
             synthetic = key.data_name == "synthetic"

@@ -13,8 +13,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import image_hw, model_fields
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config import EVALUATORS, image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
@@ -157,7 +156,7 @@ def _evaluated_by(config: ConfigDict) -> str:
 
     def distance(entry):
         is_other = data_of(entry) != (d.name, d.data_dir)
-        return find_evaluator(entry.type).learns_classes, is_other, not entry.ops
+        return EVALUATORS.find(entry.type).learns_classes, is_other, not entry.ops
 
     entry = min(config.evals.values(), key=distance, default=None)
     if entry is None or not entry.ops:

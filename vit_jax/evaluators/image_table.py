@@ -1,0 +1,49 @@
+"""Tables of small images, written as PNG files during training.
+
+Axes: K rows, M columns, H height, W width, C channels.
+"""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.files import write_whole
+
+_SMALLEST_SIDE, _GAP = 96, 4  # pixels of the table; small images are enlarged
+
+
+def as_table(images_KMHWC: np.ndarray) -> Image.Image:
+    """The uint8 images as a table with K rows of M images, with white lines between them."""
+    rows, columns, height, width, channels = images_KMHWC.shape
+    scale = max(1, -(-_SMALLEST_SIDE // min(height, width)))
+    cell = np.array([height, width]) * scale + _GAP
+    table = np.full((rows * cell[0] + _GAP, columns * cell[1] + _GAP, channels), 255, np.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            large = images_KMHWC[row, column].repeat(scale, axis=0).repeat(scale, axis=1)
+            top, left = row * cell[0] + _GAP, column * cell[1] + _GAP
+            table[top : top + large.shape[0], left : left + large.shape[1]] = large
+    return Image.fromarray(table if channels in (3, 4) else table[:, :, 0])
+
+
+class TableWriter:
+    """Writes WORKDIR/FOLDER/NAME_STEP.png once a step, of the weights evaluated first."""
+
+    def __init__(self, inputs: EvalInputs, folder: str):
+        self._folder = inputs.folder and inputs.folder / folder
+        self._name, self._step = inputs.name, -1
+
+    def begin(self, step: int) -> bool:
+        """Whether to write a table of `step`: there is a workdir, and it is the first call."""
+        is_first, self._step = step != self._step, step
+        return is_first and self._folder is not None
+
+    def write(self, images_KMHWC: np.ndarray) -> None:
+        """Write `as_table` of the images, whole or not at all, for the step that began."""
+        assert self._folder is not None
+        content = io.BytesIO()
+        as_table(images_KMHWC).save(content, "png")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._folder / f"{self._name}_{self._step:08d}.png", content.getvalue())
