@@ -105,11 +105,11 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
 def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):
     where = f"--config.data.data_dir={tmp_path / 'gone'}"
     assert main(["evaluate", f"--workdir={run}", where]) == 2
-    assert "--config.data.data_dir=PICTURES" in capsys.readouterr().err
+    assert "--config.data.data_dir=IMAGES" in capsys.readouterr().err
     features = [f"--features={tmp_path / 'f.npz'}", "--data=folder:val"]
     assert main(["predict", f"--init_from={run}", *features]) == 2
     error = capsys.readouterr().err
-    assert "--data_dir=PICTURES" in error and "--config" not in error
+    assert "--data_dir=IMAGES" in error and "--config" not in error
 
 
 def test_a_home_folder_is_found(pictures, tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
         shutil.copy(root / "bee/1.png", path)
 
     assert prepare(config, run).fingerprint == before
-    assert "30 pictures are not among those that this run began with" in caplog.text
+    assert "30 images are not among those that this run began with" in caplog.text
     evaluate_run(config, run)
     words = load_config("evaluate:classification,knn,folder")
     words.data.data_dir, words.global_batch_size = str(root), 8
@@ -233,7 +233,7 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
     evaluate_run(config, run)
     assert [(split, len(found)) for split, found in opened] == [("val", 2)]
     assert (
-        f"holds none of the pictures that {run} holds out; val is a tenth (2 of 20)" in caplog.text
+        f"holds none of the images that {run} holds out; val is a tenth (2 of 20)" in caplog.text
     )
     config.evals.val.split = "all"
     evaluate_run(config, run)

@@ -83,10 +83,9 @@ def find_layout(data_dir: str | os.PathLike | None) -> Layout:
     root = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(root)!r}"
     if not root.is_dir():
-        raise InputError(
-            f"{where} is not a local folder; needed: one folder a class, or for a list of files "
-            "and labels --config=folder:list"
-        )
+        is_list = root.is_file()
+        remedy = "use --config=folder:list" if is_list else "give --config.data.data_dir=IMAGES"
+        raise InputError(f"{where} is not a local folder; needed: one folder a class; {remedy}")
     folders = class_like_folders(root)
     splits: dict[str, pathlib.Path] = {}
     ignored = [path for path in folders if split_of(path.name) is None]
