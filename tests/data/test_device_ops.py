@@ -12,13 +12,14 @@ import pytest
 import scipy.stats
 
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
+from vit_jax.data.batch import Crops
 from vit_jax.data.device_ops import Pairs, symmetric_beta, turn_hue
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
-from vit_jax.objectives.supervised import ObjectiveOutput
+from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 B, C = 64, 10
 RNG = np.random.default_rng(0)
@@ -330,17 +331,17 @@ def test_the_same_bits_on_one_device_and_on_eight():
     assert_same(augment(*shards), augment(BATCH, row_keys()))
 
 
-def objective_of_mean(params, model_state, batch, rng):
+def objective_of_mean(params, state, batch, frozen, rng):
     """Of one parameter: nothing of an image's size passes between devices for its sake."""
     loss = params * batch["image"].mean((1, 2, 3)) * batch["label"][:, 0]
-    return ObjectiveOutput(loss.sum(), batch["mask"].sum(), {}, model_state)
+    return ObjectiveOutput(loss.sum(), batch["mask"].sum(), {}, state.model_state)
 
 
 def test_a_step_moves_no_image_between_devices():
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
     augment = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
-    step = make_train_step(make_gradients(objective_of_mean, augment, seed=0), tx)
+    step = make_train_step(make_gradients(Objective(objective_of_mean), augment, seed=0), tx)
     sharding = sharded_over({"data": 2, "fsdp": 2, "tensor": 2})
     shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
               "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip
@@ -400,7 +401,7 @@ def test_colour_ops_change_colours_as_they_say():
 
 def test_each_view_has_its_own_ops_and_draws():
     ops = parse_view_ops("flip; greyscale(1.0)|flip", (4, 6), 3, "data.global_ops")
-    views = Views("data.global_ops", (4, 6), 0, *zip(*ops, strict=True))
+    views = Views(Crops("data.global_ops", (4, 6), (), 0), [device for _, device in ops])
     made = make_device_transform((), **PIXELS, num_classes=C, views={"global_views": views})
     images = np.repeat(BATCH["image"][:, None], 3, axis=1)
     batch = {key: leaf for key, leaf in BATCH.items() if key != "image"}

@@ -205,7 +205,7 @@ def test_what_is_no_image_folder_is_refused(tmp_path):
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
     refused(tmp_path, "train has 0 class folders")
     make_folder(tmp_path, {"cat": 1})  # train was meant as a class
-    refused(tmp_path, "train has 0 class folders", "found 1 images", "(cat), rename it")
+    refused(tmp_path, "train has 0 class folders", "found 1 images")
 
 
 def test_missing_splits_and_classes_are_refused(tmp_path):

@@ -94,7 +94,7 @@ def test_what_does_not_go_together_is_refused(digits, tiny):
     with at_fault("data.mix") as error:
         concatenate([of_tiny(tiny, "tens", "memory"), of_tiny(tiny, "sixes", "offsets")])
     message = str(error.value)
-    assert "without data.reader" in message and "data.reader=memory" in message
+    assert "data.reader=None" in message and "data.reader=memory" in message
     other = dataclasses.replace(digits[1], class_names=("a",) * 10)
     with at_fault("data.mix"):
         concatenate([digits[0], other])

@@ -22,6 +22,7 @@ from vit_jax.data import (
     read_labels,
     train_batches,
 )
+from vit_jax.data.batch import Crops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
 from vit_jax.errors import InputError
@@ -62,12 +63,11 @@ def views_of(num_global, num_local, ops):
         "global_views": ("data.global_ops", 8, 0, f"{ops}|random_crop", num_global),
         "local_views": ("data.local_ops", 4, 512, f"{ops}|random_crop", num_local),
     }
-    return {
-        name: Views(
-            key, (size, size), first, *zip(*parse_view_ops(text, (size, size), n, key), strict=True)
-        )
-        for name, (key, size, first, text, n) in kinds.items()
-    }
+    made = {}
+    for name, (key, side, first, text, n) in kinds.items():
+        host_ops, device_ops = zip(*parse_view_ops(text, (side, side), n, key), strict=True)
+        made[name] = Views(Crops(key, (side, side), host_ops, first), device_ops)
+    return made
 
 
 def evaluate(source, *, image_size, ops, rows, global_batch_size, key="evals.*.ops", **how):
@@ -129,7 +129,8 @@ def test_a_view_depends_on_its_position_and_number_only(request, name):
 
 def test_views_of_another_size_are_refused_before_the_first_batch(digits):
     views = views_of(1, 1, "resize(12)")
-    views["local_views"] = views["local_views"]._replace(size=(5, 5))
+    local = views["local_views"]
+    views["local_views"] = local._replace(crops=local.crops._replace(size=(5, 5)))
     with at_fault("data.local_ops"):
         train(digits, image_size=(8, 8), ops="", views=views)
 

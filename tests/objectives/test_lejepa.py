@@ -14,9 +14,8 @@ from scipy.integrate import quad
 from vit_jax.config import OBJECTIVES
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.objectives.lejepa import LeJepa
+from vit_jax.objectives.lejepa import LeJepa, features_of_views
 from vit_jax.objectives.sigreg import draw_directions, sigreg
-from vit_jax.objectives.views import features_of_views
 
 RNG = np.random.default_rng(0)
 EXPECTED = np.sqrt(2 * np.pi) * (1 - 1 / np.sqrt(3))  # of standard normal samples

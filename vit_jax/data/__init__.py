@@ -30,45 +30,6 @@ from vit_jax.data.subset import (
 from vit_jax.data.tfds import ON_DISK
 from vit_jax.errors import InputError
 
-__all__ = [
-    "ON_DISK",
-    "OPS",
-    "OWN_IMAGES",
-    "SOURCES",
-    "BatchSpec",
-    "DataSet",
-    "Divider",
-    "Division",
-    "Order",
-    "Request",
-    "Source",
-    "at_full_size",
-    "check_classes",
-    "check_crops",
-    "concatenate",
-    "count_labels",
-    "eval_batches",
-    "find_layout",
-    "held_alike",
-    "host_batches",
-    "host_eval_batches",
-    "image_batch",
-    "keep_classes",
-    "keep_subset",
-    "make_device_transform",
-    "make_order",
-    "make_source",
-    "match_classes",
-    "own_splits",
-    "parse_mix",
-    "parse_ops",
-    "read_labels",
-    "resolve_order",
-    "soften",
-    "to_value_range",
-    "train_batches",
-]
-
 # Data sets of the user's own images, whose classes the user names.
 OWN_IMAGES = ("folder", "list")
 

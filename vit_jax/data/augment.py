@@ -54,11 +54,6 @@ def equalize(image: tf.Tensor) -> tf.Tensor:
     return tf.reshape(equalized, tf.shape(image))
 
 
-def invert(image: tf.Tensor) -> tf.Tensor:
-    """Replace each value by 255 minus it."""
-    return 255 - image
-
-
 def rotate(image: tf.Tensor, degrees: float | tf.Tensor) -> tf.Tensor:
     """Rotate counter-clockwise about the centre."""
     radians = tf.cast(degrees, tf.float64) * (math.pi / 180)
@@ -86,11 +81,6 @@ def solarize_add(image: tf.Tensor, addition: int | tf.Tensor) -> tf.Tensor:
     return image + tf.cast(image < 128, tf.uint8) * room
 
 
-def color(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """Change the saturation: factor 0 gives grey, 1 the image."""
-    return _blend(_luma(image, copies=3), image, factor)
-
-
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """Change the contrast: factor 0 gives the image's mean grey everywhere, 1 the image.
 
@@ -100,11 +90,6 @@ def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     luma = tf.cast(_luma(image, copies=1), tf.int64)
     mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)
     return _blend(tf.cast(tf.floor(mean + 0.5), tf.float32), image, factor)
-
-
-def brightness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """Change the brightness: factor 0 gives black, 1 the image."""
-    return _blend(0.0, image, factor)
 
 
 def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
@@ -129,26 +114,10 @@ def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     return tf.cond(has_inner, sharpen, lambda: image)
 
 
-def shear_x(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Move row y left by slope * y."""
-    return _affine(image, (1.0, slope, 0.0), (0.0, 1.0, 0.0))
-
-
-def shear_y(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Move column x up by slope * x."""
-    return _affine(image, (1.0, 0.0, 0.0), (slope, 1.0, 0.0))
-
-
-def translate_x(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
-    """Move the image left by `share` of the width, rounded to pixels."""
-    pixels = tf.round(share * tf.cast(_sides(image)[1], tf.float32))
-    return _affine(image, (1.0, 0.0, pixels), (0.0, 1.0, 0.0))
-
-
-def translate_y(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
-    """Move the image up by `share` of the height, rounded to pixels."""
-    pixels = tf.round(share * tf.cast(_sides(image)[0], tf.float32))
-    return _affine(image, (1.0, 0.0, 0.0), (0.0, 1.0, pixels))
+def translate(image: tf.Tensor, x: float | tf.Tensor, y: float | tf.Tensor) -> tf.Tensor:
+    """Move the image left by `x` of the width and up by `y` of the height, rounded to pixels."""
+    height, width = (tf.cast(side, tf.float32) for side in _sides(image))
+    return _affine(image, (1.0, 0.0, tf.round(x * width)), (0.0, 1.0, tf.round(y * height)))
 
 
 def cutout(image: tf.Tensor, share: float | tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
@@ -175,23 +144,28 @@ def cutout(image: tf.Tensor, share: float | tf.Tensor, centre: tf.Tensor) -> tf.
 # RandAugment, which AugReg used. Its 100 px of translation and 40 px of cutout are fractions of
 # 224 px here, to fit images of other sizes. As in that release, a larger magnitude makes Posterize
 # keep more bits and Solarize invert fewer values: Solarize changes nothing from 10 on, Posterize
-# nothing from 20 on. At least one bit is kept.
+# nothing from 20 on. At least one bit is kept. Color and Brightness blend with the grey image and
+# with black; ShearX moves row y left by slope * y, ShearY column x up by slope * x.
 OPERATIONS = {
     "AutoContrast": lambda image, m, sign, centre: autocontrast(image),
     "Equalize": lambda image, m, sign, centre: equalize(image),
-    "Invert": lambda image, m, sign, centre: invert(image),
+    "Invert": lambda image, m, sign, centre: 255 - image,
     "Rotate": lambda image, m, sign, centre: rotate(image, sign * 30.0 * m),
     "Posterize": lambda image, m, sign, centre: posterize(image, _whole(4 * m, 1, 8)),
     "Solarize": lambda image, m, sign, centre: solarize(image, _whole(256 * m, 0, 256)),
     "SolarizeAdd": lambda image, m, sign, centre: solarize_add(image, _whole(110 * m, 0, 255)),
-    "Color": lambda image, m, sign, centre: color(image, 0.1 + 1.8 * m),
+    "Color": lambda image, m, sign, centre: _blend(_luma(image, copies=3), image, 0.1 + 1.8 * m),
     "Contrast": lambda image, m, sign, centre: contrast(image, 0.1 + 1.8 * m),
-    "Brightness": lambda image, m, sign, centre: brightness(image, 0.1 + 1.8 * m),
+    "Brightness": lambda image, m, sign, centre: _blend(0.0, image, 0.1 + 1.8 * m),
     "Sharpness": lambda image, m, sign, centre: sharpness(image, 0.1 + 1.8 * m),
-    "ShearX": lambda image, m, sign, centre: shear_x(image, sign * 0.3 * m),
-    "ShearY": lambda image, m, sign, centre: shear_y(image, sign * 0.3 * m),
-    "TranslateX": lambda image, m, sign, centre: translate_x(image, sign * (100 / 224) * m),
-    "TranslateY": lambda image, m, sign, centre: translate_y(image, sign * (100 / 224) * m),
+    "ShearX": lambda image, m, sign, centre: _affine(
+        image, (1.0, sign * 0.3 * m, 0.0), (0.0, 1.0, 0.0)
+    ),
+    "ShearY": lambda image, m, sign, centre: _affine(
+        image, (1.0, 0.0, 0.0), (sign * 0.3 * m, 1.0, 0.0)
+    ),
+    "TranslateX": lambda image, m, sign, centre: translate(image, sign * (100 / 224) * m, 0.0),
+    "TranslateY": lambda image, m, sign, centre: translate(image, 0.0, sign * (100 / 224) * m),
     "Cutout": lambda image, m, sign, centre: cutout(image, (40 / 224) * m, centre),
 }
 

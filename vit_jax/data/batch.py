@@ -64,8 +64,14 @@ class Crops(NamedTuple):
 
     def check(self, source: Source) -> None:
         """Raise InputError if ops cannot start from the images of `source`, or crop too much."""
+        any_size = source.encoded and source.image_shape is None
         for ops in self.distinct_ops:
-            _check_first_op(source, ops, self.key)
+            if any_size and not (ops and ops[0].takes_encoded):
+                first = repr(ops[0].text) if ops else "no host op"
+                raise InputError(
+                    f"{self.key} begins with {first}, but the images of data.name={source.name!r} "
+                    "are encoded; put 'decode' or 'inception_crop' first"
+                )
             check_crops(ops, self.key, source.image_shape and source.image_shape[:2])
 
     def check_made(self, shape: Sequence[int | None], channels: int) -> None:
@@ -76,7 +82,7 @@ class Crops(NamedTuple):
             texts = "; ".join("|".join(op.text for op in ops) for ops in self.distinct_ops)
             raise InputError(
                 f"{self.key}={texts!r} gives images of {found}; needed: {needed}, from "
-                f"data.{sized}; end the host ops with an op that fixes the size, such as 'resize'"
+                f"data.{sized}; end the host ops with 'resize' or a crop"
             )
 
 
@@ -147,14 +153,3 @@ def _apply(host_ops, image, key, first):
     for i, op in enumerate(host_ops, first):
         image = op(image, order.fold_in(key, i))
     return image
-
-
-def _check_first_op(source: Source, host_ops: Sequence[HostOp], key: str) -> None:
-    """Raise InputError if encoded images of any size are not decoded first."""
-    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
-    if source.encoded and source.image_shape is None and not takes_encoded:
-        first = repr(host_ops[0].text) if host_ops else "no host op"
-        raise InputError(
-            f"{key} begins with {first}, but the images of data.name={source.name!r} are "
-            "encoded; put 'decode' or 'inception_crop' first"
-        )

@@ -7,7 +7,7 @@ from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.preprocessing import VIEWS, parse_view_ops
-from vit_jax.data.subset import check_classes, check_subset
+from vit_jax.data.subset import check_classes, subset_size
 from vit_jax.errors import Faults
 
 _ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
@@ -27,8 +27,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         found = {op.name for view in views for kind in view for op in kind if op.of_colours}
         faults.need(
             d.channels == 3 or not found,
-            f"data.channels={d.channels}: {', '.join(found)} needs three channels; leave it out of "
-            f"{key}",
+            f"data.channels={d.channels}: {', '.join(found)} in {key} needs three channels",
         )
     faults.check(
         check_order,
@@ -39,22 +38,16 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         mixes=ops is not None and any(op.mixes for op in ops[1]),
     )
     faults.check(check_classes, d.classes)
-    faults.check(check_subset, d.subset)
+    if d.subset is not None:
+        faults.check(subset_size, d.subset, None, "")
     faults.need(
         not (d.soft_labels and d.multi_label),
-        "data.soft_labels=True: needs classes that exclude each other, and data.multi_label=True "
-        "says that they do not; set one of them to false",
+        "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",
     )
     faults.check(parse_mix, d.mix)
     if d.name == "synthetic":
-        for key, unset, instead in (
-            ("classes", None, "take data.num_classes instead"),
-            ("subset", None, "take data.num_examples instead"),
-            ("mix", "", "cannot be mixed with others"),
-        ):
-            faults.need(
-                d[key] == unset, f"data.{key}={d[key]!r}: synthetic data {instead}; leave it out"
-            )
+        for key in ("classes", "subset", "mix"):
+            faults.need(not d[key], f"data.{key}={d[key]!r}: synthetic data take none")
     _check_pixels(config, faults)
 
 
@@ -72,15 +65,13 @@ def _check_views(config: ConfigDict, kind: str, faults: Faults) -> list:
 def _check_pixels(config: ConfigDict, faults: Faults) -> None:
     d = config.data
     for key in ("mean", "std"):
-        numbers = len(d[key]) > 0 and all(isinstance(v, int | float) for v in d[key])
+        numbers = all(isinstance(v, int | float) for v in d[key])
         alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are
         faults.need(
-            numbers and (len(d[key]) == d.channels or alike),
+            numbers and (len(d[key]) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
             f"data.{key}={d[key]}: needs {d.channels} numbers, one per channel, for pixels in "
-            "[0, 1]",
+            f"[0, 1]{', above 0' if key == 'std' else ''}",
         )
-        positive = key == "mean" or not numbers or all(v > 0 for v in d.std)
-        faults.need(positive, f"data.std={d.std}: needs numbers above 0")
 
 
 def check_eval_ops(config: ConfigDict, faults: Faults) -> None:

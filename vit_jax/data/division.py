@@ -53,9 +53,7 @@ class Division(NamedTuple):
 
     def held_out(self) -> frozenset[int]:
         """The hashes of all held-out images."""
-        return self.hashes | {
-            hash_of(name) for name, split in self.splits.items() if split == "val"
-        }
+        return self.hashes | {hash_of(n) for n, split in self.splits.items() if split == "val"}
 
     def holds_out(self, name: str) -> bool:
         return self.splits.get(name) == "val" or hash_of(name) in self.hashes
@@ -119,12 +117,9 @@ def divide_anew(
         share = 1
     numbers |= dict.fromkeys(small[:share], 1)
     for c, number in numbers.items():
-        free = [
-            group
-            for group, names in by_class[c].items()
-            if not any(trained.get(name) == "train" for name in names)
-        ]
-        held.update(*(by_class[c][group] for group in sorted(free, key=hash_of)[:number]))
+        groups_of = by_class[c]
+        free = [g for g, names in groups_of.items() if "train" not in map(trained.get, names)]
+        held.update(*(groups_of[group] for group in sorted(free, key=hash_of)[:number]))
     return {name: "val" if name in held else "train" for name in classes}
 
 
@@ -148,10 +143,9 @@ class Divider:
         self._known, self._model, self._anew = known, model, anew
 
     def __call__(self, where: str, classes: Mapping[str, str], groups: Groups) -> dict[str, str]:
-        known = self._known
         if self._anew:
             self._warn_of_other_names(where, classes)
-            known = Division({**known.splits, **self.decided}, known.hashes)
+            known = self._known._replace(splits={**self._known.splits, **self.decided})
             found = divide_anew(where, classes, groups, known)
         else:
             found = self._follow(where, classes, groups)
@@ -174,9 +168,7 @@ class Divider:
 
     def settled(self) -> Division:
         """What was decided, and what else `known` holds out."""
-        return Division(
-            self.decided, self._known.held_out() - {hash_of(name) for name in self.decided}
-        )
+        return Division(self.decided, self._known.held_out() - {*map(hash_of, self.decided)})
 
     def find_missing(self) -> list[str]:
         """The images that `known` trained on and that were not there; once the data are open."""
@@ -185,14 +177,17 @@ class Divider:
 
     def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
         """Warns if `known` may have the same images from another folder on."""
+
+        def tail(name):  # from the last folder on
+            return tuple(name.split("/")[-2:])
+
         if any(name in self._known.splits for name in names):
             return
-        tails = {_tail(name) for name in self._known.splits}
-        if same := sum(_tail(name) in tails for name in names):
+        tails = {tail(name) for name in self._known.splits}
+        if same := sum(tail(name) in tails for name in names):
             warn_once(
                 f"{where}: {same:,} images seem to be those of {self._model} under other names; "
-                "val is a new tenth, which may have images that the initial weights were trained "
-                "on; give the data as that run had them"
+                "give the data as that run had them, or val may have images that it trained on"
             )
 
     def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
@@ -206,15 +201,14 @@ class Divider:
         found = {name: known.splits[name] for name in names if name in known.splits}
         if new := sorted({*names} - {*found}):
             warn_once(
-                f"{where}: {len(new):,} images are not among those that {model} began "
-                f"with, so they are neither in train nor in val: {few(new)}; for other "
-                "images of the same names take --config.evals.NAME.split=all"
+                f"{where}: {len(new):,} images are not among those that {model} began with, so "
+                f"they are neither in train nor in val: {few(new)}"
             )
         held = (name for name, split in known.splits.items() if split == "val")
         if gone := sorted(name for name in held if name not in found):
             warn_once(
-                f"{where}: {len(gone):,} images that {model} holds out are missing, so "
-                f"results may not be comparable: {few(gone)}"
+                f"{where}: {len(gone):,} images that {model} holds out are missing, so results "
+                f"may not be comparable: {few(gone)}"
             )
         return found
 
@@ -226,15 +220,14 @@ class Divider:
         if groups is None:
             return found
         number = sum(split == "val" for split in found.values())
-        all_of_them = "the split all is all of them (--config.evals.NAME.split=all)"
+        said = f"{number:,} of {len(found):,}; the split all is all of them"
         if self._model and any(self._known):
             warn_once(
                 f"{where}: holds none of the images that {self._model} holds out; val is a tenth "
-                f"({number:,} of {len(found):,}), on which the model may have been trained; if it "
-                f"was not, {all_of_them}"
+                f"({said}), on which the model may have been trained"
             )
         else:
-            logger.info("%s: val is %d of %d images; %s", where, number, len(found), all_of_them)
+            logger.info("%s: val is %s", where, said)
         return found
 
 
@@ -246,23 +239,16 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
     path, d = workdir / FILE, config.data
     divides = d.split == "train" and d.name in ("folder", "list", "unlabelled")
     if not divides and not path.exists():
-        return Division()
+        return UNKNOWN
     try:
         return Division.from_bytes(path.read_bytes())
     except (OSError, EOFError, ValueError, zlib.error) as e:
-        raise InputError(
-            f"{path}: cannot be read ({e}); restore it, as it says which images are held out"
-        ) from None
+        raise InputError(f"{path}: cannot be read ({e}); restore it") from None
 
 
 def side_file(model: epath.Path) -> epath.Path:
     """The file of hashes of an exported `model`, a file, or a folder with model.safetensors."""
     return (model / "model" if model.is_dir() else model).with_suffix(HASHES)
-
-
-def _tail(name: str) -> str:
-    """The name from the last folder on."""
-    return "/".join(name.split("/")[-2:])
 
 
 def hashes_to_bytes(hashes: Collection[int]) -> bytes:

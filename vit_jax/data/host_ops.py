@@ -20,7 +20,6 @@ _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
 _CROP = "share of each side that a later crop of `size` keeps"
 _ANTIALIAS = "smooth the sides that shrink"
-_PAD = "add a black border to smaller images first"
 
 
 class Decode(HostOp):
@@ -44,7 +43,7 @@ class ScaledDecode(SizedOp):
     """
 
     crop: float = key(1.0, _CROP, within=_CROP_RANGE)
-    takes_encoded, full_size = True, "decode"
+    takes_encoded, full_size, gives = True, "decode", None
 
     @property
     def decodes_for(self) -> Hw:
@@ -75,14 +74,6 @@ class InceptionCrop(SizedOp):
     area_max: float = key(1.0, "largest share of the image", within="(0, 1]")
     antialias: bool = key(False, _ANTIALIAS)
     takes_encoded, cuts = True, True
-
-    def check(self) -> list[str]:
-        low, high = self.area_min, self.area_max
-        return super().check() + [f"area_min={low}: needs at most area_max={high}"] * (low > high)
-
-    @property
-    def gives(self) -> Hw:
-        return self.hw
 
     def __call__(self, image, seed):
         def crop_pixels(pixels):
@@ -200,37 +191,39 @@ class TorchvisionResize(SizedOp):
         return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # halves up, as Pillow
 
 
-class TorchvisionCrop(SizedOp):
-    """Crop the centre as torchvision's CenterCrop does, for an image that covers `size`.
-
-    A margin that ends in half a pixel is rounded to even; `central_crop` rounds it down, as
-    transformers does.
-    """
+class Crop(SizedOp):
+    """Crop the central `size` of the image."""
 
     cuts = True
-
-    @property
-    def gives(self) -> Hw:
-        return self.hw
 
     @property
     def needs(self) -> Hw | None:
         return self.hw
 
     def __call__(self, image, seed):
-        spare = tf.shape(image)[:2] - self.hw
-        return _cut(image, spare // 2 + tf.cast(spare % 4 == 3, tf.int32), self.hw)
+        begin = self._begin(tf.shape(image)[:2] - self.hw, seed)
+        shape = (*self.hw, image.shape[-1])  # an image that is too small raises an error
+        return tf.ensure_shape(tf.slice(image, tf.concat([begin, [0]], 0), shape), shape)
+
+    def _begin(self, spare, seed):
+        return spare // 2
 
 
-class CentralCrop(SizedOp):
+class TorchvisionCrop(Crop):
+    """Crop the centre as torchvision's CenterCrop does, for an image that covers `size`.
+
+    A margin that ends in half a pixel is rounded to even; `central_crop` rounds it down, as
+    transformers does.
+    """
+
+    def _begin(self, spare, seed):
+        return spare // 2 + tf.cast(spare % 4 == 3, tf.int32)
+
+
+class CentralCrop(Crop):
     """Crop the central `size` of the image."""
 
-    pad: bool = key(False, _PAD)
-    cuts = True
-
-    @property
-    def gives(self) -> Hw:
-        return self.hw
+    pad: bool = key(False, "add a black border to smaller images first")
 
     @property
     def needs(self) -> Hw | None:
@@ -240,10 +233,7 @@ class CentralCrop(SizedOp):
         if self.pad:
             sides = tf.maximum(tf.shape(image)[:2], self.hw)
             image = tf.image.resize_with_crop_or_pad(image, sides[0], sides[1])
-        return _cut(image, self._begin(tf.shape(image)[:2] - self.hw, seed), self.hw)
-
-    def _begin(self, spare, seed):
-        return spare // 2
+        return super().__call__(image, seed)
 
 
 class RandomCrop(CentralCrop):
@@ -330,9 +320,3 @@ def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Ten
     else:
         values = resized(False)
     return tf.saturate_cast(tf.round(values), tf.uint8)
-
-
-def _cut(image: tf.Tensor, begin: tf.Tensor, size: Hw) -> tf.Tensor:
-    """The window of `size` from `begin`, int32 (2,); an image that is too small raises an error."""
-    shape = (*size, image.shape[-1])
-    return tf.ensure_shape(tf.slice(image, tf.concat([begin, [0]], 0), shape), shape)

@@ -23,7 +23,7 @@ from vit_jax.errors import InputError
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"
 LEFT_OUT = "left out of loss and metrics"  # what happens to such a record in training
-# {(fingerprint, name, ops): (result of `_find_small`, why)} for records that are masked.
+# {(fingerprint, name, ops): result of `why_masked`} for records that are masked.
 _broken: dict[tuple[str, str, str], tuple[str | None, str]] = {}
 # (fingerprint, name, the reason) of records with a warning.
 _named: set[tuple[str, str, str]] = set()
@@ -117,30 +117,27 @@ def _load_encoded(source, crops, arranged, careful):
 
     With `careful`, an example with an error is masked; otherwise the error ends the data set.
     """
-    rows = arranged.unbatch()
-    if source.record_files is None:
+    rows, files = arranged.unbatch(), source.record_files
+    if files is None:
         rows = rows.map(lambda record_id, key: (record_id, key, ""))
     else:
-        stored = stored_records(
-            source.record_files, arranged.map(lambda record_ids, keys: record_ids)
-        )
+        stored = stored_records(files, arranged.map(lambda record_ids, keys: record_ids))
         rows = tf.data.Dataset.zip(rows, stored).map(lambda row, stored: (*row, stored))
 
     shapes = []  # one from each trace of `load`, since tracing it takes long
 
     def load(record_id, key, stored):
-        if source.record_files is None:
-            example = source.read(record_id)
-        else:
-            example = source.record_files.parse(stored, record_id)
+        example = files.parse(stored, record_id) if files else source.read(record_id)
         made = make_all(crops, source, example.pop("image"), key)
         shapes.append({name: images.shape for name, images in made.items()})
         return {**example, **made, "id": tf.cast(record_id, tf.int32)}
 
     def masked(record_id):
-        shapes = {name: crop.shape(source.channels) for name, crop in crops.items()}
         return {
-            **{name: tf.zeros(shape, tf.uint8) for name, shape in shapes.items()},
+            **{
+                name: tf.zeros(crop.shape(source.channels), tf.uint8)
+                for name, crop in crops.items()
+            },
             "label": tf.zeros(source.num_classes) if source.has_label_vectors else tf.constant(0),
             "mask": tf.constant(0.0),
             "id": tf.cast(record_id, tf.int32),
@@ -180,14 +177,12 @@ def _name_broken(
             name = source.record_name(record)
             found = (source.fingerprint, name, ops)
             if found not in _broken:
-                fault = source.why_unreadable(record)
-                small = None if fault else _find_small_for_any(source, all_ops, record)
-                _broken[found] = small, small or _describe(fault)
+                _broken[found] = why_masked(source, all_ops, record)
             small, why = _broken[found]
             if small is not None and refuse_small is not None:
                 raise InputError(
-                    f"{refuse_small}: {name}: {small}; resize images before the crop, remove the "
-                    "small ones, or allow a black border with pad=True"
+                    f"{refuse_small}: {name}: {small}; resize images before the crop, or allow a "
+                    "black border with pad=True"
                 )
             if (source.fingerprint, name, why) not in _named:
                 _named.add((source.fingerprint, name, why))
@@ -195,23 +190,15 @@ def _name_broken(
         yield batch
 
 
-def why_masked(source: Source, host_ops: Sequence[HostOp], record: int) -> str:
-    """The reason why a record is masked, such as "not a readable image"."""
-    fault = source.why_unreadable(record)
-    return _describe(fault) if fault else _find_small(source, host_ops, record) or _UNREADABLE
-
-
-def _describe(fault: str) -> str:
-    """What is said of a record that cannot be read, with the reason `fault` unless it is ""."""
-    return f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE
-
-
-def _find_small_for_any(
+def why_masked(
     source: Source, all_ops: Sequence[Sequence[HostOp]], record: int
-) -> str | None:
-    """The result of `_find_small` for the first of `all_ops` that has a crop too large."""
-    found = (_find_small(source, ops, record) for ops in all_ops)
-    return next((small for small in found if small is not None), None)
+) -> tuple[str | None, str]:
+    """(which crop is too large, if that is why; the reason why a record is masked)."""
+    fault, small = source.why_unreadable(record), None
+    if not fault:
+        found = (_find_small(source, ops, record) for ops in all_ops)
+        small = next(filter(None, found), None)
+    return small, small or (f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE)
 
 
 def _find_small(source: Source, host_ops: Sequence[HostOp], record: int) -> str | None:
@@ -222,11 +209,11 @@ def _find_small(source: Source, host_ops: Sequence[HostOp], record: int) -> str 
     try:
         image = decode_early(source, source.read(tf.constant(record, tf.int64))["image"])
         for op in host_ops:
-            needs = None if image.dtype == tf.string else op.needs
-            if needs is not None and not op.takes(tuple(image.shape[:2])):
+            if image.dtype != tf.string and op.needs and not op.takes(tuple(image.shape[:2])):
+                (height, width), (rows, columns) = image.shape[:2], op.needs
                 return (
-                    f"{image.shape[0]} x {image.shape[1]} pixels are too few for {op.text!r}, "
-                    f"which takes {needs[0]} x {needs[1]}"
+                    f"{height} x {width} pixels are too few for {op.text!r}, which takes {rows} x "
+                    f"{columns}"
                 )
             image = op(image, tf.zeros([2], tf.int64))
     except (tf.errors.OpError, UnicodeDecodeError):

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,19 +40,15 @@ def parse_mix(text: str) -> tuple[Part, ...]:
     """
     parts, faults = [], []
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
-        names, equals, weight = entry.rpartition("=")
-        name, at, split = (word.strip() for word in names.partition("@"))
-        try:
-            part = Part(name, split if at else None, float(weight))
-            if not (equals and name and (split or not at) and weight_units([part.weight])[1] > 0):
-                raise ValueError
-            parts.append(part)
-        except (ValueError, OverflowError):
+        found = re.fullmatch(r"([^@]+?)\s*(?:@\s*(.+?)\s*)?=\s*(\d*\.?\d+(?:[eE]-\d+)?)", entry)
+        part = Part(found[1], found[2], float(found[3])) if found else Part(entry, None, 0)
+        parts.append(part)
+        if not weight_units([part.weight])[1]:
             faults.append(
                 f"data.mix: {entry!r} is not an entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with "
                 "a weight between 0 and 1, such as cifar10@train[:50%]=0.3"
             )
-        if name == "synthetic":
+        if part.name == "synthetic":
             faults.append("data.mix: synthetic data cannot be mixed with others; leave them out")
     if parts and not faults and weight_units([part.weight for part in parts])[0] <= 0:
         faults.append(
@@ -80,17 +78,13 @@ def concatenate(sources: Sequence[Source]) -> Source:
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 
-    def find(record):
+    def ask(method, record):
         i = np.searchsorted(first_ids, record, side="right") - 1
-        return sources[i], record - first_ids[i]
+        return getattr(sources[i], method)(record - first_ids[i])
 
-    def record_name(record):
-        source, own = find(record)
-        return source.record_name(own)
-
-    def why_unreadable(record):
-        source, own = find(record)
-        return source.why_unreadable(own)
+    def read_one(record_id):
+        functions = [lambda own_id, s=s: s.read(own_id) for s in sources]
+        return _of_part(first_ids, record_id, functions)
 
     shapes = {source.image_shape for source in sources}
     return Source(
@@ -101,10 +95,10 @@ def concatenate(sources: Sequence[Source]) -> Source:
         class_names=first.class_names,
         image_shape=first.image_shape if len(shapes) == 1 else None,
         fingerprint=fingerprint("mixture", *(source.fingerprint for source in sources)),
-        read=_read_one(sources, first_ids) if first.encoded else _read_many(sources, first_ids),
-        record_name=record_name,
+        read=read_one if first.encoded else _read_many(sources, first_ids),
+        record_name=functools.partial(ask, "record_name"),
         encoded=first.encoded,
-        why_unreadable=why_unreadable,
+        why_unreadable=functools.partial(ask, "why_unreadable"),
         record_files=_concatenate_files(sources, first_ids),
         channels=first.channels,
         multi_label=first.multi_label,
@@ -121,22 +115,22 @@ def _check_alike(first: Source, other: Source) -> None:
         pairs = itertools.zip_longest(names(first), names(other))
         label, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         raise InputError(
-            f"data.mix: {other.name} {other.split} has {other.num_classes} classes and "
-            f"{first.name} {first.split} has {first.num_classes}; label {label} is {pair[1]!r} "
-            f"in {other.name} and {pair[0]!r} in {first.name}; mix data sets with the same classes "
-            "in the same order"
+            f"data.mix: label {label} is {pair[1]!r} in {other.name} {other.split} and {pair[0]!r} "
+            f"in {first.name}; mix data sets with the same classes in the same order"
         )
     if first.multi_label != other.multi_label:
         raise InputError(
-            f"data.mix: {first.name} and {other.name} differ in whether an image has several "
-            "labels; needed: one or several of all"
+            f"data.mix: {first.name} and {other.name} differ in whether images have several labels"
         )
     if not held_alike([first, other]):
+        one, two = (
+            "encoded images" if source.encoded else f"pixels {source.image_shape}"
+            for source in (first, other)
+        )
         raise InputError(
-            f"data.mix: {first.name} {first.split} comes as {_form(first)} and {other.name} "
-            f"{other.split} as {_form(other)}; needed: all as encoded images (folders, and TFDS "
-            "data sets without data.reader), or all as pixels of one size (digits, and with "
-            "data.reader=memory TFDS data sets whose images have one size)"
+            f"data.mix: {first.name} {first.split} comes as {one} and {other.name} {other.split} "
+            f"as {two}; needed: all as encoded images (data.reader=None), or all as pixels of one "
+            "size (data.reader=memory)"
         )
 
 
@@ -149,10 +143,6 @@ def _takes_names(first: Source, other: Source) -> bool:
 def held_alike(sources: Sequence[Source]) -> bool:
     """Whether all sources are encoded or all are pixels of one size, as `concatenate` requires."""
     return len({None if source.encoded else source.image_shape for source in sources}) == 1
-
-
-def _form(source: Source) -> str:
-    return "encoded images" if source.encoded else f"pixels {source.image_shape}"
 
 
 def _read_many(sources, first_ids):
@@ -169,15 +159,6 @@ def _read_many(sources, first_ids):
                 )
                 result[key] = tf.where(chosen, column, result[key])
         return result
-
-    return read
-
-
-def _read_one(sources, first_ids):
-    """`Source.read` for a mixture of encoded sources; takes one id."""
-
-    def read(record_id):
-        return _of_part(first_ids, record_id, [lambda own_id, s=s: s.read(own_id) for s in sources])
 
     return read
 
@@ -201,10 +182,8 @@ def _concatenate_files(sources, first_ids) -> RecordFiles | None:
     spec = tf.TensorSpec([], tf.string)
 
     def open_part(files, own_id, count):
-        if files is None:
-            records = tf.data.Dataset.from_tensors("").repeat(count)
-        else:
-            records = files.open(own_id, count)
+        empty = tf.data.Dataset.from_tensors("").repeat(count)
+        records = empty if files is None else files.open(own_id, count)
         return tf.data.experimental.to_variant(records)
 
     def open_stretch(first, count):

@@ -47,6 +47,14 @@ class Op(Part):
         """Its key in OPS."""
         return self.text.partition("(")[0].strip()
 
+    def check(self) -> list[str]:
+        """Faults of arguments called X_min and X_max: the former is at most the latter."""
+        for name in (name for name in self.declared() if name.endswith("_min")):
+            high, low = name.replace("_min", "_max"), getattr(self, name)
+            if low > getattr(self, high, low):
+                return [f"{name}={low}: needs at most {high}={getattr(self, high)}"]
+        return []
+
     @classmethod
     def signature(cls) -> inspect.Signature:
         """Its arguments with their defaults."""
@@ -105,12 +113,16 @@ class SizedOp(HostOp):
 
     def check(self) -> list[str]:
         image_hw(self.size, "size")
-        return []
+        return super().check()
 
     @property
     def hw(self) -> Hw:
         """The size as (height, width)."""
         return image_hw(self.size, "size")
+
+    @property
+    def gives(self) -> Hw | None:
+        return self.hw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +189,10 @@ def parse_ops(
     device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
     for before, op in itertools.pairwise(ops):
         if isinstance(op, HostOp) and isinstance(before, DeviceOp):
+            needed = "|".join(op.text for op in (*host_ops, *device_ops))
             raise InputError(
-                f"{key}: {op.text!r} runs on the host, but {before.text!r} before it runs on the "
-                f"device; put the device ops last: "
-                f"{'|'.join(op.text for op in (*host_ops, *device_ops))!r}"
+                f"{key}: {op.text!r} runs on the host, but {before.text!r} before it on the "
+                f"device; needed: {needed!r}"
             )
         if isinstance(op, HostOp) and (op.full_size or op.name) == "decode":
             raise InputError(
@@ -192,7 +204,7 @@ def parse_ops(
     if len(mixing) > 1:
         raise InputError(
             f"{key}: {' and '.join(mixing)} would mix images twice; keep one, or use "
-            "mixup_or_cutmix(0.8, 1.0), which draws one of the two for each pair"
+            "mixup_or_cutmix(0.8, 1.0)"
         )
     return host_ops, device_ops
 
@@ -208,9 +220,8 @@ def _check_scaled(host_ops: Sequence[HostOp], key: str) -> None:
         if op.gives is not None and scaled is not None:
             if op.cuts or not all(map(operator.le, op.gives, limit)):
                 raise InputError(
-                    f"{key}: {scaled.text!r} decodes large JPEGs at a fraction of their size, for "
-                    f"a resize to at most {_by(limit)} pixels, but {op.text!r} follows it; replace "
-                    "it by 'decode'"
+                    f"{key}: {scaled.text!r} scales JPEGs for a resize to at most {_by(limit)} "
+                    f"pixels, but {op.text!r} follows it; replace it by 'decode'"
                 )
             scaled = None
         if op.decodes_for is not None:
@@ -249,9 +260,8 @@ def check_crops(host_ops: Sequence[HostOp], key: str, image_size: Hw | None = No
         if size is not None and op.needs is not None and not op.takes(size):
             raise InputError(
                 f"{key}: {op.text!r} takes {_by(op.needs)} pixels, but {made_by} images of "
-                f"{_by(size)}, which would need a black border; enlarge the resize before it "
-                "(resize_small(crop=0.875) follows data.image_size), or allow the border with "
-                f"{op.name}(pad=True)"
+                f"{_by(size)}; enlarge the resize before it (resize_small(crop=0.875) follows "
+                f"data.image_size), or allow a black border with {op.name}(pad=True)"
             )
         if op.gives is not None:
             size, made_by = op.gives, f"{op.text!r} gives"

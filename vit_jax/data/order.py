@@ -91,23 +91,20 @@ def check_order(
     that are out of their range are reported by another check.
     """
     if name == "record" and streams is not None:
-        raise InputError(
-            f"data.streams={streams}: data.order='record' has no streams; leave it out, or set "
-            "data.order=chunk"
-        )
+        raise InputError(f"data.streams={streams}: needs data.order=chunk; leave it out")
     if min(global_batch_size or 0, repeats, 1 if streams is None else streams) < 1:
         return
     assert global_batch_size is not None
     records, rest = divmod(global_batch_size, repeats)
     if rest:
         raise InputError(
-            f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
-            "that a batch holds all repeats of a record; change one of them"
+            f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}; change "
+            "one of them"
         )
     if streams is not None and records % streams:
         raise InputError(
-            f"data.streams={streams}: must divide the {records} records of a batch "
-            f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave it out"
+            f"data.streams={streams}: must divide the {records} records of a batch; try "
+            f"{math.gcd(records, streams)}, or leave it out"
         )
     if mixes and records % 2:
         raise InputError(
@@ -119,9 +116,8 @@ def check_order(
         _, dealt = resolve_order(name, streams, num_examples=0, **how)
         if dealt is not None and dealt % 2:
             raise InputError(
-                f"data.streams={dealt}: data.ops mixes the images of one stream with those of the "
-                "next, so data.order=chunk needs an even number that divides the "
-                f"{records} records of a batch; try {2 * dealt}"
+                f"data.streams={dealt}: data.ops mixes images of two streams, so it needs an even "
+                f"number that divides the {records} records of a batch; try {2 * dealt}"
             )
 
 

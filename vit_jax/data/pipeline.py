@@ -17,6 +17,7 @@ import collections
 import itertools
 import math
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,18 +56,11 @@ def eval_batches(
     *,
     sharding: jax.sharding.Sharding,
     record_ids: np.ndarray | None = None,
-    refuse_small: bool = False,
-    consequence: str = LEFT_OUT,
+    **options: Any,
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
-    batches = host_eval_batches(
-        source,
-        spec,
-        rows=order.local_rows(sharding, spec.size),
-        record_ids=record_ids,
-        refuse_small=refuse_small,
-        consequence=consequence,
-    )
+    rows = order.local_rows(sharding, spec.size)
+    batches = host_eval_batches(source, spec, rows=rows, record_ids=record_ids, **options)
     num_records = source.num_examples if record_ids is None else len(record_ids)
     return _put_ahead(batches, math.ceil(num_records / spec.size), sharding, spec.size)
 

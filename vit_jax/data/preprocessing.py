@@ -33,22 +33,12 @@ VIEWS = {"global_views": "global", "local_views": "local"}
 class Views(NamedTuple):
     """The views of one kind.
 
-    key: the config key of their ops.
-    size: (height, width).
-    first: number of the first one; the others follow.
-    host_ops, device_ops: of each view.
+    crops: what the host makes.
+    device_ops: of each view.
     """
 
-    key: str
-    size: tuple[int, int]
-    first: int
-    host_ops: tuple[tuple[HostOp, ...], ...]
+    crops: Crops
     device_ops: tuple[tuple[DeviceOp, ...], ...]
-
-    @property
-    def crops(self) -> Crops:
-        """What the host makes."""
-        return Crops(self.key, self.size, self.host_ops, self.first)
 
 
 def parse_views(config: ConfigDict) -> dict[str, Views]:
@@ -65,8 +55,9 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
         key, sized = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
         size = image_hw(config.data[sized], f"data.{sized}")
         of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
+        host_ops, device_ops = zip(*of_views, strict=True)
         first = _FIRST_LOCAL if kind == "local" else 0
-        found[name] = Views(key, size, first, *zip(*of_views, strict=True))
+        found[name] = Views(Crops(key, size, host_ops, first), device_ops)
     return found
 
 
@@ -86,10 +77,7 @@ def parse_view_ops(
     """
     strings = string.split(";")
     if len(strings) > number:
-        raise InputError(
-            f"{key}={string!r}: has the ops of {len(strings)} views, but there are {number}; leave "
-            "out some, or add views"
-        )
+        raise InputError(f"{key}={string!r}: has the ops of {len(strings)} views; needs {number}")
     parsed = [parse_ops(part, size, key=key) for part in strings]
     for op in itertools.chain.from_iterable(device_ops for _, device_ops in parsed):
         if op.mixes:

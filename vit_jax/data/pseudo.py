@@ -41,8 +41,7 @@ class PseudoLabels:
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        file = io.BytesIO()
-        images = np.frombuffer(self.images, np.uint8)
+        file, images = io.BytesIO(), np.frombuffer(self.images, np.uint8)
         facts = json.dumps(self.facts)
         np.savez(file, record=self.record, label=self.label, images=images, facts=facts)
         return file.getvalue()
@@ -86,10 +85,8 @@ class Pseudo(DataSet):
         )
         images = give_channels(images, request.channels)
         if images.fingerprint != facts["fingerprint"]:
-            raise InputError(
-                f"data.split={request.split!r}: {facts['name']} {facts['split']} has changed since "
-                "its images were labelled; label them again"
-            )
+            where = f"data.split={request.split!r}: {facts['name']} {facts['split']}"
+            raise InputError(f"{where} has changed since it was labelled; label it again")
         of_records = keep_records(images, found.record)
         labels, adds_up = tf.constant(found.label), facts["loss"] != "sigmoid"
 
@@ -146,8 +143,7 @@ def select(
         of_class = kept_n[label_n[kept_n] == c]
         of_class = of_class[np.argsort(-top_n[of_class], kind="stable")][:per_class]
         if len(of_class):
-            draw = np.random.default_rng([seed, c])
-            again = draw.choice(of_class, per_class - len(of_class))
+            again = np.random.default_rng([seed, c]).choice(of_class, per_class - len(of_class))
             chosen += [of_class, again]
     return np.sort(np.concatenate([np.zeros(0, np.int64), *chosen]))
 

@@ -127,8 +127,9 @@ def open_files(file_format: str, parts, parse: Callable) -> RecordFiles:
     Raises: InputError if a file is damaged or its number of records is wrong.
     """
     segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
-    openers = {"tfrecord": _open_tfrecord, "array_record": _open_array_record}
-    return RecordFiles(segments, openers[file_format](parts, segments), parse)
+    is_tfrecord = file_format == "tfrecord"
+    opened = _open_tfrecord(parts, segments) if is_tfrecord else _open_array_record(parts)
+    return RecordFiles(segments, opened, parse)
 
 
 def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
@@ -161,9 +162,8 @@ def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
     return open_stretch
 
 
-def _open_array_record(parts, segments: np.ndarray) -> Callable:
+def _open_array_record(parts) -> Callable:
     """Make `RecordFiles.open` for array_record files."""
-    del segments  # array_record has its own table
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
     records = ArrayRecordDataSource(list(parts))
@@ -237,8 +237,7 @@ def walk(path: epath.Path, num_bytes: int) -> np.ndarray:
             offsets.append(offsets[-1] + _HEADER_BYTES + length + _FOOTER_BYTES)
     if offsets[-1] != num_bytes:
         raise InputError(
-            f"data.data_dir: {path} is damaged, or compressed, which is not supported: its record "
-            f"{len(offsets) - 2} ends at byte {offsets[-1]} and the file at byte {num_bytes}; "
-            "copy or prepare it again"
+            f"data.data_dir: {path} is damaged, or compressed: its record {len(offsets) - 2} ends "
+            f"at byte {offsets[-1]}, the file at byte {num_bytes}; copy or prepare it again"
         )
     return np.array(offsets, np.int64)

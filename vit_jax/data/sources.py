@@ -227,7 +227,7 @@ class Synthetic(DataSet):
         if not num_classes or not num_examples:
             raise InputError(
                 f"data.num_classes={num_classes}, data.num_examples={num_examples}: synthetic data "
-                "need both; set --config.data.num_classes=... --config.data.num_examples=..."
+                "need both"
             )
         image_shape = (*request.image_size, request.channels)
         generator = np.random.Generator(np.random.Philox(zlib.crc32(request.split.encode())))
@@ -240,17 +240,17 @@ class Synthetic(DataSet):
             label = tf.cast(record_ids % num_classes, tf.int32)
             return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
 
-        identity = ("synthetic", request.split, num_examples, num_classes, image_shape)
+        name, split = "synthetic", request.split
         return Source(
-            name="synthetic",
-            split=request.split,
+            name=name,
+            split=split,
             num_examples=num_examples,
             num_classes=num_classes,
             class_names=None,
             image_shape=image_shape,
-            fingerprint=fingerprint(*identity),
+            fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
-            record_name=numbered("synthetic", request.split),
+            record_name=numbered(name, split),
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,28 +35,24 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
     if unknown:
         raise InputError(
             f"the classes {', '.join(map(repr, unknown))} are none of the model's, which are "
-            f"{', '.join(map(repr, names))}; rename their folders or labels as the model's, "
-            "or leave them out"
+            f"{', '.join(map(repr, names))}; rename them, or leave them out"
         )
     if old_names == tuple(names):
         return source
     new_labels = tf.constant([names.index(name) for name in old_names], tf.int32)
     columns = [old_names.index(name) if name in old_names else len(old_names) for name in names]
 
-    def read(record_ids):
-        example = source.read(record_ids)
+    def new_label(label):
         if source.multi_label:
-            label = tf.gather([*tf.unstack(example["label"]), 0.0], columns)
-        else:
-            label = tf.gather(new_labels, example["label"])
-        return example | {"label": label}
+            return tf.gather([*tf.unstack(label), 0.0], columns)
+        return tf.gather(new_labels, label)
 
-    return dataclasses.replace(
+    return _relabelled(
         source,
+        new_label,
         num_classes=len(names),
         class_names=tuple(names),
         fingerprint=fingerprint("matched", source.fingerprint, list(names)),
-        read=read,
     )
 
 
@@ -68,14 +65,10 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
     Raises: InputError if `source` lacks one of the classes, or has no record of any of them.
     """
     check_classes(classes)
-    if source.has_label_vectors:
-        raise InputError(
-            f"data.classes={tuple(classes)}: {source.name} {source.split} has several labels an "
-            "image; leave it out, and the labels out of the list"
-        )
-    unknown = [label for label in classes if label >= source.num_classes]
     where = f"data.classes={tuple(classes)}: {source.name} {source.split}"
-    if unknown:
+    if source.has_label_vectors:
+        raise InputError(f"{where} has several labels an image; leave data.classes out")
+    if unknown := [label for label in classes if label >= source.num_classes]:
         raise InputError(
             f"{where} has only the labels 0 to {source.num_classes - 1}; leave out "
             f"{', '.join(map(str, unknown))}"
@@ -86,27 +79,15 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         raise InputError(f"{where} holds no record of these classes; choose another split")
     new_labels = np.zeros(source.num_classes, np.int32)
     new_labels[list(classes)] = np.arange(len(classes))
-    labels_tensor, part = tf.constant(new_labels), keep_records(source, kept)
-
-    def read(record_ids):
-        example = part.read(record_ids)
-        return example | {"label": tf.gather(labels_tensor, example["label"])}
-
-    names = source.class_names
+    labels_tensor, names = tf.constant(new_labels), source.class_names
     which = hashlib.sha256(kept.tobytes()).hexdigest()
-    return dataclasses.replace(
-        part,
+    return _relabelled(
+        keep_records(source, kept),
+        lambda label: tf.gather(labels_tensor, label),
         num_classes=len(classes),
         class_names=None if names is None else tuple(names[label] for label in classes),
         fingerprint=fingerprint("classes", source.fingerprint, list(classes), which),
-        read=read,
     )
-
-
-def check_subset(size: str | None) -> None:
-    """Raise InputError unless `size` is None, a positive number or a share such as "10%"."""
-    if size is not None:
-        subset_size(size, None, "")
 
 
 def subset_size(size: str, whole: int | None, where: str) -> int:
@@ -120,17 +101,12 @@ def subset_size(size: str, whole: int | None, where: str) -> int:
     number = 0.0 if found is None else float(found[1])
     is_share = found is not None and found[2] == "%"
     if number <= 0 or (number > 100 if is_share else not number.is_integer()):
-        raise InputError(
-            f"data.subset={size!r}: needs a number of images such as 1000, or a share such as 10%"
-        )
+        raise InputError(f"data.subset={size!r}: needs a number such as 1000, or 10%")
     if whole is None:
         return 0
     count = max(round(number * whole / 100), 1) if is_share else int(number)
     if count > whole:
-        raise InputError(
-            f"data.subset={size!r}: {where} has only {whole:,} images; choose fewer, or leave it "
-            "out for all"
-        )
+        raise InputError(f"data.subset={size!r}: {where} has only {whole:,} images")
     return count
 
 
@@ -152,9 +128,7 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
     drawn = np.random.default_rng(seed).permutation(source.num_examples)
     if balanced:
         if source.has_label_vectors:
-            raise InputError(
-                f"data.subset_balanced=True: {where} has several labels an image; set it to false"
-            )
+            raise InputError(f"data.subset_balanced=True: {where} has several labels an image")
         labels = read_labels(source, 0, source.num_examples)[drawn]
         drawn, labels = drawn[labels >= 0], labels[labels >= 0]
         drawn = drawn[np.argsort(_rank_in_class(labels), kind="stable")]
@@ -216,8 +190,7 @@ def give_channels(source: Source, channels: int) -> Source:
     if source.encoded:
         if channels not in (1, 3, 4):
             raise InputError(
-                f"data.channels={channels}: {source.name} has files of images, which are decoded "
-                "to 1, 3 or 4; choose one of these"
+                f"data.channels={channels}: the files of {source.name} are decoded to 1, 3 or 4"
             )
         shape = None if shape is None else (*shape[:2], channels)
         return dataclasses.replace(source, channels=channels, image_shape=shape)
@@ -226,10 +199,8 @@ def give_channels(source: Source, channels: int) -> Source:
     if found == channels:
         return dataclasses.replace(source, channels=channels)
     if found != 1 and (found, channels) != (3, 1):
-        raise InputError(
-            f"data.channels={channels}: {source.name} has {found}; set "
-            f"--config.data.channels={found}"
-        )
+        remedy = f"set --config.data.channels={found}"
+        raise InputError(f"data.channels={channels}: {source.name} has {found}; {remedy}")
 
     def read(record_ids):
         example = source.read(record_ids)
@@ -244,18 +215,24 @@ def soften(source: Source) -> Source:
     if source.soft_labels:
         return source
 
-    def with_soft(example):
-        return example | {"label": tf.one_hot(example["label"], source.num_classes)}
+    return _relabelled(
+        source, lambda label: tf.one_hot(label, source.num_classes), soft_labels=True
+    )
+
+
+def _relabelled(
+    source: Source, new_label: Callable[[tf.Tensor], tf.Tensor], **changes: Any
+) -> Source:
+    """`source` with new labels, however its records are read."""
+
+    def change(example):
+        return example | {"label": new_label(example["label"])}
 
     files = source.record_files
     if files is not None:
         parse = files.parse
-        files = dataclasses.replace(
-            files, parse=lambda stored, record_id: with_soft(parse(stored, record_id))
-        )
+        files = dataclasses.replace(files, parse=lambda *record: change(parse(*record)))
+    read = source.read
     return dataclasses.replace(
-        source,
-        read=lambda record_ids: with_soft(source.read(record_ids)),
-        record_files=files,
-        soft_labels=True,
+        source, read=lambda record_ids: change(read(record_ids)), record_files=files, **changes
     )

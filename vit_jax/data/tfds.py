@@ -21,7 +21,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
     split, folder = request.split, prepared_folder(request.name, request.data_dir)
     info = tfds.builder_from_directory(folder).info
     features = _read_features(info, view, f"data.name={request.name!r}: {info.full_name}")
-    num_examples = _count_examples(info, split)
+    num_examples = count_examples(split, info.splits, info.full_name)
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
     class_names: tuple[str, ...] | None = None
@@ -100,13 +100,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
         _check_labelled(files, features, view, f"data.split={split!r} of {info.full_name}")
     digest = _digest_records(files, num_examples)
     in_memory = reader == "memory"
-    if in_memory:
-        read = _read_all(files, num_examples, image_shape)
-    else:
-
-        def read(record_id):
-            return _read_one(files, record_id, files.parse)
-
+    read = _read_all(files, num_examples, image_shape) if in_memory else None
     return Source(
         name=request.name,
         split=split,
@@ -115,7 +109,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
         class_names=class_names,
         image_shape=image_shape,
         fingerprint=fingerprint(info.full_name, split, num_examples, class_names, digest),
-        read=read,
+        read=read or (lambda record_id: _read_one(files, record_id, files.parse)),
         record_name=_make_record_name(parts, files.segments, f"{info.full_name} {split}"),
         encoded=not in_memory or image_shape is None,
         record_files=None if in_memory else files,
@@ -139,10 +133,10 @@ def prepared_folder(name: str, data_dir: str | None) -> epath.Path:
     folder = parent / (match["version"] or newest)
     if (folder / "dataset_info.json").exists() and (folder / "features.json").exists():
         return folder
-    there = f" (there: {', '.join(found)})" if found else ""
     raise InputError(
         f"data.name={name!r}: no prepared data set, {folder / 'features.json'} or the "
-        f"dataset_info.json next to it is missing{there}; {_how_to_get(match['name'], name, root)}"
+        f"dataset_info.json next to it is missing (there: {', '.join(found) or 'nothing'}); "
+        f"{_how_to_get(match['name'], name, root)}"
     )
 
 
@@ -159,10 +153,8 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path) -> str:
         f'tfds.builder({name!r}, data_dir={str(root)!r}).download_and_prepare()"'
     )
     if manual := tfds.builder_cls(catalogue_name).MANUAL_DOWNLOAD_INSTRUCTIONS:
-        steps += (
-            ", after placing the files that TFDS cannot download in "
-            f"{root / 'downloads/manual'}. TFDS says: {' '.join(manual.split())}"
-        )
+        place = root / "downloads/manual"
+        steps += f", after placing files in {place}. TFDS says: {' '.join(manual.split())}"
     return f"{steps}; or {or_set}"
 
 
@@ -190,21 +182,21 @@ def _read_features(info, view: View, where: str) -> dict:
     return {key: features[key] for key in ("image", *view.features)}
 
 
-def _count_examples(info, split: str) -> int:
-    """The number of examples of `split`; raises InputError if it does not exist or is empty."""
-    where = f"data.split={split!r} of {info.full_name}"
+def count_examples(split: str, infos: Mapping[str, Any], name: str) -> int:
+    """The number of examples of `split` in TFDS notation, of a data set with the splits `infos`.
+
+    Raises: InputError if it does not exist or is empty.
+    """
+    where = f"data.split={split!r} of {name}"
     try:
-        num_examples = info.splits[split].num_examples
+        parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(infos)
     except (ValueError, KeyError) as error:
         raise InputError(f"{where}: {error}") from error
-    # For a slice that ends before it begins, TFDS's number of examples is wrong, even negative.
-    slices = []
-    if "[" in split:
-        slices = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
-    backwards = any(s.to is not None and s.to < (s.from_ or 0) for s in slices)
-    if backwards or num_examples < 1:
+    ends = [infos[p.splitname].num_examples if p.to is None else p.to for p in parts]
+    sizes = [end - (p.from_ or 0) for end, p in zip(ends, parts, strict=True)]
+    if sum(sizes) < 1 or min(sizes) < 0:
         raise InputError(f"{where} holds no examples, or ends before it begins")
-    return num_examples
+    return sum(sizes)
 
 
 def _choose_reader(reader: str | None, info, parts, num_examples: int, image_shape) -> str:
@@ -223,14 +215,14 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
     stored_as = info.file_format.value
     if stored_as not in _BY_FORMAT:
         raise InputError(
-            f"data.name: {info.full_name} is stored as {stored_as}; prepare it again as "
+            f"data.name: {info.full_name} is stored as {stored_as}; needed: "
             f"{' or '.join(_BY_FORMAT)}"
         )
     on_disk = _BY_FORMAT[stored_as]
     if reader not in (None, "memory", on_disk, ON_DISK):
         raise InputError(
-            f"data.reader={reader!r}: {info.full_name} is stored as {stored_as}; "
-            f"set data.reader to {on_disk} or memory, or leave it out"
+            f"data.reader={reader!r}: {info.full_name} is stored as {stored_as}; set it to "
+            f"{on_disk} or memory, or leave it out"
         )
     encoded_bytes = 0
     for part in parts:
@@ -245,7 +237,7 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
         raise InputError(
             f"data.reader='memory': loading {num_examples} examples takes about "
             f"{needed / 2**30:.1f} GiB and this host has {available / 2**30:.1f} GiB free; leave "
-            "data.reader out, or read a part (data.split='train[:10%]')"
+            "it out, or read a part (data.split='train[:10%]')"
         )
     small = encoded_bytes + pixel_bytes <= _SMALL_BYTES and needed <= available
     return "memory" if reader == "memory" or (reader is None and small) else on_disk
@@ -341,10 +333,8 @@ def _read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
         return record_id, image, example["label"]
 
     loaded = tf.data.Dataset.zip(ids, stored).map(load, PARALLEL_CALLS).ignore_errors()
-    if image_shape is None:
-        images = np.full(num_examples, b"", object)
-    else:
-        images = np.zeros((num_examples, *image_shape), np.uint8)
+    empty, dtype = (b"", object) if image_shape is None else (0, np.uint8)
+    images = np.full((num_examples, *(image_shape or ())), empty, dtype)
     labels, mask = np.full(num_examples, -1, np.int32), np.zeros(num_examples, np.float32)
     for record_ids, image, label in Elements(loaded.batch(_RECORDS_AT_ONCE)):
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1

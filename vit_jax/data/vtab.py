@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.files import few
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_labels
 from vit_jax.data.tfds import View, open_prepared, prepared_folder
 from vit_jax.errors import InputError, nearest
@@ -84,13 +85,9 @@ class Task:
     @property
     def splits(self) -> dict[str, str]:
         """{name: TFDS notation} of the task's splits."""
-        train800 = "train[:800]"
-        return {
-            "train800": train800,
-            "val200": self.val200,
-            "train800val200": f"{train800}+{self.val200}",
-            "test": self.test,
-        }
+        both = f"train[:800]+{self.val200}"
+        return {"train800": "train[:800]", "val200": self.val200, "train800val200": both,
+                "test": self.test}  # fmt: skip
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -182,10 +179,9 @@ def _warn_of_absent(source: Source, name: str, split: str) -> None:
     absent = np.setdiff1d(np.arange(source.num_classes), labels)
     if len(absent):
         names = source.class_names or [f"class {i}" for i in range(source.num_classes)]
-        some = ", ".join(names[i] for i in absent[:5]) + (", ..." if len(absent) > 5 else "")
         logger.warning(
             "%s %s: %d of %d classes have no training image and cannot be learnt: %s",
-            name, split, len(absent), source.num_classes, some,
+            name, split, len(absent), source.num_classes, few(names[i] for i in absent),
         )  # fmt: skip
 
 

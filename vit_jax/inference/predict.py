@@ -312,7 +312,7 @@ def classify(
             row: dict[str, Any] = {"file": source.record_name(record)}
             if mask == 0:
                 host_ops = _host_ops(pretrained, source)
-                yield row | {"error": why_masked(source, host_ops, record)}
+                yield row | {"error": why_masked(source, [host_ops], record)[1]}
                 continue
             best = np.argsort(-probabilities, kind="stable")[:top]
             classes = [

@@ -213,7 +213,7 @@ def _as_model(module: type[nn.Module]) -> type[Model]:
     own: dict[str, Any] = {"__module__": module.__module__, "__doc__": module.__doc__}
     # Fields without a default would be hidden by the properties.
     own |= {name: getattr(module, name, None) for name in field_names(module)}
-    own["find_faults"] = lambda self: []  # of its fields nothing is known
+    own["find_faults"] = nn.nowrap(lambda self: [])  # of its fields nothing is known
     return type(module.__name__, (module, Model), own)
 
 

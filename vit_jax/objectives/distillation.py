@@ -39,9 +39,7 @@ from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.losses import Softmax, hits
 from vit_jax.tree import OBJECTIVE, Batch, Params
 
-TeacherOutput = tuple[
-    Any, Outputs
-]  # a teacher's logits, or features without a head, and its outputs
+TeacherOutput = tuple[Any, Outputs]  # logits, or features without a head, and its outputs
 
 
 def parse_teachers(text: str) -> dict[str, float]:
@@ -58,16 +56,10 @@ def parse_teachers(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(.*\S)\s*=\s*([-+\d.eE]+)", entry)
         source, weight = (match[1], float(match[2])) if match else (entry, 1.0)
         if source in found or not 0 < weight < math.inf:
-            raise InputError(
-                f"teacher={text!r}: needs every teacher once, with a positive weight, as "
-                "in runs/a=3, runs/b=1"
-            )
+            raise InputError(f"teacher={text!r}: needs every teacher once, with a positive weight")
         found[source] = weight
     if not found:
-        raise InputError(
-            f"teacher={text!r}: needs a source, as init_from takes: a workdir, a file or "
-            "the name of published weights"
-        )
+        raise InputError(f"teacher={text!r}: needs a source, as init_from takes")
     return {source: weight / sum(found.values()) for source, weight in found.items()}
 
 
@@ -127,9 +119,8 @@ class Distillation(ObjectivePart):
         if self.mode == "features" or config.loss.name != "sigmoid":
             return []
         return [
-            f"objective.mode={self.mode!r}: compares classes that exclude each other, and "
-            "loss.name=sigmoid does not; set --config.objective.mode=features, or "
-            "--config.loss.name=softmax"
+            f"objective.mode={self.mode!r}: needs classes that exclude each other, which "
+            "loss.name=sigmoid has not; set --config.objective.mode=features"
         ]
 
     def bind(self, model, loss, facts):
@@ -168,14 +159,14 @@ class _Distillation(NamedTuple):
     ) -> ObjectiveOutput:
         mask_B, teachers = batch["mask"], self.facts.teachers
         with watch() as outputs:
-            logits, model_state = apply_in_training(
-                self.model, params, state.model_state, batch, rng
-            )
+            found = apply_in_training(self.model, params, state.model_state, batch, rng)
+        logits, model_state = found
         heads = jax.tree.leaves(logits)
-        taught = [
-            self._ask(teacher, variables, batch["image"])
-            for teacher, variables in zip(teachers, frozen, strict=True)
-        ]
+        taught: list[TeacherOutput] = []
+        for teacher, variables in zip(teachers, frozen, strict=True):
+            seen = as_seen_by(teacher, batch["image"], self.facts)
+            with watch() as its:
+                taught.append((teacher.model.apply(variables, seen, train=False), its))
         logits_BC = cast(jax.Array, sum(heads) / len(heads))
         metrics = _agreement(logits_BC, [found for found, _ in taught], teachers)
         if self.weight < 1:
@@ -189,14 +180,8 @@ class _Distillation(NamedTuple):
             name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))
             for name, distance_B in distances.items()
         }
-        labels = sums.get("loss_label", jnp.zeros(()))
-        loss_sum = (1 - self.weight) * labels
+        loss_sum = (1 - self.weight) * sums.get("loss_label", jnp.zeros(()))
         return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
-
-    def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> TeacherOutput:
-        seen = as_seen_by(teacher, images, self.facts)
-        with watch() as outputs:
-            return teacher.model.apply(variables, seen, train=False), outputs
 
 
 def as_seen_by(teacher: Teacher, images: jax.Array, facts: RunFacts) -> jax.Array:
@@ -221,9 +206,8 @@ def _agreement(
 
     {} if a teacher has no classes, or is known to have others.
     """
-    if not all(teacher.same_classes for teacher in teachers):
-        return {}
-    if any(logits.shape != logits_BC.shape for logits in taught):
+    same = all(teacher.same_classes for teacher in teachers)
+    if not same or any(logits.shape != logits_BC.shape for logits in taught):
         return {}
     label_B = _mean_log_p(taught, teachers, 1.0).argmax(axis=1)
     return {"teacher_agreement": (logits_BC.argmax(axis=1) == label_B).astype(jnp.float32)}
@@ -256,8 +240,7 @@ class _Logits:
                 has = "no classes" if classes is None else f"{classes:,} classes"
                 faults.append(
                     f"objective.teacher={teacher.source!r}: has {has}, and the data have "
-                    f"{needed:,}; fine-tune it on these data first, or set "
-                    "--config.objective.mode=features"
+                    f"{needed:,}; fine-tune it first, or set --config.objective.mode=features"
                 )
             elif mode == "soft" and teacher.loss == "sigmoid":
                 faults.append(

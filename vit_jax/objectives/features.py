@@ -50,10 +50,8 @@ def parse_features(text: str) -> list[Pair]:
                 f"features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
                 "such as 5:11, the student's first"
             )
-        pair = Pair(entry, entry, entry)
-        if match is not None:
-            pair = Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
-        pairs.append(pair)
+        layers = match and Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
+        pairs.append(layers or Pair(entry, entry, entry))
     if not pairs or len({pair.name for pair in pairs}) < len(pairs):
         raise InputError(f"features={text!r}: needs different outputs of the student")
     return pairs
@@ -141,10 +139,8 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
     for field, plain in (("scan", False), ("remat", "none")):
         value = getattr(about(model), field)
         if value != plain:
-            raise InputError(
-                f"model.{field}={value}: hides the layers that objective.features "
-                f"compares; set --config.model.{field}={str(plain).lower()}"
-            )
+            remedy = f"set --config.model.{field}={str(plain).lower()}"
+            raise InputError(f"model.{field}={value}: hides layers of objective.features; {remedy}")
 
 
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
@@ -167,8 +163,7 @@ def _choose(outputs: Outputs, which: str | int, who: str, model: nn.Module) -> j
       InputError: the model has no such output.
     """
     if isinstance(which, str):
-        found = outputs.pooled if which == "pooled" else outputs.tokens
-        if found is None:
+        if (found := getattr(outputs, which)) is None:
             raise InputError(f"objective.features: a {type(model).__name__} ({who}) has no {which}")
         return found
     depth = len(outputs.layers)

@@ -21,7 +21,6 @@ and the 64 dimensions of an embedding.
 Axes: B images, V views, D features, K dimensions of an embedding.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -40,9 +39,8 @@ from vit_jax.objectives.contract import (
     Term,
     TokenPass,
 )
-from vit_jax.objectives.other_sizes import check_size
+from vit_jax.objectives.other_sizes import at_size, check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
-from vit_jax.objectives.views import features_of_views
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
@@ -80,6 +78,24 @@ class Head(nn.Module):
         return nn.Dense(self.width, name="out")(x_ND)
 
 
+def features_of_views(model: Model, params: Params, views: jax.Array, rng: jax.Array) -> jax.Array:
+    """The features of views (B, V, h, w, channels), float32 (B, V, D), in training.
+
+    For views of another size than the model's images, its positions are resampled.
+
+    Args:
+      rng: key of the random stream `dropout`.
+    """
+    images = views.reshape(-1, *views.shape[2:])
+    height, width = views.shape[2:4]
+    model, params = at_size(model, params, (height, width))
+    x = model.apply(
+        {"params": params}, images, train=True, method="features", rngs={"dropout": rng}
+    )
+    assert isinstance(x, jax.Array)
+    return x.astype(jnp.float32).reshape(*views.shape[:2], -1)
+
+
 class LeJepa(ObjectivePart):
     """Predicts the mean embedding of the global views from every view, kept apart by SIGReg."""
 
@@ -98,24 +114,25 @@ class LeJepa(ObjectivePart):
     def bind(self, model, loss, facts):
         model = about(model)
         if not model.takes_other_sizes:
-            raise InputError(
-                f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT "
-                "or a DeiT"
-            )
+            kind = type(model).__name__
+            raise InputError(f"objective.name='lejepa': does not train a {kind}; choose a ViT")
         shapes = {name: facts.shapes[name] for name in VIEWS if name in facts.shapes}
         if sum(shape[1] for shape in shapes.values()) == 1:
             raise InputError(
-                "data.num_global=1: objective.name='lejepa' compares views, and there are no "
-                "others; set --config.data.num_global=2"
+                "data.num_global=1: objective.name='lejepa' compares views; set "
+                "--config.data.num_global=2"
             )
         for name, shape in shapes.items():
             size_key = "data.local_size" if name == "local_views" else "data.image_size"
             check_size(model, (shape[2], shape[3]), size_key)
-        bound = _LeJepa(model, Head(self.head_width, self.embedding_width), self, shapes)
+        bound = _LeJepa(model, Head(self.head_width, self.embedding_width), self)
         return Objective(
             bound.loss,
             init=bound.init,
-            passes=bound.passes(),
+            passes=tuple(
+                TokenPass(model.clone(image_size=shape[2:4]), images=shape[1])
+                for shape in shapes.values()
+            ),
             needs=("global_views", "mask"),
             couples_rows=True,
             collapse=Collapse(
@@ -131,14 +148,6 @@ class _LeJepa(NamedTuple):
     model: Model
     head: Head
     keys: LeJepa
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def passes(self) -> tuple[TokenPass, ...]:
-        """`Objective.passes`: all views."""
-        return tuple(
-            TokenPass(self.model.clone(image_size=shape[2:4]), images=shape[1])
-            for shape in self.shapes.values()
-        )
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         x_1D = jnp.zeros((1, self.model.width))

@@ -94,7 +94,7 @@ def make_loss(
         if loss_B.shape != logits_BC.shape[:1]:
             raise InputError(
                 f"loss.name={name!r}: gave the shape {loss_B.shape} for logits {logits_BC.shape}; "
-                f"needs {logits_BC.shape[:1]}, one number for each image; take no mean over images"
+                "needs one number for each image"
             )
         if weights is not None:
             targets_BC = as_targets(labels, logits_BC.shape[1])
@@ -127,14 +127,14 @@ def parse_class_weights(text: str | None, loss: str) -> tuple[float, ...] | None
         return None
     try:
         weights = tuple(float(number) for number in text.split(","))
+        if all(0 < weight < math.inf for weight in weights):
+            return weights
     except ValueError:
-        weights = ()
-    if not weights or not all(0 < weight < math.inf for weight in weights):
-        raise InputError(
-            f"loss.class_weights={text!r}: needs balanced, or positive numbers with commas, one "
-            "for each class, e.g. 1,2.5"
-        )
-    return weights
+        pass
+    raise InputError(
+        f"loss.class_weights={text!r}: needs balanced, or a positive number for each class, e.g. "
+        "1,2.5"
+    )
 
 
 def balanced_weights(counts_C: np.ndarray, num_examples: int, loss: str) -> np.ndarray:

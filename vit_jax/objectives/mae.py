@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.config import POSITIVE, key
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.forms import unconstrained
 from vit_jax.models.layers import BlockFields, Encoder, split_blocks
@@ -106,21 +106,21 @@ class Mae(ObjectivePart):
         width, heads = self.decoder_width, self.decoder_heads
         faults = Faults()
         faults.need(width % heads == 0, f"decoder_heads={heads}: must divide decoder_width={width}")
-        faults.need(
-            width % 4 == 0,
-            f"decoder_width={width}: needs a multiple of 4, for its sine-cosine positions",
-        )
+        faults.need(width % 4 == 0, f"decoder_width={width}: needs a multiple of 4")
         return faults
 
     def bind(self, model, loss, facts):
         model = patches.check_patches(model, "mae")
         collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
-        bound = _Mae(model, self)
+        bound, prefix = _Mae(model, self), model.num_prefix_tokens
         return Objective(
             bound.loss,
             init=bound.init,
             reconstruct=bound.reconstruct,
-            passes=bound.passes(),
+            passes=(
+                TokenPass(model, prefix + bound.count_visible()),
+                TokenPass(bound.decoder, prefix + bound.num_patches),
+            ),
             needs=("image", "mask"),
             collapse=patches.COLLAPSE,
         )
@@ -133,46 +133,38 @@ class _Mae:
     model: Model
     keys: Mae
 
+    @property
+    def num_patches(self) -> int:
+        """N."""
+        return self.model.grid[0] * self.model.grid[1]
+
     def count_visible(self) -> int:
         """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down."""
-        num = self.model.grid[0] * self.model.grid[1]
-        visible = int(num * (1 - self.keys.mask_ratio))
-        patches.check_visible(num, visible, self.keys.mask_ratio)
+        visible = int(self.num_patches * (1 - self.keys.mask_ratio))
+        if not visible:
+            raise InputError(f"objective.mask_ratio={self.keys.mask_ratio}: hides all patches")
         return visible
 
     @property
     def decoder(self) -> Decoder:
         """The decoder, in the dtype of the encoder; it computes without kernels."""
         model = self.model
-        common = {name: getattr(model, name) for name in ("gelu", "norm", "norm_eps", "dtype")}
+        same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "grid", "scan", "remat")
         return Decoder(
             num_heads=self.keys.decoder_heads,
             mlp_dim=self.keys.decoder_mlp_dim or 4 * self.keys.decoder_width,
-            constrain=model.constrain,
-            grid=model.grid,
             num_prefix=model.num_prefix_tokens,
             width=self.keys.decoder_width,
             depth=self.keys.decoder_depth,
             num_outputs=model.patch_size[0] * model.patch_size[1] * model.channels,
-            scan=model.scan,
-            remat=model.remat,
-            **common,
-        )
-
-    def passes(self) -> tuple[TokenPass, TokenPass]:
-        """`Objective.passes`: visible patches through the encoder, all through the decoder."""
-        prefix, patches = self.model.num_prefix_tokens, self.model.grid[0] * self.model.grid[1]
-        return (
-            TokenPass(self.model, prefix + self.count_visible()),
-            TokenPass(self.decoder, prefix + patches),
+            **{name: getattr(model, name) for name in same},
         )
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The decoder's parameters, and no state."""
-        tokens_1TD = jnp.zeros(
-            (1, self.model.num_prefix_tokens + self.count_visible(), self.model.width)
-        )
-        order_1N = jnp.arange(self.model.grid[0] * self.model.grid[1])[None]
+        tokens = self.model.num_prefix_tokens + self.count_visible()
+        tokens_1TD = jnp.zeros((1, tokens, self.model.width))
+        order_1N = jnp.arange(self.num_patches)[None]
         decoder = self.decoder.clone(constrain=unconstrained)
         return decoder.init(rng, tokens_1TD, order_1N)["params"], {}
 
@@ -184,7 +176,7 @@ class _Mae:
         order_key, dropout_key = jax.random.split(rng)
         images = batch["image"]
         keys_B = patches.row_keys(order_key, images.shape[0])
-        order_BN = patches.random_order(keys_B, self.model.grid[0] * self.model.grid[1])
+        order_BN = patches.random_order(keys_B, self.num_patches)
         loss_B, _ = self.predict(params, images, order_BN, dropout_key)
         sums = patches.sums_of_rows(loss_B, batch["mask"])
         return ObjectiveOutput(**sums, model_state=state.model_state)
@@ -200,10 +192,7 @@ class _Mae:
 
         `dropout_key`: None leaves out the dropout.
         """
-        train, visible = dropout_key is not None, self.count_visible()
-        options: dict[str, Any] = {"train": train}
-        if train:
-            options["rngs"] = {"dropout": dropout_key}
+        visible, options = self.count_visible(), patches.dropout_options(dropout_key)
 
         def encode(model, images, keep, train):
             return model.encode(model.embed(images), keep=keep, train=train)
@@ -228,7 +217,7 @@ class _Mae:
     def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
         """`Objective.reconstruct`: normalised patches get the mean and deviation of their own."""
         grid, patch_size, visible = self.model.grid, self.model.patch_size, self.count_visible()
-        order_BN = patches.random_order(keys_B, grid[0] * grid[1])
+        order_BN = patches.random_order(keys_B, self.num_patches)
         loss_B, found_BHP = self.predict(params, images, order_BN)
         _, mean, std = self._targets(images, order_BN[:, visible:])
         patches_BNP = extract_patches(images, patch_size)

@@ -108,8 +108,8 @@ class MaskedPatches(ObjectivePart):
         model = patches.check_patches(model, "masked_patches")
         if self.target == "small_patch" and any(side % _SMALL for side in model.patch_size):
             raise InputError(
-                f"objective.target='small_patch': {_SMALL} must divide the patch's sides "
-                f"{model.patch_size}; choose another model.patch_size, or another target"
+                f"objective.target='small_patch': {_SMALL} must divide model.patch_size, "
+                f"{model.patch_size}; choose another"
             )
         bound = _MaskedPatches(model, facts, self.mask_ratio, self.target)
         return Objective(
@@ -183,10 +183,7 @@ class _MaskedPatches:
 
         `dropout_key`: None leaves out the dropout.
         """
-        own = cast(Any, params[OBJECTIVE])
-        options: dict[str, Any] = {"train": dropout_key is not None}
-        if dropout_key is not None:
-            options["rngs"] = {"dropout": dropout_key}
+        own, options = cast(Any, params[OBJECTIVE]), patches.dropout_options(dropout_key)
 
         def encode(model, images, corruption, token, train):
             x_BND = corrupt(model.embed(images), corruption, token, self.num_corrupt)
@@ -247,9 +244,8 @@ class _MaskedPatches:
         (p, q), channels = self.model.patch_size, self.model.channels
         side = 1 if self.target == "mean_colour" else _SMALL
         scores = rearrange(scores, "b m (i j k) -> b m i j k", i=side, j=side)
-        mean, std = (jnp.asarray(x)[None] for x in (self.facts.mean, self.facts.std))
-        shape = (1, 1, 1, 1, -1)
+        mean, std = (jnp.reshape(jnp.asarray(x), (1, 1, 1, 1, -1)) for x in self.facts[:2])
         pixels = pixels_of(scores.argmax(axis=-1), channels)
-        values = (pixels / 255 - mean.reshape(shape)) / std.reshape(shape)
+        values = (pixels / 255 - mean) / std
         values = values.repeat(p // side, axis=2).repeat(q // side, axis=3)
         return rearrange(values, "b m p q c -> b m (p q c)")

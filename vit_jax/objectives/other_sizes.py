@@ -12,17 +12,13 @@ from vit_jax.tree import Params
 
 def check_size(model: Model, size: tuple[int, int], key: str) -> None:
     """Raise InputError if the positions of `model` cannot be resampled to images of `size`."""
-    fits = all(side % patch == 0 for side, patch in zip(size, model.token_stride, strict=True))
-    if not fits:
-        raise InputError(
-            f"{key}={size}: needs multiples of the patch size {model.token_stride}; choose others"
-        )
+    if any(side % patch for side, patch in zip(size, model.token_stride, strict=True)):
+        raise InputError(f"{key}={size}: needs multiples of the patch size {model.token_stride}")
     in_layers = model.pos_embed == "relative" or model.positions_at == "layers"
     if size != model.image_size and in_layers:
         raise InputError(
-            f"{key}={size}: the positions of model.pos_embed={model.pos_embed!r}, in every layer, "
-            "are not resampled to it; choose learned_1d, learned_2d or sincos_2d at the stem, or "
-            "the size of the global views"
+            f"{key}={size}: model.pos_embed={model.pos_embed!r} in every layer is not resampled; "
+            "choose learned_1d, learned_2d or sincos_2d at the stem, or the model's size"
         )
 
 

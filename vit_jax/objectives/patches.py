@@ -38,10 +38,8 @@ def check_patches(model: nn.Module, name: str) -> Model:
     """
     model = about(model)
     if not model.embeds_patches:
-        raise InputError(
-            f"objective.name={name!r}: hides patches of the image, and the tokens of a "
-            f"{type(model).__name__} see more than one patch; choose a ViT or a DeiT"
-        )
+        kind = type(model).__name__
+        raise InputError(f"objective.name={name!r}: does not train a {kind}; choose a ViT")
     if model.image_size is None or model.grid[0] * model.grid[1] < 2:
         raise InputError(f"objective.name={name!r}: needs images of at least two patches")
     return model
@@ -63,13 +61,10 @@ def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
 
 
-def check_visible(num_patches: int, visible: int, mask_ratio: float) -> None:
-    """Raise InputError if all patches are visible, or none is."""
-    if not 0 < visible < num_patches:
-        raise InputError(
-            f"objective.mask_ratio={mask_ratio}: hides {num_patches - visible} of {num_patches} "
-            "patches; some must be hidden, and some visible"
-        )
+def dropout_options(dropout_key: jax.Array | None) -> dict[str, Any]:
+    """The options of `model.apply` in training; None leaves out the dropout."""
+    options: dict[str, Any] = {"train": dropout_key is not None}
+    return options if dropout_key is None else options | {"rngs": {"dropout": dropout_key}}
 
 
 def as_images(
@@ -90,8 +85,4 @@ def as_pixels(values: jax.Array, mean: Sequence[float], std: Sequence[float]) ->
 def sums_of_rows(loss_B: jax.Array, mask_B: jax.Array, **metrics_B: jax.Array) -> dict[str, Any]:
     """The fields of an `ObjectiveOutput` for values by row; rows with mask 0 do not count."""
     sums = {name: (mask_B * value_B).sum() for name, value_B in metrics_B.items()}
-    return {
-        "loss_sum": (mask_B * loss_B).sum(),
-        "weight_sum": mask_B.sum(),
-        "metric_sums": sums,
-    }
+    return {"loss_sum": (mask_B * loss_B).sum(), "weight_sum": mask_B.sum(), "metric_sums": sums}

@@ -67,17 +67,17 @@ def cross_entropies(
 
 
 def patch_entropies(
-    student_NMK: jax.Array, targets_NMK: jax.Array, counts_NM: jax.Array, temperature: float
+    student_BUMK: jax.Array, targets_BUMK: jax.Array, counts_BUM: jax.Array, temperature: float
 ) -> jax.Array:
-    """Mean cross-entropy over the hidden patches of each of N views; 0 if there are none.
+    """Mean cross-entropy over the hidden patches of each of U views; 0 if there are none.
 
-    `counts_NM` is 1 for the hidden patches, and 0 for places without one.
+    `counts_BUM` is 1 for the hidden patches, and 0 for places without one.
 
-    Shapes: logits (N, M, K), probabilities (N, M, K) -> (N,), float32.
+    Shapes: logits (B, U, M, K), probabilities (B, U, M, K) -> (B, U), float32.
     """
-    logs_NMK = jax.nn.log_softmax(student_NMK / temperature, axis=-1)
-    each_NM = -(targets_NMK * logs_NMK).sum(axis=-1) * counts_NM
-    return each_NM.sum(axis=1) / jnp.maximum(counts_NM.sum(axis=1), 1)
+    logs_BUMK = jax.nn.log_softmax(student_BUMK / temperature, axis=-1)
+    each_BUM = -(targets_BUMK * logs_BUMK).sum(axis=-1) * counts_BUM
+    return each_BUM.sum(axis=-1) / jnp.maximum(counts_BUM.sum(axis=-1), 1)
 
 
 class SelfDistillation(ObjectivePart):
@@ -144,33 +144,42 @@ class SelfDistillation(ObjectivePart):
         model = patches.check_patches(model, "self_distillation")
         _check_views(model, facts, self)
         _check_start(facts.durations)
-        bound = _SelfDistillation(model, self, facts.shapes, facts.durations)
-        has_views = GLOBAL in facts.shapes  # otherwise the experiment refuses the run
+        temperature = f"objective.teacher_temperature, now {self.teacher_temperature}"
+        bound = _SelfDistillation(model, self, facts.durations)
         return Objective(
             bound.loss,
             init=bound.init,
-            passes=bound.passes() if has_views else (),
+            passes=_passes(model, facts.shapes, self.gram_weight > 0),
             needs=(GLOBAL, "mask"),
             couples_rows=True,
             needs_average=True,
             collapse=Collapse(
                 low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
                 entropy_limit=math.log(self.num_prototypes),
-                low_entropy="Raise objective.teacher_temperature, now "
-                f"{self.teacher_temperature}, or set objective.centring=sinkhorn, now "
+                low_entropy=f"Raise {temperature}, or set objective.centring=sinkhorn, now "
                 f"{self.centring}",
-                high_entropy="Lower objective.teacher_temperature, now "
-                f"{self.teacher_temperature}, or optimizer.peak_lr",
+                high_entropy=f"Lower {temperature}, or optimizer.peak_lr",
             ),
         )
+
+
+def _passes(model: Model, shapes: Mapping, anchors: bool) -> tuple[TokenPass, ...]:
+    """`Objective.passes`: all views through the student, the global ones through the teachers."""
+    if GLOBAL not in shapes:
+        return ()  # the experiment refuses the run
+    student = TokenPass(model, images=shapes[GLOBAL][1])
+    found = [student] + (1 + anchors) * [student._replace(learns=False)]
+    if LOCAL in shapes:
+        _, number, *size, _ = shapes[LOCAL]
+        found.append(TokenPass(model.clone(image_size=tuple(size)), images=number))
+    return tuple(found)
 
 
 def _check_start(durations: Mapping[str, int]) -> None:
     """Raise InputError for what begins with the run and does not end within it."""
     total = durations.get("duration", math.inf)
     collect_faults([
-        f"objective.{name}: {steps:,} steps are longer than the run, which has {total:,}; shorten "
-        f"it, e.g. --config.objective.{name}='{total // 10} steps'"
+        f"objective.{name}: {steps:,} steps are longer than the run of {total:,}; shorten it"
         for name in ("temperature_warmup", "freeze_prototypes")
         if (steps := durations.get(f"objective.{name}", 0)) > total
     ])  # fmt: skip
@@ -184,42 +193,36 @@ def _check_views(model: Model, facts: RunFacts, keys: SelfDistillation) -> None:
     rows, number = views[:2]
     if number < 2:
         raise InputError(
-            f"data.num_global={number}: objective.name='self_distillation' compares global views "
-            "with each other; set --config.data.num_global=2"
+            f"data.num_global={number}: objective.name='self_distillation' compares global views; "
+            "set --config.data.num_global=2"
         )
     groups = {"koleo_group": keys.koleo_group or rows, "gram_group": keys.gram_group}
-    for name, group in groups.items():
-        if rows % group:
-            raise InputError(
-                f"objective.{name}={group}: must divide global_batch_size={rows}; choose a divisor"
-            )
+    collect_faults([
+        f"objective.{name}={group}: must divide global_batch_size={rows}; choose a divisor"
+        for name, group in groups.items()
+        if rows % group
+    ])  # fmt: skip
     if LOCAL in facts.shapes:
         _, _, height, width, _ = facts.shapes[LOCAL]
         check_size(model, (height, width), "data.local_size")
-    if keys.patch_weight and not round(number * keys.masked_views):
-        raise InputError(
-            f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
-            "it to 0.5, or objective.patch_weight to 0"
-        )
-    patches_of_view = model.grid[0] * model.grid[1]
-    if keys.patch_weight and patches_of_view * keys.mask_max < 1:
-        raise InputError(
-            f"objective.mask_max={keys.mask_max}: hides none of a view's {patches_of_view} "
-            "patches; raise it, or set objective.patch_weight to 0"
-        )
+    num = model.grid[0] * model.grid[1]
+    for name, hidden in (
+        ("masked_views", round(number * keys.masked_views)), ("mask_max", int(num * keys.mask_max)),
+    ):  # fmt: skip
+        if keys.patch_weight and not hidden:
+            value = getattr(keys, name)
+            raise InputError(f"objective.{name}={value}: leaves no hidden patches; raise it")
 
 
 @dataclasses.dataclass(frozen=True)
 class _SelfDistillation:
     """The functions of the objective `SelfDistillation` of a model.
 
-    shapes: of a batch.
     durations: {config key: steps}.
     """
 
     model: Model
     keys: SelfDistillation
-    shapes: Mapping[str, tuple[int, ...]]
     durations: Mapping[str, int]
 
     @property
@@ -234,15 +237,6 @@ class _SelfDistillation:
     def hides(self) -> bool:
         """Whether patches are hidden."""
         return self.keys.patch_weight > 0
-
-    def passes(self) -> tuple[TokenPass, ...]:
-        """`Objective.passes`: all views through the student, the global ones through teachers."""
-        student = TokenPass(self.model, images=self.shapes[GLOBAL][1])
-        found = [student] + (2 if self.keys.gram_weight else 1) * [student._replace(learns=False)]
-        if LOCAL in self.shapes:
-            _, number, *size, _ = self.shapes[LOCAL]
-            found.append(TokenPass(self.model.clone(image_size=tuple(size)), images=number))
-        return tuple(found)
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The heads and the mask token (1, 1, D); the centres and the Gram teacher."""
@@ -273,10 +267,14 @@ class _SelfDistillation:
         k, mask_B, images = self.keys, batch["mask"], batch[GLOBAL]
         hidden_key, dropout_key = jax.random.split(rng)
         num_global = images.shape[1]
-        hidden = self._draw_hidden(hidden_key, *images.shape[:2]) if self.hides else None
+        hidden = None
+        if self.hides:
+            keys_B, masked = patches.row_keys(hidden_key, len(images)), k.masked_views * num_global
+            shares = k.mask_min, k.mask_max
+            hidden = draw_hidden(keys_B, self.model.grid, num_global, round(masked), shares)
         teacher = jax.lax.stop_gradient(self._see(state.ema, images, hidden, None))
         learns = state.step >= self.durations.get("objective.freeze_prototypes", 0)
-        student = self._study(self.model, params, batch, hidden, dropout_key, learns)
+        student = self._study(params, batch, hidden, dropout_key, learns)
         centres = dict(cast(Any, state.objective_state.get("centre", {})))
         targets, centres["views"] = self._targets(
             teacher["views"], jnp.repeat(mask_B, num_global), centres.get("views"), state.step
@@ -311,24 +309,12 @@ class _SelfDistillation:
             objective_state=new_state,
         )
 
-    def _draw_hidden(self, rng, rows, num_global):
-        k = self.keys
-        return draw_hidden(
-            patches.row_keys(rng, rows),
-            self.model.grid,
-            num_global,
-            round(num_global * k.masked_views),
-            (k.mask_min, k.mask_max),
-        )
-
-    def _study(self, model, params, batch, hidden, dropout_key, learns):
+    def _study(self, params, batch, hidden, dropout_key, learns):
         """The student's outputs for all views, as `_see`; local views follow the global ones."""
-        found = self._see(
-            params, batch[GLOBAL], hidden, dropout_key, model, hides=True, learns=learns
-        )
+        found = self._see(params, batch[GLOBAL], hidden, dropout_key, hides=True, learns=learns)
         if LOCAL in batch:
-            small, resampled = at_size(model, params, batch[LOCAL].shape[2:4])
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+            small, resampled = at_size(self.model, params, batch[LOCAL].shape[2:4])
+            key = jax.random.fold_in(dropout_key, 1)
             local = self._see(resampled, batch[LOCAL], None, key, small, learns=learns)
             found["views"] = jnp.concatenate([found["views"], local["views"]], axis=1)
         return found
@@ -360,9 +346,7 @@ class _SelfDistillation:
           and with `hidden` "patches": logits (B, U, M, K)}.
         """
         model, own = model or self.model, cast(Any, params[OBJECTIVE])
-        options: dict[str, Any] = {"train": dropout_key is not None}
-        if dropout_key is not None:
-            options["rngs"] = {"dropout": dropout_key}
+        options = patches.dropout_options(dropout_key)
 
         def encode(model, images, train):
             x = model.embed(images)
@@ -375,9 +359,7 @@ class _SelfDistillation:
         rows, views = images.shape[:2]
         flat = images.reshape(rows * views, *images.shape[2:])
         found: Any = model.apply({"params": params}, flat, method=encode, **options)
-        features, tokens = found
-        features = features.reshape(rows, views, -1)
-        tokens = tokens.reshape(rows, views, *tokens.shape[1:])
+        features, tokens = (x.reshape(rows, views, *x.shape[1:]) for x in found)
         found = {"features": features, "tokens": tokens}
         found["views"] = self.head.apply({"params": own["head"]}, features, learns)
         if hidden is not None:
@@ -410,16 +392,10 @@ class _SelfDistillation:
     def _patch_term(self, student, targets, hidden, mask_B, num_global):
         """The mean over all global views; those without hidden patches count as 0."""
 
-        def flat(x):
-            return x.reshape(-1, *x.shape[2:])
-
-        each = patch_entropies(
-            flat(student["patches"]),
-            flat(targets),
-            flat(hidden.counts),
-            self.keys.student_temperature,
+        each_BU = patch_entropies(
+            student["patches"], targets, hidden.counts, self.keys.student_temperature
         )
-        sum_B = mask_B * each.reshape(mask_B.shape[0], -1).sum(axis=1)
+        sum_B = mask_B * each_BU.sum(axis=1)
         return Term(sum_B.sum(), mask_B.sum() * num_global, self.keys.patch_weight)
 
     def _gram(self, state, student, images, mask_B):
@@ -434,13 +410,11 @@ class _SelfDistillation:
         tokens = jax.lax.stop_gradient(tokens[:, self.model.num_prefix_tokens :])
         tokens = tokens.reshape(student["tokens"].shape)
         counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)
-        each_R = (
-            sum(
-                gram_distance(student["tokens"][:, g], tokens[:, g], k.gram_group, k.gram_negatives)
-                for g in range(images.shape[1])
-            )
-            / images.shape[1]
-        )
+        each_GR = [
+            gram_distance(student["tokens"][:, g], tokens[:, g], k.gram_group, k.gram_negatives)
+            for g in range(images.shape[1])
+        ]
+        each_R = sum(each_GR) / len(each_GR)
         term = Term((counts_R * each_R).sum(), counts_R.sum(), k.gram_weight)
         return term, teacher
 

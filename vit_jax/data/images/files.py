@@ -162,6 +162,14 @@ class Walk:
             )
 
 
+def images_below(root: str | os.PathLike) -> dict[str, File]:
+    """`Walk.images` of `root`, with a warning of what was skipped."""
+    walk = Walk()
+    found = walk.images(root)
+    walk.say(root)
+    return found
+
+
 def is_hidden(name: str) -> bool:
     """Whether a folder of this name holds files that an operating system adds."""
     return name.startswith(".") or name == "__MACOSX"
@@ -186,28 +194,16 @@ def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
     )
 
 
-def find_dataset_below(root: pathlib.Path) -> pathlib.Path | None:
-    """The folder in `root` that holds train/, if there is one such folder; else None."""
-
-    def holds_train(path: pathlib.Path) -> bool:
-        try:
-            return any(split_of(folder.name) == "train" for folder in class_like_folders(path))
-        except OSError:  # cannot be listed, such as the lost+found of a disk
-            return False
-
-    found = [path for path in class_like_folders(root) if holds_train(path)]
-    return found[0] if len(found) == 1 else None
-
-
 def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
     """What `root` holds, and what to do: "found 12 images, 3 folders, 1 .txt; add some".
 
     Where a data set lies below `root`, its folder is the remedy instead of `remedy`.
     """
-    below = find_dataset_below(root)
-    if below is not None:
+    train = SPLIT_NAMES["train"]
+    below = [p for p in class_like_folders(root) if any(os.path.isdir(p / n) for n in train)]
+    if len(below) == 1:
         # data_dir may be a key of data or of an evaluator.
-        return f"found {shown(below.name)}/ with train/ in it; set data_dir to {shown(below)}"
+        return f"found {shown(below[0].name)}/ with train/ in it; set data_dir to {shown(below[0])}"
 
     def kind(entry: os.DirEntry) -> str:
         extension = os.path.splitext(entry.name)[1].lower()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from vit_jax.data.images.files import (
     describe_contents,
     few,
     group_links,
+    images_below,
     is_hidden,
     say_ignored,
     shown,
@@ -61,15 +62,15 @@ class Layout(NamedTuple):
         """The splits that can be asked for; `all` is for evaluation and prediction."""
         return ["train", "val", *(["test"] if "test" in self.splits else []), "all"]
 
-    def folders(self, split: str) -> tuple[pathlib.Path, dict[str, pathlib.Path]]:
-        """The folder of the images of `split`, and {beginning of their paths from there: folder}.
-
-        Several for `all`, if splits have folders of their own.
-        """
+    def find(
+        self, split: str, list_images: Callable[[pathlib.Path], dict[str, File]]
+    ) -> tuple[pathlib.Path, dict[str, File]]:
+        """(the folder of the images of `split`, {path from there: file}), by `list_images`."""
         if split == "all" and len(self.splits) > 1:
-            return self.root, {f"{folder.name}/": folder for folder in self.splits.values()}
+            found = {folder.name: list_images(folder) for folder in self.splits.values()}
+            return self.root, {f"{n}/{p}": file for n in found for p, file in found[n].items()}
         base = self.splits.get(split, self.train_root)
-        return base, {"": base}
+        return base, list_images(base)
 
 
 def find_layout(data_dir: str | os.PathLike | None) -> Layout:
@@ -78,30 +79,20 @@ def find_layout(data_dir: str | os.PathLike | None) -> Layout:
     Raises: InputError if there is no such folder, a split has two, or val or test has no train.
     """
     if data_dir is None:
-        raise InputError(
-            "data.data_dir=None: needs the folder with the images; "
-            "give --config.data.data_dir=IMAGES"
-        )
+        raise InputError("data.data_dir=None: needs a folder; give --config.data.data_dir=IMAGES")
     root = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(root)!r}"
     if not root.is_dir():
-        remedy = (
-            "for a list of files and labels use --config=folder:list"
-            if root.is_file()
-            else "if it was moved, give --config.data.data_dir=IMAGES"
-        )
+        is_list = root.is_file()
+        remedy = "use --config=folder:list" if is_list else "give --config.data.data_dir=IMAGES"
         raise InputError(f"{where} is not a local folder; needed: one folder a class; {remedy}")
     folders = class_like_folders(root)
     splits: dict[str, pathlib.Path] = {}
     ignored = [path for path in folders if split_of(path.name) is None]
     for path in folders:
-        if split := split_of(path.name):
-            other = splits.setdefault(split, path)
-            if other != path:
-                raise InputError(
-                    f"{where}: {other.name} and {path.name} are folders of one split, {split}; "
-                    "keep one"
-                )
+        split = split_of(path.name)
+        if split and (other := splits.setdefault(split, path)) != path:
+            raise InputError(f"{where}: {other.name} and {path.name} are both {split}; keep one")
     if splits and "train" not in splits:
         raise InputError(
             f"{where} has {'/ and '.join(path.name for path in splits.values())}/ but no train/ "
@@ -124,12 +115,9 @@ class Folder(DataSet):
         layout = find_layout(request.data_dir)
         check_split(split, layout.names(), layout.root)
         class_names = _class_names(layout)
-        base, parts = layout.folders(split)
-        found: dict[str, File] = {}
-        for beginning, part in parts.items():
-            found |= {beginning + path: file for path, file in _list_images(part).items()}
-        # The class is the folder below the split's.
-        classes = {path: path.split("/")[len(parts) > 1] for path in found}
+        base, found = layout.find(split, _list_images)
+        below_split = bool(layout.splits) and base == layout.root
+        classes = {path: path.split("/")[below_split] for path in found}
         groups = group_links(base, found, classes)
         if split != "all" and base != layout.train_root:
             class_names = _begun_with(class_names, layout, divider)
@@ -165,12 +153,7 @@ class Unlabelled(DataSet):
         layout = find_layout(request.data_dir)
         names = [*dict.fromkeys(("train", *layout.splits, "all"))]
         check_split(request.split, names, layout.root)
-        base, parts = layout.folders(request.split)
-        found: dict[str, File] = {}
-        for beginning, part in parts.items():
-            walk = Walk()
-            found |= {beginning + path: file for path, file in walk.images(part).items()}
-            walk.say(part)
+        base, found = layout.find(request.split, images_below)
         if not found:
             raise InputError(
                 f"data.data_dir: {shown(base)} holds no images: {describe_contents(base)}"
@@ -198,7 +181,7 @@ def own_images(
     files: {path: file}, more than those with labels.
     labels: {path: label}, an int; or float32 (C,), 1 for each class that the image shows.
 
-    Raises: InputError if more of the files are missing than `max_corrupt_fraction`.
+    Raises: InputError if more of the files are missing than `max_corrupt_fraction`, or all are.
     """
     paths, sizes = [*labels], [files[path].size for path in labels]
     _check_missing(base, paths, sizes, request.max_corrupt_fraction)
@@ -239,12 +222,12 @@ def own_images(
 def _check_missing(
     base: pathlib.Path, paths: Sequence[str], sizes: Sequence[int], max_fraction: float
 ) -> None:
-    """Raise InputError if more than `max_fraction` of the files are missing."""
+    """Raise InputError if more than `max_fraction` of the files, or all, are missing."""
     missing = [path for path, size in zip(paths, sizes, strict=True) if size < 0]
-    if len(missing) > max_fraction * len(paths):
+    if len(missing) > max_fraction * len(paths) or len(missing) == len(paths):
         raise InputError(
-            f"data.data_dir: {len(missing):,} of the {len(paths):,} training images in "
-            f"{shown(base)} ({len(missing) / len(paths):.0%}) are missing, more than "
+            f"data.data_dir: {len(missing):,} of the {len(paths):,} images in {shown(base)} "
+            f"({len(missing) / len(paths):.0%}) are missing, with "
             f"data.max_corrupt_fraction={max_fraction}: {few(missing)}; restore them, take them "
             "out of the data, or raise data.max_corrupt_fraction"
         )
@@ -331,22 +314,17 @@ def _class_names(layout: Layout) -> tuple[str, ...]:
             "needed: at least 2 folders, each named after its class and holding its images; for "
             "images without classes set --config.data.name=unlabelled"
         )
-        if layout.ignored:
-            needed += (
-                f"; if {train_root.name} is the name of a class, as those beside it are "
-                f"({few(path.name for path in layout.ignored)}), rename it"
-            )
         raise InputError(f"{where} has 0 class folders: {describe_contents(train_root, needed)}")
     if looking := [name for name in class_names if split_of(name)]:
         raise InputError(
-            f"{where} has folders of classes that look like splits: {', '.join(looking)}; put "
-            "train/ and val/ above the classes, or rename them"
+            f"{where} has folders of classes that look like splits: {', '.join(looking)}; rename "
+            "them"
         )
     say_ignored(layout.root, layout.ignored)
-    for split, other in layout.splits.items():
+    for other in layout.splits.values():
         if unknown := sorted({path.name for path in class_like_folders(other)} - {*class_names}):
             raise InputError(
-                f"data.data_dir: {shown(other)}, of {split}, has the classes {unknown}, which "
+                f"data.data_dir: {shown(other)} has the classes {unknown}, which "
                 f"{shown(train_root)} lacks; give them training images there or remove them"
             )
     return class_names
@@ -368,7 +346,5 @@ def _list_images(split_root: pathlib.Path) -> dict[str, File]:
             walk.skipped["beside the folders of the classes"].append(str(path))
     walk.say(split_root)
     if empty and files:
-        warn_once(
-            f"{shown(split_root)}: these classes hold no image: {', '.join(map(shown, empty))}"
-        )
+        warn_once(f"{shown(split_root)}: these classes hold no image: {few(empty)}")
     return files

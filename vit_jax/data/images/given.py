@@ -13,7 +13,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.images.files import Walk, shown
+from vit_jax.data.images.files import images_below, shown
 from vit_jax.data.images.formats import (
     EXTENSIONS,
     as_known_format,
@@ -48,9 +48,7 @@ def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[s
     found, faults = [], {}
     for path in map(pathlib.Path, paths):
         if path.is_dir():
-            walk = Walk()
-            below = sorted(os.path.join(path, name) for name in walk.images(path))
-            walk.say(path)
+            below = sorted(os.path.join(path, name) for name in images_below(path))
             found += below
             if not below:
                 faults[shown(path)] = f"holds no file ending in {', '.join(EXTENSIONS)}"
@@ -129,16 +127,14 @@ def _from_pixels(i: int, image: Any) -> Image.Image:
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8:
         raise InputError(
-            f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels from 0 to 255. For "
-            "values in the model's own range, call model.apply (vit_jax.load_pretrained)"
+            f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels. For values in the "
+            "model's own range, call model.apply (vit_jax.load_pretrained)"
         )
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.size == 0 or (pixels.ndim != 2 and pixels.shape[2:] not in ((3,), (4,))):
-        raise InputError(
-            f"images[{i}]: an array of shape {pixels.shape}; needed: (H, W), or (H, W, C) for 1, 3 "
-            "or 4 channels C"
-        )
+        needed = "(H, W), or (H, W, C) for 1, 3 or 4 channels C"
+        raise InputError(f"images[{i}]: an array of shape {pixels.shape}; needed: {needed}")
     return Image.fromarray(pixels)
 
 
@@ -159,11 +155,8 @@ def _without_labels(
     """
 
     def read(record_id):
-        return {
-            "image": read_encoded(record_id),
-            "label": tf.zeros([], tf.int32),
-            "mask": tf.ones([]),
-        }
+        label, mask = tf.zeros([], tf.int32), tf.ones([])
+        return {"image": read_encoded(record_id), "label": label, "mask": mask}
 
     source = Source(
         name="files",

@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -96,8 +96,8 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
     """
     if data_dir is None:
         raise InputError(
-            "data.data_dir=None: data.name='list' needs a .csv, .tsv or .jsonl file of files and "
-            "labels, or a folder with train.csv; give --config.data.data_dir=LIST"
+            "data.data_dir=None: needs a .csv, .tsv or .jsonl file of files and labels, or a "
+            "folder with train.csv; give --config.data.data_dir=LIST"
         )
     path = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(path)!r}"
@@ -107,21 +107,15 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
         root = path.parent.resolve()  # TensorFlow takes link/.. for the link's folder
         return Lists(root, {"train": root / path.name})
     if not path.is_dir():
-        raise InputError(
-            f"{where}: no such list; if it was moved, give --config.data.data_dir=LIST"
-        )
+        raise InputError(f"{where}: no such list; give --config.data.data_dir=LIST")
     path = path.resolve()
     found: dict[str, pathlib.Path] = {}
     for file in sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES):
         split = split_of(file.stem)
         if split is None:
             warn_once(f"{shown(path)}: ignored {shown(file.name)}, which names no split")
-        elif split in found:
-            raise InputError(
-                f"{where}: {found[split].name} and {file.name} are both lists of {split}; keep one"
-            )
-        else:
-            found[split] = file
+        elif (other := found.setdefault(split, file)) != file:
+            raise InputError(f"{where}: {other.name} and {file.name} are both {split}; keep one")
     if "train" not in found:
         raise InputError(f"{where}: holds no train.csv or train.jsonl; add one, or name the list")
     return Lists(path, found)
@@ -164,17 +158,15 @@ class List(DataSet):
             divider.warn_of_trained(f"{shown(file)}, {split}", rows)
         class_names = _sorted_labels(training)
         _check_labels(lists, file, training, rows)
-        _warn_of_missing(file, split, {path: files[path] for path in rows})
         if multi_label is None:
             multi_label = any(len(row.labels) != 1 for row in (*training.values(), *rows.values()))
         label_of = {name: i for i, name in enumerate(class_names)}
-        labels = {path: [label_of[name] for name in row.labels] for path, row in rows.items()}
-        if multi_label:
-            one_hot = np.eye(len(class_names), dtype=np.float32)
-            vectors = {path: one_hot[numbers].sum(axis=0) for path, numbers in labels.items()}
-            return own_images(request, lists.root, file.parent, files, vectors, class_names)
-        firsts_of = {path: numbers[0] for path, numbers in labels.items()}
-        return own_images(request, lists.root, file.parent, files, firsts_of, class_names)
+        one_hot = np.eye(len(class_names), dtype=np.float32)
+        labels: dict[str, Any] = {}
+        for path, row in rows.items():
+            numbers = [label_of[name] for name in row.labels]
+            labels[path] = one_hot[numbers].sum(axis=0) if multi_label else numbers[0]
+        return own_images(request, lists.root, file.parent, files, labels, class_names)
 
 
 def _sorted_labels(rows: Mapping[str, Row]) -> tuple[str, ...]:
@@ -188,15 +180,8 @@ def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) 
     """Raise InputError unless there are images, and the training images have all their labels."""
     where, train = f"data.data_dir: {shown(file)}", lists.by_split["train"].name
     known = _sorted_labels(training)
-    if not rows and not training:
-        raise InputError(f"{where} lists no images and has no labels; add some")
-    if not training:
-        raise InputError(
-            f"{where} has no images with the split train, whose labels are the classes; add some, "
-            "or leave out the column split"
-        )
     if not known:
-        raise InputError(f"{where}: {train} has no labels; add some")
+        raise InputError(f"{where}: the training images in {train} have no labels; add some")
     if unknown := [label for label in _sorted_labels(rows) if label not in known]:
         raise InputError(
             f"{where} has the labels {', '.join(map(repr, unknown))}, which {train} lacks; give "
@@ -204,22 +189,6 @@ def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) 
         )
     if not rows:
         raise InputError(f"{where} lists no images; add some")
-
-
-def _warn_of_missing(file: pathlib.Path, split: str, files: Mapping[str, File]) -> None:
-    """Warns of the files of a list's split that do not exist; raises InputError if all do not."""
-    missing = [path for path, found in files.items() if found.size < 0]
-    whole = f"its {len(files):,} files" + (f" for {split}" if split != "all" else "")
-    if len(missing) == len(files):
-        raise InputError(
-            f"data.data_dir: {shown(file)}: none of {whole} is there, {shown(missing[0])} for one; "
-            f"paths are relative to {shown(file.parent)}"
-        )
-    if missing:
-        warn_once(
-            f"{shown(file)}: {len(missing):,} of {whole} are not there, {shown(missing[0])} for "
-            "one; they are masked"
-        )
 
 
 def _look_up(file: pathlib.Path, rows: Rows) -> tuple[dict[str, File], dict[str, str]]:
@@ -233,10 +202,7 @@ def _look_up(file: pathlib.Path, rows: Rows) -> tuple[dict[str, File], dict[str,
     for path in rows:
         found = look_up(file.parent / path)
         if found is None:
-            raise InputError(
-                f"data.data_dir: {shown(file)}: {shown(path)} is no file, but a folder, a pipe or "
-                "a device; save the image as a file"
-            )
+            raise InputError(f"data.data_dir: {shown(file)}: {shown(path)} is no file")
         files[path] = found
     labels = {path: ";".join(row.labels) for path, row in rows.items()}
     links = group_links(file.parent, files, labels)
@@ -265,14 +231,10 @@ def _check_disjoint(root: pathlib.Path, found: Mapping[str, Rows]) -> None:
     first: dict[str, str] = {}
     faults = []
     for split, rows in found.items():
-        named = {
-            *map(shown, rows),
-            *(f"the group {row.group}" for row in rows.values() if row.group),
-        }
-        for name in sorted(named):
-            other = first.setdefault(name, split)
-            if other != split:
-                faults.append(f"{shown(name)} is in {other} and in {split}; list it in one of them")
+        groups = {f"the group {row.group}" for row in rows.values() if row.group}
+        for name in sorted({*map(shown, rows), *groups}):
+            if (other := first.setdefault(name, split)) != split:
+                faults.append(f"{name} is in {other} and in {split}; list it in one of them")
     _raise_first(f"data.data_dir: {shown(root)}: ", faults)
 
 
@@ -290,44 +252,38 @@ def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = N
     """
     found: Rows = {}
     faults: list[str] = []
-    name_of = _namer(file.parent)
     try:
         for line, row in _rows(file):
             try:
-                path = name_of(row.pop("file", None))
+                path = _name_of(file.parent, row.pop("file", None))
                 if path in found:
-                    raise ValueError(
-                        f"{shown(path)} is listed twice; list it once, with one split, and "
-                        "all its labels in `labels`"
-                    )
+                    remedy = "list it once, with all its labels in `labels`"
+                    raise ValueError(f"{shown(path)} is listed twice; {remedy}")
                 found[path] = _parse_row(path, row, multi_label, only)
             except ValueError as e:
                 faults.append(f"line {line}: {e}")
-    except InputError:  # of the columns
-        raise
-    except (ValueError, csv.Error) as e:  # text that is not UTF-8 is a ValueError too
-        faults.append(f"cannot be read ({e}); needed: UTF-8, as CSV or JSON lines")
+    except UnicodeDecodeError as e:
+        faults.append(f"cannot be read ({e}); needed: UTF-8")
+    except (ValueError, csv.Error) as e:
+        faults.append(str(e))
     _raise_first(f"data.data_dir: {shown(file)}, ", faults)
     return found
 
 
-def _namer(folder: pathlib.Path) -> Callable[[Any], str]:
-    """path in a list -> the path from the list's resolved `folder` that all its spellings share."""
-    real = functools.lru_cache(maxsize=1024)(os.path.realpath)
+def _name_of(folder: pathlib.Path, path: Any) -> str:
+    """The path from a list's resolved `folder` that all spellings of `path` in the list share."""
+    if not isinstance(path, str) or not path.strip():
+        raise ValueError("has no file; needed: its path from the folder of the list")
+    if os.path.isabs(path) or ".." in path.split("/"):  # perhaps behind a link
+        parent, name = os.path.split(folder / path)
+        path = os.path.relpath(os.path.join(_real_path(parent), name), folder)
+    path = os.path.normpath(path)
+    if os.path.splitext(path)[1] == "":  # as some lists name images
+        path += next((e for e in EXTENSIONS if os.path.exists(folder / f"{path}{e}")), "")
+    return path
 
-    def name_of(path: Any) -> str:
-        if not isinstance(path, str) or not path.strip():
-            raise ValueError("has no file; needed: its path from the folder of the list")
-        if os.path.isabs(path) or ".." in path.split("/"):  # perhaps behind a link
-            parent, name = os.path.split(folder / path)
-            path = os.path.relpath(os.path.join(real(parent), name), folder)
-        path = os.path.normpath(path)
-        if os.path.splitext(path)[1] == "":  # as some lists name images
-            endings = (e for e in EXTENSIONS if os.path.exists(folder / f"{path}{e}"))
-            path += next(endings, "")
-        return path
 
-    return name_of
+_real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
 
 def _parse_row(
@@ -337,7 +293,7 @@ def _parse_row(
     if None in row:
         raise ValueError(
             f"has {len(row[None]):,} more values than there are columns; write several labels into "
-            'one cell, as cat;dog or, where ; separates columns, as "cat;dog"'
+            "one cell, as cat;dog"
         )
     labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
     if not labels and "labels" not in row:
@@ -345,16 +301,12 @@ def _parse_row(
     if len(labels) != 1 and multi_label is False:
         raise ValueError(
             f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
-            "--config=folder:multilabel, which sets data.multi_label=true and a loss and an "
-            "evaluator for it"
+            "--config=folder:multilabel"
         )
-    split = None
-    if "split" in row:
-        said = str(row["split"] or "").strip()
-        split = split_of(said)
-        if split is None or only not in (None, split):
-            needed = "train, val or test" if only is None else only
-            raise ValueError(f"{shown(path)} has the split {said!r}; needed: {needed}")
+    split = split_of(str(row.get("split") or "").strip())
+    if "split" in row and (split is None or only not in (None, split)):
+        needed = only or "train, val or test"
+        raise ValueError(f"{shown(path)} has the split {row['split']!r}; needed: {needed}")
     group = row.get("group")
     return Row(labels, split, None if group in (None, "") else str(group))
 
@@ -378,11 +330,11 @@ def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
 
     Values for which there is no column have the key None. Warns of columns that are not read.
 
-    Raises: InputError if columns are missing; ValueError if a line is no row.
+    Raises: ValueError if columns are missing, or a line is no row.
     """
     unknown: set[str] = set()
     with open(file, encoding="utf-8-sig", newline="") as lines:
-        rows = _json_rows(lines) if file.suffix.lower() == ".jsonl" else _csv_rows(file, lines)
+        rows = _json_rows(lines) if file.suffix.lower() == ".jsonl" else _csv_rows(lines)
         for line, row in rows:
             known = _find_columns(tuple(row))
             unknown |= {*row} - {*known.values(), None, ""}
@@ -400,7 +352,7 @@ def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
     return {column: given[name] for column, name in found.items() if name}
 
 
-def _csv_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
+def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     header = lines.readline()
     # Commas, unless another delimiter gives a column for the file.
     names_by = {
@@ -414,19 +366,17 @@ def _csv_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any
     others = [name for name in names if name.strip() and name not in columns.values()]
     classes = [] if {"label", "labels"} & {*columns} else others
     if "file" not in columns or not ({"label", "labels"} & {*columns} or classes):
-        raise InputError(
-            f"data.data_dir: {shown(file)}, line 1: has the columns "
-            f"{shown(', '.join(names)) or 'none'}; needed: file, and label or labels, or a column "
-            "of 0 and 1 for each class"
+        raise ValueError(
+            f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and label "
+            "or labels, or a column of 0 and 1 for each class"
         )
     reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
     for row in reader:
         for name in classes:
             if row[name] not in _SHOWS:
-                raise InputError(
-                    f"data.data_dir: {shown(file)}, line {reader.line_num + 1}: has "
-                    f"{row[name]!r} for {shown(name)}; needed: a column label or labels, or 0 or 1 "
-                    "in the column of each class"
+                raise ValueError(
+                    f"line {reader.line_num + 1}: has {row[name]!r} for {shown(name)}; needed: a "
+                    "column label or labels, or 0 or 1 in the column of each class"
                 )
         if classes:
             row["labels"] = [name.strip() for name in classes if _SHOWS[row.pop(name)]]
@@ -441,5 +391,5 @@ def _json_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
             except json.JSONDecodeError as e:
                 raise ValueError(f"line {number}: {e.msg}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no object")
+                raise ValueError(f"line {number} is no object; needed: one object a line")
             yield number, row
