@@ -1,4 +1,4 @@
-"""Write the result of one test file into a table of docs/full_suite.md.
+"""Write the result of one test file into a table of .ci/results.md.
 
 python .ci/record_result.py tests/ROOM/test_FILE.py RESULT.xml COMMIT TABLE.md
 """

@@ -5,16 +5,13 @@ returns. If a line `<!-- end of NAME -->` follows, `python docs/hooks.py` writes
 the two, to be checked in; a test holds it equal to the code.
 """
 
-import contextlib
+import argparse
 import importlib
 import inspect
-import io
 import json
-import os
 import pathlib
 import re
 import sys
-import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm")
@@ -34,6 +31,12 @@ def _sentence(text: str) -> str:
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
+
+
+def _text(declared) -> str:
+    """The docstring of `declared`, a line for each paragraph; a renderer breaks the lines."""
+    paragraphs = (inspect.getdoc(declared) or "").split("\n\n")
+    return "\n\n".join(text if "\n " in text else " ".join(text.split("\n")) for text in paragraphs)
 
 
 def _row(name: str, declared) -> tuple[str, ...]:
@@ -59,10 +62,10 @@ def config_keys() -> str:
     for name, section in SECTIONS.items():
         prefix = f"{name}." if name else ""
         own = _keys_of(section.declared(), prefix)
-        pieces += [f"## {name or 'The run'}", "", inspect.getdoc(section), "", own, ""]
+        pieces += [f"## {name or 'The run'}", "", _text(section), "", own, ""]
         for choice in registries.get(name, ()):
             part = registries[name].find(choice)
-            pieces += [f"### {choice}", "", inspect.getdoc(part), ""]
+            pieces += [f"### {choice}", "", _text(part), ""]
             pieces += [_keys_of(part.declared(), prefix), ""] if part.declared() else []
     return "\n".join(pieces)
 
@@ -76,7 +79,7 @@ def evaluator_keys() -> str:
     for kind in EVALUATORS:
         evaluator = EVALUATORS.find(kind)
         own = {k: declared for k, declared in evaluator.declared().items() if k not in common}
-        parts += [f"### {kind}", "", inspect.getdoc(evaluator), "", _keys_of(own), ""]
+        parts += [f"### {kind}", "", _text(evaluator), "", _keys_of(own), ""]
     return "\n".join(parts)
 
 
@@ -84,23 +87,39 @@ def _console(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```\n"
 
 
-def _help_of(call) -> str:
-    """What `call` prints before it ends, as on a terminal of 90 columns."""
-    os.environ["COLUMNS"] = "90"
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        call()
-    return out.getvalue()
+def _flags(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """(flag, meaning) of each flag of `parser`; those that all commands have are left out."""
+    rows = []
+    for action in parser._actions:
+        names = action.option_strings or [action.dest]
+        if names[-1] in ("--help", "--trust_plugins", "--quiet"):
+            continue
+        value = action.metavar or (action.choices and "{" + ",".join(action.choices) + "}")
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        shown = f"{names[-1]}={value or 'VALUE'}" if takes_value else names[-1]
+        rows.append((f"`{shown}`", (action.help or "").replace("%%", "%")))
+    return rows
 
 
 def commands() -> str:
-    """The help of the program and of each of its commands."""
-    from vit_jax.commands import COMMANDS
-    from vit_jax.main import execute
+    """What the program does, and the help of each of its commands."""
+    from vit_jax import main
+    from vit_jax.commands import COMMANDS, find_command
 
-    parts = [_console(_help_of(lambda: execute(["--help"])))]
+    parts = [_console(inspect.cleandoc(main.__doc__))]
+    shown: list[tuple[str, str]] = []
     for name in COMMANDS:
-        text = _help_of(lambda name=name: execute([name, "--help"]))
-        parts += [f"## {name}", "", _console(text)]
+        module = find_command(name)
+        parser = argparse.ArgumentParser()
+        module.define_flags(parser)
+        flags = _flags(parser)
+        shared = [flag for flag, meaning in flags if (flag, meaning) in shown and meaning]
+        own = [row for row in flags if row[0] not in shared]
+        parts += [f"## {name}", "", _console(inspect.cleandoc(module.__doc__))]
+        parts += [_table(("flag", ""), own), ""] if own else []
+        again = ", ".join(flag.partition("=")[0].strip("`").join("``") for flag in shared)
+        parts += [f"As above: {again}.", ""] if shared else []
+        shown += own
     return "\n".join(parts)
 
 
@@ -110,9 +129,38 @@ def launchers() -> str:
     parts = []
     for name in LAUNCHERS:
         parser = importlib.import_module(name).define_flags()
-        text = _help_of(parser.print_help)
-        text = text.replace(f"launch/{pathlib.Path(sys.argv[0]).name}", f"launch/{name}.py")
-        parts += [f"## launch/{name}.py", "", _console(text)]
+        text = inspect.cleandoc(parser.description)
+        parts += [
+            f"## launch/{name}.py",
+            "",
+            _console(text),
+            _table(("flag", ""), _flags(parser)),
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def config_words() -> str:
+    """A table of the configs that come with the package: what each trains, and its words."""
+    from vit_jax.config.text import import_config, shipped_configs
+
+    rows = []
+    for name, path in shipped_configs().items():
+        config = import_config(path)
+        head = config.__doc__.partition("\n")[0]
+        words = "; ".join(f"`{word}`: {meaning}" for word, meaning in config.WORDS.items())
+        rows.append((f"[{name}](#{name})", re.sub(r": --config=(\S+)$", r": `\1`", head), words))
+    return _table(("config", "", "words"), rows)
+
+
+def configs() -> str:
+    """The docstring of each config that comes with the package."""
+    from vit_jax.config.text import import_config, shipped_configs
+
+    parts = []
+    for name, path in shipped_configs().items():
+        text = inspect.cleandoc(import_config(path).__doc__)
+        parts += [f"## {name}", "", _console(text)]
     return "\n".join(parts)
 
 
@@ -138,25 +186,9 @@ def _ops(kind: type) -> str:
         op = OPS.find(name)
         if issubclass(op, kind):
             rows = [_row(k, declared) for k, declared in op.declared().items()]
-            pieces += [f"### {name}", "", f"`{name}{op.signature()}`", "", inspect.getdoc(op), ""]
+            pieces += [f"### {name}", "", f"`{name}{op.signature()}`:", _text(op), ""]
             pieces += [_table(heads, rows), ""] if rows else []
     return "\n".join(pieces)
-
-
-def configs() -> str:
-    """The configs that come with the package: what each trains, its words, its whole docstring."""
-    from vit_jax.config.text import import_config, shipped_configs
-
-    parts = []
-    for name, path in shipped_configs().items():
-        config = import_config(path)
-        head, _, rest = inspect.cleandoc(config.__doc__).partition("\n")
-        parts += [f"## {name}", "", head, ""]
-        words = [(f"`{word}`", meaning) for word, meaning in config.WORDS.items()]
-        parts += [_table(("word", "meaning"), words), ""]
-        if rest.strip():
-            parts += [_console(textwrap.dedent(rest).strip()), ""]
-    return "\n".join(parts)
 
 
 def notebook() -> str:
@@ -173,7 +205,8 @@ def notebook() -> str:
 
 
 _MADE = (
-    commands, config_keys, configs, device_ops, evaluator_keys, host_ops, launchers, notebook,
+    commands, config_keys, config_words, configs, device_ops, evaluator_keys, host_ops, launchers,
+    notebook,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

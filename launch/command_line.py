@@ -52,6 +52,16 @@ def add_common_flags(parser: argparse.ArgumentParser, shown: str) -> None:
     parser.add_argument("--dry_run", action="store_true", help=f"print {shown} and exit")
 
 
+def add_cluster_flags(parser: argparse.ArgumentParser, max_restarts: int) -> None:
+    """Add the flags of jobs on Google's TPU slices, which restart at most `max_restarts` times."""
+    parser.add_argument("--topology", metavar="SLICE", help="TPU slice, e.g. v5e:4x4")
+    parser.add_argument("--num_slices", type=positive, default=1, help="slices connected by DCN")
+    parser.add_argument("--service_account", help="account that may write to the workdir")
+    parser.add_argument("--max_restarts", type=int, default=max_restarts,
+                        help="limit of restarts after failures")  # fmt: skip
+    parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
+
+
 def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
     """A command as typed in a shell, preceded by its environment variables."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]

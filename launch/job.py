@@ -186,17 +186,13 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
             f"member {here[0].name}: cannot be a job, since it runs in one process; run it first: "
             f"{shlex.join(own)}"
         )
-    jobs = [
-        Job(
-            tuple(running.member_words(call, member)),
-            flags.config,
-            os.fspath(call.workdir / member.name),
-            typed_plugins=tuple(flags.plugins),
-            extras=needed_extras(own, os.fspath(call.workdir)),
-        )
-        for member, own in zip(waiting, configs, strict=True)
-    ]
-    return os.fspath(call.workdir), jobs
+    workdir, typed = os.fspath(call.workdir), tuple(flags.plugins)
+    jobs = []
+    for member, own in zip(waiting, configs, strict=True):
+        job = Job(tuple(running.member_words(call, member)), flags.config,
+                  f"{workdir}/{member.name}", (), typed, needed_extras(own, workdir))  # fmt: skip
+        jobs.append(job)
+    return workdir, jobs
 
 
 def check_config_travels(job: Job, where: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import tpus
 import yaml
 from command_line import (
+    add_cluster_flags,
     add_common_flags,
     find_program,
     launcher_main,
@@ -45,8 +46,6 @@ _SPOT = "cloud.google.com/gke-spot"
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     where = parser.add_argument_group("where: --topology, or --nodes")
-    where.add_argument("--topology", metavar="SLICE", help="TPU slice of GKE, e.g. v5e:4x4")
-    where.add_argument("--num_slices", type=positive, default=1, help="TPU slices connected by DCN")
     where.add_argument("--nodes", type=positive, help="number of GPU or CPU nodes")
     where.add_argument("--gpus_per_node", type=positive, help="NVIDIA GPUs per process")
     where.add_argument("--spot", action="store_true", help="use GKE's spot nodes")
@@ -60,23 +59,13 @@ def define_flags() -> argparse.ArgumentParser:
         "--volume", type=pair(":"), action="append", default=[], metavar="CLAIM:FOLDER",
         help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
-    parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument("--namespace", default="default")
-    parser.add_argument(
-        "--name", type=name_of_job, help="name of the JobSet; default: last part of the workdir"
-    )
+    parser.add_argument("--name", type=name_of_job, help="default: last part of the workdir")
     parser.add_argument("--cpus_per_node", type=positive, help="CPUs to request per pod")
     parser.add_argument("--memory_per_node", metavar="SIZE", help="memory per pod, e.g. 64Gi")
-    parser.add_argument(
-        "--save_s",
-        type=positive,
-        default=300,
-        help="seconds for a pod to save when it is evicted",
-    )
-    parser.add_argument(
-        "--max_restarts", type=int, default=10, help="limit of restarts after failures"
-    )
-    parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
+    parser.add_argument("--save_s", type=positive, default=300,
+                        help="seconds for a pod to save when it is evicted")  # fmt: skip
+    add_cluster_flags(parser, max_restarts=10)
     add_common_flags(parser, "the manifest")
     return parser
 
@@ -84,10 +73,8 @@ def define_flags() -> argparse.ArgumentParser:
 def check(flags: argparse.Namespace, job: Job) -> None:
     """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
     if (flags.topology is None) == (flags.nodes is None):
-        raise InputError(
-            "--topology, --nodes: give one of them; a TPU slice such as --topology=v5e:4x4, or "
-            "--nodes=4 --gpus_per_node=8"
-        )
+        raise InputError("--topology, --nodes: give one of them, e.g. --topology=v5e:4x4, or "
+                         "--nodes=4 --gpus_per_node=8")  # fmt: skip
     if flags.topology is not None and flags.gpus_per_node is not None:
         raise InputError("--gpus_per_node: only works with --nodes, not with --topology")
     if flags.nodes is not None and flags.num_slices != 1:
@@ -154,7 +141,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[str, Any]:
     """Make the JobSet's manifest."""
     jobset = yaml.safe_load(_JOBSET)
-    jobset["metadata"] = {"name": flags.name or job.name, "namespace": flags.namespace}
+    jobset["metadata"] = {"name": flags.name, "namespace": flags.namespace}
     jobset["spec"]["failurePolicy"]["maxRestarts"] = flags.max_restarts
     [group] = jobset["spec"]["replicatedJobs"]
     pod = group["template"]["spec"]["template"]["spec"]
@@ -162,7 +149,7 @@ def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[
     container["image"] = flags.image
     container["env"] += [{"name": name, "value": v} for name, v in variables.plain.items()]
     if variables.secret:
-        container["envFrom"] = [{"secretRef": {"name": _secret_name(flags, job)}}]
+        container["envFrom"] = [{"secretRef": {"name": f"{flags.name}-env"}}]
     if flags.topology is None:
         add_nodes(flags, job, group, pod, container)
     else:
@@ -206,7 +193,7 @@ def add_slices(flags, job, jobset, group, pod, container) -> None:
 
 def add_nodes(flags, job, group, pod, container) -> None:
     """Run a job on nodes with GPUs or CPUs; its command gives each process its number."""
-    name, gpus = flags.name or job.name, flags.gpus_per_node
+    name, gpus = flags.name, flags.gpus_per_node
     group["template"]["spec"].update(parallelism=flags.nodes, completions=flags.nodes)
     container["command"] = [
         *escape(job.on("cpu" if gpus is None else "gpu").command()),
@@ -238,10 +225,6 @@ def escape(command: Sequence[str]) -> list[str]:
     return [word.replace("$(", "$$(") for word in command]
 
 
-def _secret_name(flags: argparse.Namespace, job: Job) -> str:
-    return f"{flags.name or job.name}-env"
-
-
 def to_yaml(manifest: dict[str, Any]) -> str:
     return yaml.safe_dump(manifest, sort_keys=False, width=100)
 
@@ -264,12 +247,12 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     check(flags, job)
     check_config_travels(job, "the image")
     variables = read_environment(flags, job)
+    flags.name = name = flags.name or job.name
     manifest = to_yaml(render(flags, job, variables))
-    remedy = "give a folder on a volume, --volume=CLAIM:FOLDER"
-    mounted = functools.partial(is_mounted, flags)
-    check_data_travels(job, "a pod", variables.all, mounted, remedy)
+    check_data_travels(job, "a pod", variables.all, functools.partial(is_mounted, flags),
+                       "give a folder on a volume, --volume=CLAIM:FOLDER")  # fmt: skip
     planned = flags.topology is not None and not flags.no_plan
-    secret, at = _secret_name(flags, job), ["--namespace", flags.namespace]
+    secret, at = f"{name}-env", ["--namespace", flags.namespace]
     if flags.dry_run:
         if planned and (plan := tpus.plan_command(job, flags)):
             print(f"# {shell(plan)}")
@@ -287,7 +270,6 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
         stored["stringData"] = variables.secret
         call_kubectl([kubectl, "apply", "-f", "-"], to_yaml(stored), "the Secret of --env")
     print(call_kubectl([kubectl, "create", "-f", "-"], manifest, "the job"))
-    name = flags.name or job.name
     first = f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0"
     first += ",batch.kubernetes.io/job-completion-index=0"
     print(f"state: {shell(['kubectl', 'get', 'jobset', name, *at])}")

@@ -41,12 +41,8 @@ _FLUSH_S = 60  # interval between writes of the logs to an object store
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--num_processes", type=positive, required=True, help="number of processes")
-    parser.add_argument(
-        "--devices_per_process",
-        type=positive,
-        metavar="N",
-        help="default: 1 on CPU; GPUs: equal shares",
-    )
+    parser.add_argument("--devices_per_process", type=positive, metavar="N",
+                        help="default: 1 on CPU; GPUs: equal shares")  # fmt: skip
     parser.add_argument("--platform", choices=("cpu", "gpu"), help="default: gpu if there is one")
     add_common_flags(parser, "the commands")
     return parser
@@ -69,9 +65,8 @@ def device_environments(
       InputError: if the GPUs cannot be divided evenly, or are too few.
     """
     if not gpus:
-        devices = str(devices_per_process or 1)
-        cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
-        return [cpu] * num_processes
+        num_devices = str(devices_per_process or 1)
+        return [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": num_devices}] * num_processes
     if devices_per_process is None and len(gpus) % num_processes:
         divisors = [str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0]
         raise InputError(
@@ -98,13 +93,9 @@ def commands(job: Job, num_processes: int) -> list[list[str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    common = f"--coordinator=localhost:{port}", f"--num_processes={num_processes}"
     return [
-        job.command(
-            f"--coordinator=localhost:{port}",
-            f"--num_processes={num_processes}",
-            f"--process_id={i}",
-            python=sys.executable,
-        )
+        job.command(*common, f"--process_id={i}", python=sys.executable)
         for i in range(num_processes)
     ]
 
@@ -156,12 +147,11 @@ class Stop:
         self._processes: Sequence[Process] = ()
 
     def __enter__(self) -> "Stop":
-        numbers = [
-            number
+        self._earlier = {
+            number: signal.signal(number, self._handle)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) is not signal.SIG_IGN  # ignored under nohup
-        ]
-        self._earlier = {number: signal.signal(number, self._handle) for number in numbers}
+        }
         return self
 
     def __exit__(self, *exc_info) -> None:
@@ -209,12 +199,8 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
 
 def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: Stop) -> int:
     """Start the processes and wait for them; return the job's exit code."""
-    processes = [
-        Process(command, environment, log, shown=i == 0)
-        for i, (command, environment, log) in enumerate(
-            zip(commands(job, len(environments)), environments, logs, strict=True)
-        )
-    ]
+    each = zip(commands(job, len(environments)), environments, logs, strict=True)
+    processes = [Process(*own, shown=i == 0) for i, own in enumerate(each)]
     stop.pass_on_to(processes)
     failed = wait(processes, logs, stop)
     if stop.signal == signal.SIGINT:
@@ -279,12 +265,10 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     variables = read_environment(flags, job)
     if flags.dry_run:
         print(shell(["mkdir", "-p", str(log_path(job, 0).parent)]))
+        each = zip(commands(job, flags.num_processes), environments, strict=True)
         lines = [
-            f"{variables.shown}{shell(command, environment)} 2>&1 | "
-            f"{shell(['tee', '-a', str(log_path(job, i))])}"
-            for i, (command, environment) in enumerate(
-                zip(commands(job, flags.num_processes), environments, strict=True)
-            )
+            f"{variables.shown}{shell(*own)} 2>&1 | tee -a {shell([str(log_path(job, i))])}"
+            for i, own in enumerate(each)
         ]
         print("\n".join([*(f"{line} > /dev/null &" for line in lines[1:]), lines[0]]))
         return DONE

@@ -54,12 +54,8 @@ def define_flags() -> argparse.ArgumentParser:
     parser.add_argument("--gpus_per_node", type=positive, help="default: none, i.e. run on CPU")
     parser.add_argument("--cpus_per_process", type=positive, help="default: Slurm's")
     parser.add_argument("--time", metavar="HH:MM:SS", help="time limit; the job then requeues")
-    parser.add_argument(
-        "--save_s",
-        type=positive,
-        default=300,
-        help="seconds before the limit to start saving",
-    )
+    parser.add_argument("--save_s", type=positive, default=300,
+                        help="seconds before the limit to start saving")  # fmt: skip
     parser.add_argument("--name", help="name of the job; default: last part of the workdir")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
@@ -138,10 +134,8 @@ def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> 
     srun = {"cpus-per-task": flags.cpus_per_process, "wait": flags.save_s}
     task = "\n".join(_what_runs(flags, job))
     if members:
-        cases = "\n".join(
-            f"{i}) {'; '.join(_what_runs(flags, member))};;" for i, member in enumerate(members)
-        )
-        task = f"case $SLURM_ARRAY_TASK_ID in\n{cases}\nesac"
+        cases = [f"{i}) {'; '.join(_what_runs(flags, own))};;" for i, own in enumerate(members)]
+        task = "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"])
     devices = ""
     if flags.gpus_per_node is not None:  # otherwise JAX would give each process one GPU
         each = flags.gpus_per_node // flags.processes_per_node

@@ -34,12 +34,12 @@ import slices
 import tpus
 from command_line import (
     ROOT,
+    add_cluster_flags,
     add_common_flags,
     find_program,
     launcher_main,
     make_parser,
     name_of_job,
-    positive,
     shell,
 )
 from environment import WANDB_KEY, Environment, as_exports, read_environment
@@ -59,6 +59,7 @@ from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
 
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")
+_FOLLOW = "tail --lines=100 --follow vit_jax/job.log"  # on a worker
 _WORKER = "vit_jax/launch/worker.sh"  # on a worker, relative to the home directory
 ACTIONS = ("create", "run", "status", "logs", "delete")
 
@@ -66,18 +67,13 @@ ACTIONS = ("create", "run", "status", "logs", "delete")
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, f"{{{','.join(ACTIONS)}}} ")
     parser.add_argument("action", choices=ACTIONS)
-    parser.add_argument(
-        "--name", type=name_of_job, required=True, help="name of the queued resource"
-    )
+    parser.add_argument("--name", type=name_of_job, required=True, help="of the queued resource")
     parser.add_argument("--zone", required=True)
     parser.add_argument("--project", help="default: gcloud's")
-    parser.add_argument("--topology", metavar="SLICE", help="for create and run, e.g. v5e:4x4")
-    parser.add_argument("--num_slices", type=positive, default=1, help="slices connected by DCN")
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument("--spot", action="store_true", help="cheaper, but may be preempted")
     tier.add_argument("--reserved", action="store_true", help="use the project's reservation")
     parser.add_argument("--runtime", help="runtime version of the VMs; default: the one for JAX")
-    parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument(
         "--create_flag", action="append", default=[], metavar="FLAG",
         help="any flag of gcloud's create, e.g. --create_flag=--subnetwork=NAME; repeatable",
@@ -88,11 +84,7 @@ def define_flags() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--node", default="0", help="slice whose logs to show, from 0")
     parser.add_argument("--worker", default="0", help="worker of that slice, from 0")
-    parser.add_argument(
-        "--max_restarts", type=int, default=3,
-        help="limit of restarts after failures, without progress in between",
-    )  # fmt: skip
-    parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
+    add_cluster_flags(parser, max_restarts=3)
     add_common_flags(parser, "the commands")
     return parser
 
@@ -107,11 +99,11 @@ class JobState(NamedTuple):
     variables: digest of its variables; None if no job was started.
     """
 
-    words: str | None
-    running: bool
-    code: int | None
-    log: bytes
-    variables: str | None
+    words: str | None = None
+    running: bool = False
+    code: int | None = None
+    log: bytes = b""
+    variables: str | None = None
 
 
 def ask(offset: int) -> str:
@@ -129,7 +121,7 @@ def look(gcloud: Gcloud, offset: int) -> JobState:
     head, _, log = answer.partition(b"\n")
     found = re.fullmatch(r"job (\w+): (yes|no) (-|\d+) (.*)", head.decode(errors="replace"))
     if found is None:
-        return JobState(None, False, None, b"", None)
+        return JobState()
     digest, running, code, words = found.groups()
     return JobState(words, running == "yes", None if code == "-" else int(code), log, digest)
 
@@ -287,28 +279,22 @@ def planned_commands(
         yield gcloud.describe(), ""
         yield gcloud.ssh(ask(0), "0", "0"), "if the slices are active"
     elif flags.action == "logs":
-        yield log_command(gcloud, flags), ""
+        yield gcloud.ssh(_FOLLOW, flags.node, flags.worker), ""
     else:
         yield gcloud.delete(), ""
-
-
-def log_command(gcloud: Gcloud, flags: argparse.Namespace) -> list[str]:
-    """Command that shows a worker's log and follows it."""
-    return gcloud.ssh("tail --lines=100 --follow vit_jax/job.log", flags.node, flags.worker)
 
 
 def status(gcloud: Gcloud) -> int:
     """Print the state of the slices and of the job."""
     state = find_state(gcloud)["state"]
     print(f"slices: {state}", flush=True)
-    if state == "ACTIVE":
-        job = look(gcloud, 0)
-        if job.words is None:
-            print("job: none")
-        else:
-            ended = "ended" if job.code is None else f"ended with exit code {job.code}"
-            print(f"job: {'running' if job.running else ended}: {job.words}")
-            print(b"\n".join(job.log.splitlines()[-5:]).decode(errors="replace"))
+    job = look(gcloud, 0) if state == "ACTIVE" else JobState()
+    if job.words is not None:
+        ended = "ended" if job.code is None else f"ended with exit code {job.code}"
+        print(f"job: {'running' if job.running else ended}: {job.words}")
+        print(b"\n".join(job.log.splitlines()[-5:]).decode(errors="replace"))
+    elif state == "ACTIVE":
+        print("job: none")
     return DONE
 
 
@@ -366,7 +352,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     elif flags.action == "status":
         return status(gcloud)
     elif flags.action == "logs":
-        return subprocess.run(log_command(gcloud, flags)).returncode
+        return subprocess.run(gcloud.ssh(_FOLLOW, flags.node, flags.worker)).returncode
     else:
         if not flags.no_plan and (code := tpus.check_plan(job, flags)):
             return code

@@ -1,4 +1,4 @@
-"""The parts in docs/how_to/extend.md next to our own; test_wheel.py trains with all of them."""
+"""The parts in docs/how_to/extend next to our own; test_wheel.py trains with all of them."""
 
 import sys
 

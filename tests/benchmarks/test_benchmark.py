@@ -100,27 +100,18 @@ def pipelines(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_short_round", "pipelines")
-def test_input_figures_are_consistent(tmp_path, caplog):
+def test_input_figures_are_consistent(tmp_path):
     for i in range(20):
         path = tmp_path / ("val/a" if i == 0 else f"train/{'ab'[i % 2]}") / f"{i}.jpg"
         path.parent.mkdir(exist_ok=True, parents=True)
         PIL.Image.new("RGB", (24, 20), (10 * i, 0, 0)).save(path)
-    broken = {"empty": b"", "page": b"\n<!DOCTYPE html><p>404", "words": b"words"}
-    for name, content in broken.items():
-        (tmp_path / f"train/a/{name}.jpg").write_bytes(content)
+    (tmp_path / "train/a/words.jpg").write_bytes(b"words")
     (tmp_path / "train/b/link.jpg").symlink_to("nowhere")
     c = tiny_config()
     c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
     c.data.num_examples, c.data.ops = None, "scaled_inception_crop|flip"
     c.data.max_corrupt_fraction = 1.0
     figures = measure_input(c)
-    said = [record.getMessage() for record in caplog.records]
-    why = {"empty": "it is empty", "page": "an HTML page", "words": "holds no picture",
-           "link": "a link that leads to no file"}  # fmt: skip
-    assert figures["unreadable"] == len(said) == len(why)
-    for name, reason in why.items():
-        (line,) = (line for line in said if f"/{name}.jpg: not a readable image (" in line)
-        assert reason in line
     assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
     assert list(ms) == ["pipeline", "full_size", "decode", "fused_float32", "unfused_float32"]

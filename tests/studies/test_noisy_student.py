@@ -49,7 +49,7 @@ def test_each_stage_waits_for_the_one_before(tmp_path, monkeypatch):
 
     def execute(command):
         commands.append(command)
-        return running._Ended(0, "", False)
+        return 0, "", False
 
     monkeypatch.setattr(running, "_execute", execute)
     seen = []

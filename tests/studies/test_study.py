@@ -12,7 +12,6 @@ import time
 import pytest
 
 from vit_jax.main import main
-from vit_jax.studies import running
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = "ViT-B/4,cifar10,debug"
@@ -33,7 +32,7 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
 
     def execute_here(command):
         commands.append(command[1:])
-        return running._Ended(main(command[3:]), "", told_to_stop=False)
+        return main(command[3:]), "", False
 
     monkeypatch.setattr("vit_jax.studies.running._execute", execute_here)
     flags = ["study", CONFIG, f"--workdir={tmp_path / 'study'}"]

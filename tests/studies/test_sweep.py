@@ -123,7 +123,7 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
         workdir.mkdir()
         top1 = 100 * float(words["config.optimizer.peak_lr"])
         (workdir / "summary.json").write_text(json.dumps({"step": 40, "test/top1": top1}))
-        return running._Ended(0, "", told_to_stop=False)
+        return 0, "", False
 
     monkeypatch.setattr(running, "_execute", execute)
     flags = ("--sweep=optimizer.peak_lr=1e-3,3e-3", "--sweep=seed=0,1",

@@ -7,7 +7,7 @@ speed by image size, and the largest batch per core.
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,17 @@ BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 3
 
 
-class Forward(NamedTuple):
-    """A compiled forward pass on one device, and its bytes there."""
+def compile_forward(
+    config: ConfigDict, mesh: Mesh, batch_size: int
+) -> tuple[Any, Callable[[], tuple[Any, jax.Array]], int]:
+    """(compiled, function that makes its arguments, bytes) of the forward pass of the model.
 
-    compiled: Any
-    arguments: Callable[[], tuple[Any, jax.Array]]
-    memory: int
-
-
-def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
-    """Compile the forward pass of `config`'s model on the one device of `mesh`.
+    It is compiled for the one device of `mesh`.
 
     Parameters are float32, images (B, H, W, channels) float32; the model computes in `model.dtype`.
     """
     model = planned_experiment(config, mesh).model
-    height, width = image_hw(config.data.image_size)
-    shape = (batch_size, height, width, about(model).channels)
+    shape = (batch_size, *image_hw(config.data.image_size), about(model).channels)
     everywhere = NamedSharding(mesh, P())
     images = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
     init = functools.partial(model.init, train=False)
@@ -66,7 +61,7 @@ def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
 
         return jax.tree.map(draw, variables), draw(images)
 
-    return Forward(compiled, arguments, flops.expected_memory(compiled.memory_analysis()).total)
+    return compiled, arguments, flops.expected_memory(compiled.memory_analysis()).total
 
 
 def largest_batch(memory: dict[int, int], capacity: int) -> int:
@@ -94,15 +89,14 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
     rows: dict[str, dict[str, Any]] = {}
     memory = {}
     for batch_size in BATCH_SIZES:
-        forward = compile_forward(config, mesh, batch_size)
-        memory[batch_size] = forward.memory
-        row = rows[str(batch_size)] = {"images_per_s": None, "memory_bytes": forward.memory}
-        if forward.memory > capacity:
+        forward, make_arguments, memory[batch_size] = compile_forward(config, mesh, batch_size)
+        row = rows[str(batch_size)] = {"images_per_s": None, "memory_bytes": memory[batch_size]}
+        if memory[batch_size] > capacity:
             continue
-        arguments = forward.arguments()
+        arguments = make_arguments()
 
         def call(forward=forward, arguments=arguments):
-            jax.block_until_ready(forward.compiled(*arguments))
+            jax.block_until_ready(forward(*arguments))
 
         call()
         costs = measure({"forward": call}, num_rounds or _NUM_ROUNDS)["forward"]
@@ -127,7 +121,7 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     chip, compiled_for = target.chip, target.is_compiled_for
     device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]
     config, mesh = _on_one_device(config, device)
-    memory = {size: compile_forward(config, mesh, size).memory for size in BATCH_SIZES[1:]}
+    memory = {size: compile_forward(config, mesh, size)[-1] for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
     gflop = _gflop_per_image(config, mesh)
     share = USUAL_SHARE if chip.is_gpu else 1.0

@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.errors import InputError
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
 from vit_jax.run.sources import training_order
@@ -37,8 +36,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
       float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
-    A round reads several batches from each pipeline, each from start to end. Images that cannot
-    be read are named once, before the first round, and replaced by others.
+    A round reads several batches from each pipeline, each from start to end.
 
     Args:
       config: names the data and the ops.
@@ -61,13 +59,19 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = num_rounds or _NUM_ROUNDS
     data_order = training_order(config, source)
-    where: dict[str, Any] = {"seed": config.seed, "rows": rows}
-    num_broken = 0
-    if config.data.name in (*data.OWN_IMAGES, "unlabelled"):  # others are rarely broken
-        steps = range((1 + num_rounds) * num_batches)
-        first = data.host_batches(source, spec, steps=steps, **where, data_order=data_order)
-        data_order, num_broken = _leave_out_broken(data_order, first, source.num_examples)
-    makers = _batch_makers(source, spec, **where, data_order=data_order)
+    where: dict[str, Any] = {"seed": config.seed, "rows": rows, "data_order": data_order}
+    makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
+    full_size = data.at_full_size(host_ops)
+    if source.encoded and full_size != host_ops:
+        unscaled = data.image_batch(spec.size, image_size, full_size)
+        makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
+    if source.encoded:
+        for name, load in {
+            "decode": lambda image, key: tf.shape(to_pixels(image)),
+            "fused_float32": functools.partial(plain_load, image_size, True),
+            "unfused_float32": functools.partial(plain_load, image_size, False),
+        }.items():
+            makers[name] = functools.partial(plain_batches, source, load, spec.size, **where)
     calls = _round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
     costs = measure(calls, num_rounds)
@@ -79,7 +83,6 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
         "image_size": list(image_size),
         "rows": len(rows),
         "images": images * num_rounds,
-        "unreadable": num_broken,
         "cpu_cores": PARALLEL_CALLS,
         "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
     }
@@ -87,48 +90,6 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     return figures | {
         f"ratio_to_{name}": spread_of_ratio(pipeline, values) for name, values in cpu_ms.items()
     }
-
-
-def _leave_out_broken(
-    data_order: data.Order, batches: Iterable[Mapping[str, np.ndarray]], num_examples: int
-) -> tuple[data.Order, int]:
-    """`data_order` with a readable record in place of those that `batches` mask, and their number.
-
-    Raises:
-      InputError: all are masked.
-    """
-    broken, readable = set(), None
-    for batch in batches:
-        masked = batch["mask"] == 0
-        broken.update(batch["id"][masked].tolist())
-        readable = next(iter(batch["id"][~masked].tolist()), readable)
-    if not broken:
-        return data_order, 0
-    if readable is None:
-        raise InputError("data.data_dir: none of the images can be read; repair or remove them")
-    table = np.arange(num_examples, dtype=np.int64)
-    table[list(broken)] = readable
-    return lambda positions: tf.gather(tf.constant(table), data_order(positions)), len(broken)
-
-
-def _batch_makers(
-    source: data.Source, spec: data.BatchSpec, **where
-) -> dict[str, Callable[..., Iterator]]:
-    """{name: steps -> batches}: the pipeline first, then plain ones if images are encoded."""
-    makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
-    image_size, (host_ops,) = spec.crops["image"].size, spec.crops["image"].host_ops
-    full_size = data.at_full_size(host_ops)
-    if source.encoded and full_size != host_ops:
-        unscaled = data.image_batch(spec.size, image_size, full_size)
-        makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
-    if source.encoded:
-        for name, load in {
-            "decode": lambda image, key: tf.shape(to_pixels(image)),
-            "fused_float32": make_plain_load(fused=True, image_size=image_size),
-            "unfused_float32": make_plain_load(fused=False, image_size=image_size),
-        }.items():
-            makers[name] = functools.partial(plain_batches, source, load, spec.size, **where)
-    return makers
 
 
 def _round_calls(
@@ -167,47 +128,39 @@ def plain_batches(
         example = source.read(record_id)
         return load(example["image"], key), example["label"]
 
-    # A record that only some ways cannot decode, as they read other parts of it, is skipped.
+    # Records that cannot be decoded are skipped; the pipeline masks them.
     numbers = tf.data.Dataset.range(steps.start, steps.stop)
     examples = numbers.map(arrange).unbatch().map(read, PARALLEL_CALLS).ignore_errors()
     return Elements(examples.batch(len(rows)).prefetch(2))
 
 
-def make_plain_load(*, fused: bool, image_size: tuple[int, int]) -> Callable:
-    """A function load(JPEG bytes, key) -> float32 (H, W, 3), as common with `tf.image`."""
-
-    def load(image, key):
-        is_jpeg = tf.io.is_jpeg(image)
-        shape = tf.cond(
+def plain_load(
+    image_size: tuple[int, int], fused: bool, image: tf.Tensor, key: tf.Tensor
+) -> tf.Tensor:
+    """JPEG bytes -> float32 (H, W, 3), as common with `tf.image`; `fused` decodes the window."""
+    is_jpeg = tf.io.is_jpeg(image)
+    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.cond(
             is_jpeg,
             lambda: tf.image.extract_jpeg_shape(image),
             lambda: tf.shape(to_pixels(image)),
-        )
-        begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
-            shape,
-            tf.zeros([1, 0, 4]),
-            seed=key,
-            min_object_covered=0.0,
-            aspect_ratio_range=(3 / 4, 4 / 3),
-            area_range=(0.05, 1.0),
-            max_attempts=100,
-            use_image_if_no_bounding_boxes=True,
-        )
-        top, left, _ = tf.unstack(begin)
-        height, width, _ = tf.unstack(extent)
-
-        def decode_window():
-            return tf.io.decode_and_crop_jpeg(image, [top, left, height, width], channels=3)
-
-        def decode_all():
-            pixels = tf.cond(
-                is_jpeg, lambda: tf.io.decode_jpeg(image, channels=3), lambda: to_pixels(image)
-            )
-            return tf.image.crop_to_bounding_box(pixels, top, left, height, width)
-
-        pixels = tf.cond(is_jpeg, decode_window, decode_all) if fused else decode_all()
-        pixels = tf.image.resize(pixels, image_size, "bilinear")
-        pixels = tf.image.stateless_random_flip_left_right(pixels, key)
-        return pixels / 127.5 - 1.0  # per-channel constants would cost 1.5 times as much
-
-    return load
+        ),
+        tf.zeros([1, 0, 4]),
+        seed=key,
+        min_object_covered=0.0,
+        aspect_ratio_range=(3 / 4, 4 / 3),
+        area_range=(0.05, 1.0),
+        max_attempts=100,
+        use_image_if_no_bounding_boxes=True,
+    )
+    window = [*tf.unstack(begin)[:2], *tf.unstack(extent)[:2]]
+    pixels = tf.cond(
+        is_jpeg & fused,
+        lambda: tf.io.decode_and_crop_jpeg(image, window, channels=3),
+        lambda: tf.image.crop_to_bounding_box(
+            tf.io.decode_image(image, channels=3, expand_animations=False), *window
+        ),
+    )
+    pixels = tf.image.resize(pixels, image_size, "bilinear")
+    pixels = tf.image.stateless_random_flip_left_right(pixels, key)
+    return pixels / 127.5 - 1.0  # per-channel constants would cost 1.5 times as much

@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-Clock = Callable[[], float]
-
 
 class Cost(NamedTuple):
     """The cost of one call in seconds: wall time, and user + system time of all threads."""
@@ -19,8 +17,8 @@ def measure(
     calls: Mapping[str, Callable[[], object]],
     num_rounds: int,
     *,
-    wall_clock: Clock = time.perf_counter,
-    cpu_clock: Clock = time.process_time,
+    wall_clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[Cost]]:
     """Run all `calls` in turn, `num_rounds` times; returns the costs of each call by round."""
     costs = {name: [] for name in calls}

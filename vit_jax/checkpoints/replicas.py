@@ -57,19 +57,15 @@ def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
         )
 
 
-def _copied_over(mesh: Mesh, spec: P) -> tuple[int, ...]:
-    """Numbers of the mesh axes along which an array with `spec` is replicated."""
-    split = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    return tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in split)
-
-
 def _differing(mesh: Mesh, specs: Sequence[P], checksums: np.ndarray) -> list[int]:
     """Indices of the leaves whose copies differ; `checksums` has shape (*mesh, leaves)."""
     found = []
     for spec in set(specs):
         rows = np.array([i for i, other in enumerate(specs) if other == spec])
         of_spec = checksums[..., rows]
-        axes = _copied_over(mesh, spec)
+        split = {axis for e in spec for axis in (e if isinstance(e, tuple) else (e,))}
+        # Numbers of the mesh axes along which an array with `spec` is replicated.
+        axes = tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in split)
         differ = of_spec.max(axis=axes) != of_spec.min(axis=axes)
         found += rows[differ.reshape(-1, len(rows)).any(axis=0)].tolist()
     return sorted(found)
@@ -104,8 +100,7 @@ def _describe(
         by_value = by_place.setdefault(str(place), {})
         by_value.setdefault(int(by_device[device]), []).append(device)
     return [
-        f"{name}: "
-        + " / ".join(_devices(devices) for devices in sorted(by_value.values(), key=len))
+        f"{name}: {' / '.join(map(_devices, sorted(by_value.values(), key=len)))}"
         for by_value in by_place.values()
         if len(by_value) > 1
     ]
@@ -115,10 +110,4 @@ def _devices(devices: list[jax.Device]) -> str:
     """Devices with equal copies: by name if few, since a minority is likely wrong; else a count."""
     if len(devices) > 8:
         return f"{len(devices)} others"
-    by_process: dict[int, list[int]] = {}
-    for device in devices:
-        by_process.setdefault(device.process_index, []).append(device.id)
-    return ", ".join(
-        f"device {', '.join(map(str, ids))} of process {process}"
-        for process, ids in sorted(by_process.items())
-    )
+    return ", ".join(f"device {d.id} of process {d.process_index}" for d in devices)

@@ -31,7 +31,7 @@ def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
 
     The keys are those of `SECTIONS` and of the parts in `REGISTRIES`.
 
-    `plugins`: the user's own modules (docs/how_to/extend.md); they are imported, and their keys
+    `plugins`: the user's own modules (docs/how_to/extend); they are imported, and their keys
     added, together with those of --config.plugins.
 
     Raises:

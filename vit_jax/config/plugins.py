@@ -1,7 +1,7 @@
 """Plug-ins: the user's own modules, listed in the config's `plugins`.
 
 A plug-in is one Python file or one installed module. When imported, it adds parts to the registries
-(docs/how_to/extend.md). The fields of these parts become
+(docs/how_to/extend). The fields of these parts become
 keys of the configs that list it. A run stores a copy of the file and its digest in WORKDIR/plugins.
 A command that reads this workdir later uses code with the same digest that the user names; it runs
 the stored copy only if the user trusts it.

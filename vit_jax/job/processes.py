@@ -5,7 +5,6 @@ Unlike a collective, it cannot hang when processes run different programs.
 """
 
 import ctypes
-import hashlib
 import itertools
 import json
 import os
@@ -190,8 +189,7 @@ def check_devices(num_devices: int | None) -> None:
 def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
     """Check that `facts` are equal on all processes.
 
-    Process 0 reads one digest per process, and the facts only where digests differ, so its work
-    grows linearly with the number of processes.
+    Process 0 reads the facts of each process once, so its work grows linearly with their number.
 
     Args:
       name: name of the comparison, for errors.
@@ -207,7 +205,6 @@ def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
     store, me, prefix = client(), jax.process_index(), f"agree/{_next_comparison()} {name}"
     text = json.dumps({key: repr(value) for key, value in facts.items()}, sort_keys=True)
     store.key_value_set(f"{prefix}/facts/{me}", text)
-    store.key_value_set(f"{prefix}/digest/{me}", hashlib.sha256(text.encode()).hexdigest())
     if me == 0:
         missing, differences = _compare(prefix, timeout_s)
         store.key_value_set(f"{prefix}/verdict", json.dumps([missing, differences]))
@@ -225,14 +222,11 @@ def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
 def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     """(missing processes, one text per fact that differs)."""
     until = time.monotonic() + timeout_s
-    everyone = range(jax.process_count())
-    digests = {
-        i: _wait_for(f"{prefix}/digest/{i}", max(until - time.monotonic(), 0.1)) for i in everyone
-    }
-    missing = [i for i, digest in digests.items() if digest is None]
-    if missing or len(set(digests.values())) == 1:
+    texts = [_wait_for(f"{prefix}/facts/{i}", max(until - time.monotonic(), 0.1))
+             for i in range(jax.process_count())]  # fmt: skip
+    if missing := [i for i, text in enumerate(texts) if text is None]:
         return missing, []
-    said = [json.loads(client().key_value_try_get(f"{prefix}/facts/{i}")) for i in everyone]
+    said = [json.loads(text) for text in texts]
     differences = []
     for key in sorted(set().union(*said)):
         by_value: dict[str, list[int]] = {}

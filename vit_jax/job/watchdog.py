@@ -231,9 +231,9 @@ class Watchdog:
         """Processes that are unreachable, lost or ending; "" if none is known."""
         if not self.answered:
             return f"process 0, the coordinator, is unreachable; this process: {self.report()}"
+        lost = "is lost (killed, stopped or without network)"
         said = [
-            f"process {i} is lost (killed, stopped or without network), "
-            + (f"last seen at {report}" if report else "never seen")
+            f"process {i} {lost}, {f'last seen at {report}' if report else 'never seen'}"
             for i, report in self._silent().items()
         ]
         said += [
@@ -377,8 +377,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     for key in ("heartbeat_s", "step_deadline_s", "compile_deadline_s", "evaluation_deadline_s",
                 "save_deadline_s"):  # fmt: skip
         faults.need_positive(f"job.{key}", job[key])
-    faults.need(
-        job.step_deadline_s is None or job.step_deadline_s <= 0.75 * job.heartbeat_s,
-        f"job.step_deadline_s={job.step_deadline_s}: must be at most 0.75 * "
-        f"job.heartbeat_s={job.heartbeat_s}, when JAX ends the run without saying why",
-    )
+    step_s, heartbeat_s = job.step_deadline_s, job.heartbeat_s
+    faults.need(step_s is None or step_s <= 0.75 * heartbeat_s, f"job.step_deadline_s={step_s}: "
+                f"must be at most 0.75 * job.heartbeat_s={heartbeat_s}, when JAX ends the run "
+                "without saying why")  # fmt: skip

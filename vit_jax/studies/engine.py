@@ -124,8 +124,11 @@ class Measured:
         return text + f" [{self.note}]" * bool(self.note)
 
     def numbers(self) -> dict[str, Any]:
-        """Mean, deviation and values as fractions, for study.json."""
-        return {**mean_and_std(self.known), "values": self.known, "note": self.note}
+        """Mean, sample deviation and values as fractions, for study.json."""
+        known = self.known
+        mean = statistics.fmean(known) if known else None
+        std = statistics.stdev(known) if len(known) > 1 else None
+        return {"mean": mean, "std": std, "values": known, "note": self.note}
 
 
 class Report(NamedTuple):
@@ -277,8 +280,8 @@ class Study:
 
     def all_members(self) -> list[Member]:
         """All members, as if each finished when its turn comes, equally well."""
-        metrics = {metric.name: 0.5 for metric in self.metrics()}
-        done = Result(FINISHED, {"step": 1, **metrics, "best": {"step": 1, **metrics}})
+        equal = {"step": 1} | {metric.name: 0.5 for metric in self.metrics()}
+        done = Result(FINISHED, equal | {"best": equal})
         results: dict[str, Result] = {}
         while new := [m for m in self.members(results) if m.name not in results]:
             results |= {member.name: done for member in new}
@@ -333,11 +336,9 @@ class Study:
         for chooser, where, splits in found:
             for other, _, reported in found:
                 is_same = (chooser.name, chooser.config) == (other.name, other.config)
-                faults.need(
-                    not chooser.chooses or is_same or not splits & reported,
-                    f"{where}: chooses by the data of study.{other.key}={other.name!r}, which the "
-                    "study reports; choose by other data",
-                )
+                faults.need(not chooser.chooses or is_same or not splits & reported,
+                            f"{where}: chooses by the data of study.{other.key}={other.name!r}, "
+                            "which the study reports; choose by other data")  # fmt: skip
 
 
 class Found:
@@ -363,11 +364,11 @@ class Found:
         """A row for each training run that has ended: its place, state and summary."""
         ended = [(m, self.results[m.name]) for m in self.members
                  if m.name in self.results and m.command == "train"]  # fmt: skip
-        numbers = [self.study.numbers_of(result) for _, result in ended]
-        places = list(dict.fromkeys(key for member, _ in ended for key in member.place))
-        metrics = dict.fromkeys(key for found in numbers for key in found if "/" in key)
-        rows = [{"member": member.name, **member.place, "state": result.state, **found}
-                for (member, result), found in zip(ended, numbers, strict=True)]  # fmt: skip
+        numbers_of = self.study.numbers_of
+        rows = [{"member": m.name, **m.place, "state": result.state, **numbers_of(result)}
+                for m, result in ended]  # fmt: skip
+        places = dict.fromkeys(key for member, _ in ended for key in member.place)
+        metrics = dict.fromkeys(key for row in rows for key in row if "/" in key)
         columns = ["member", *places, "state", *metrics, *_IN_CSV]
         text = io.StringIO()
         writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
@@ -434,12 +435,3 @@ def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
     found = declared_metrics(config, name)
     return None if found is None else [m for m, better in found.items() if better == "higher"]
-
-
-def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and sample standard deviation.
-
-    The deviation is None for one value; both are None for an empty list.
-    """
-    mean = statistics.fmean(values) if values else None
-    return {"mean": mean, "std": statistics.stdev(values) if len(values) > 1 else None}

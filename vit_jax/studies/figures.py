@@ -12,7 +12,7 @@ from vit_jax.studies.law import Prediction, pareto_front
 
 # Okabe and Ito's colours, without yellow, which is too light for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
+_STYLES = tuple(zip(_COLOURS, "osD^vPX", strict=True))  # and markers
 
 Panels = dict[str, dict[str, list[tuple[float, list[float]]]]]
 
@@ -51,7 +51,7 @@ def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> byt
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     for axes, (measure, curves) in zip(all_axes, panels.items(), strict=True):
         for name, places in curves.items():
-            colour, marker = _style(names.index(name))
+            colour, marker = _STYLES[names.index(name) % len(_STYLES)]
             means = [sum(values) / len(values) for _, values in places]
             axes.plot([x for x, _ in places], means, label=name, color=colour)
             dots = [(x, value) for x, values in places for value in values]
@@ -78,7 +78,7 @@ def draw_scaling(
     figure, all_axes = _start_figure(len(panels))
     for axes, (x_label, points) in zip(all_axes, panels.items(), strict=True):
         for i, family in enumerate(dict.fromkeys(family for family, _, _ in points)):
-            colour, marker = _style(i)
+            colour, marker = _STYLES[i % len(_STYLES)]
             x = [cost for name, cost, _ in points if name == family]
             y = [100 * (1 - error) for name, _, error in points if name == family]
             axes.plot(x, y, marker, color=colour, markersize=5, label=family)
@@ -87,13 +87,8 @@ def draw_scaling(
                 at = np.geomspace(min(x), 1.5 * max(x), 100)
                 high, low = (100 * (1 - error) for error in law.fit.band(at))
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-                axes.plot(
-                    at,
-                    100 * (1 - law.fit.law.predict(at)),
-                    color=colour,
-                    linewidth=1.2,
-                    label=f"law of {family}",
-                )
+                axes.plot(at, 100 * (1 - law.fit.law.predict(at)), color=colour, linewidth=1.2,
+                          label=f"law of {family}")  # fmt: skip
                 axes.plot(law.compute, 100 * (1 - law.measured), "o", color=colour, markersize=11,
                           markerfacecolor="none",
                           label="held out" if law is list(laws.values())[-1] else None)  # fmt: skip
@@ -113,10 +108,6 @@ def _start_figure(num_panels: int) -> tuple[Any, list[Any]]:
 
     figure = Figure(figsize=(6 if num_panels == 1 else 5 * num_panels, 4), layout="constrained")
     return figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
-
-
-def _style(number: int) -> tuple[str, str]:
-    return _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
 
 
 def _finish(axes: Any, x_label: str, y_label: str) -> None:

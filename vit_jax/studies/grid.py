@@ -89,14 +89,13 @@ class Grid(Study):
 
     def _chosen(self, results: Results) -> dict[tuple[str, ...], str]:
         """{cell: its best candidate} for the cells that have chosen."""
-        first, metric = self.config.seed, self.choose_by or self.metric
-        best = {
-            cell: self.choose(
-                results, {name: self._train(cell, name, first) for name in self._candidates}, metric
-            )
-            for cell in self.entries["cells"]
-        }
-        return {cell: name for cell, name in best.items() if name is not None}
+        chosen = {}
+        for cell in self.entries["cells"]:
+            tries = {name: self._train(cell, name, self.config.seed) for name in self._candidates}
+            best = self.choose(results, tries, self.choose_by or self.metric)
+            if best is not None:
+                chosen[cell] = best
+        return chosen
 
     def _train(self, cell: tuple[str, ...], candidate: str, seed: int) -> Member:
         place = {"row": cell[0], "column": cell[1], "candidate": candidate, "part": "trained"}

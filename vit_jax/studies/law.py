@@ -47,10 +47,8 @@ class Fit(NamedTuple):
     residual_std: float
     draws: Sequence[tuple[Law, float]]
 
-    def band(
-        self, compute: np.ndarray, *, level: float = 0.9, of_runs: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper bound of the error at each compute, of the same shape.
+    def band(self, compute: np.ndarray, *, of_runs: bool = False) -> np.ndarray:
+        """90 % band of the error, (2, ...): lower and upper bound at each compute.
 
         Of the law itself; `of_runs`: of another run, which scatters around the law.
         """
@@ -60,13 +58,10 @@ class Fit(NamedTuple):
             rng = np.random.default_rng(1)
             stds = np.array([std for _, std in self.draws]).reshape(-1, *[1] * at.ndim)
             laws = laws * np.exp(stds * rng.standard_normal(laws.shape))
-        low, high = np.quantile(laws, [(1 - level) / 2, (1 + level) / 2], axis=0)
-        return low, high
+        return np.quantile(laws, [(1 - 0.9) / 2, (1 + 0.9) / 2], axis=0)
 
 
-def fit_law(
-    compute: Sequence[float], error: Sequence[float], *, num_draws: int = 200, seed: int = 0
-) -> Fit:
+def fit_law(compute: Sequence[float], error: Sequence[float], *, num_draws: int = 200) -> Fit:
     """Fit the law to at least LEAST_POINTS runs, by least squares of log E.
 
     The band is a parametric bootstrap: for each draw, errors are drawn around the fitted law with
@@ -77,8 +72,7 @@ def fit_law(
     Args:
       compute: positive numbers, (N,).
       error: positive numbers, (N,).
-      num_draws: number of laws in the bootstrap.
-      seed: of the draws; the result depends on the arguments only.
+      num_draws: number of laws in the bootstrap; the result depends on the arguments only.
     """
     x, y = np.asarray(compute, np.float64), np.asarray(error, np.float64)
     unit = float(x.min())
@@ -92,7 +86,7 @@ def fit_law(
     freedom = len(x) - NUM_PARAMETERS
     std = float(np.sqrt(2 * found.cost / freedom))
     fitted = np.exp(_log_law(found.x, x / unit))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = []
     for _ in range(num_draws):
         drawn_std = std * np.sqrt(freedom / rng.chisquare(freedom))

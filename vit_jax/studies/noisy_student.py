@@ -49,9 +49,8 @@ class NoisyStudent(Study):
     @functools.cached_property
     def _settings(self) -> dict[str, ConfigDict]:
         """{stage: its section `study`}."""
-        return {
-            name: self.config_of(keys).study for (name,), keys in self.entries["stages"].items()
-        }
+        stages = self.entries["stages"]
+        return {name: self.config_of(keys).study for (name,), keys in stages.items()}
 
     def check_own(self, faults: Faults) -> None:
         faults.need(len(self.stages) != 1, f"study.stages={self.stages}: has no student; needs "
@@ -70,11 +69,9 @@ class NoisyStudent(Study):
 
     def _chain(self, seed: int) -> list[Member]:
         found: list[Member] = []
-        before = ""  # name of the stage before
+        before = after = ""  # names of the stage before, and of its run
         for (stage,), changes in self.entries["stages"].items():
-            overrides = dict(changes)
-            after = found[-1].name if found else ""
-            study = self._settings[stage]
+            overrides, study = dict(changes), self._settings[stage]
             if before and not study.ratio:
                 overrides |= {"init_from": f"{self.workdir}/{after}", "init_head": "kept"}
             elif before:
@@ -87,7 +84,7 @@ class NoisyStudent(Study):
                 overrides["data.soft_labels"] = str(study.soft_labels)
                 after = labels
             found.append(seeded(f"{stage}_seed_{seed}", overrides, {"stage": stage}, seed, after))
-            before = stage
+            before, after = stage, found[-1].name
         return found
 
     def report(self, found: Found) -> Report:

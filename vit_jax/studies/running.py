@@ -117,10 +117,11 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
 
 def read_result(workdir: epath.Path) -> Result | None:
     """The result of the run in `workdir`; None unless it has finished or diverged."""
-    for name, state in (("summary.json", FINISHED), (DIVERGED_FILE, DIVERGED)):
-        if (workdir / name).exists():
-            found = json.loads((workdir / name).read_text())
-            return Result(state, found) if state == FINISHED else Result(state, {}, found["error"])
+    summary, diverged = workdir / "summary.json", workdir / DIVERGED_FILE
+    if summary.exists():
+        return Result(FINISHED, json.loads(summary.read_text()))
+    if diverged.exists():
+        return Result(DIVERGED, error=json.loads(diverged.read_text())["error"])
     return None
 
 
@@ -159,9 +160,7 @@ def conduct_study(study: Study, call: Call) -> int:
             if not (refused and len(results) == 1):  # else nothing has been written
                 _write_report(study, call, results)
             # The data of one member may be at fault while those of others are fine.
-            others_go = refused and any(
-                result.state in (FINISHED, HANDED_OVER) for result in results.values()
-            )
+            others_go = refused and {FINISHED, HANDED_OVER} & {r.state for r in results.values()}
             if code in _ENDS_THE_STUDY and not others_go:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
                 return code
@@ -178,8 +177,7 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     if result is not None:
         logger.info("%s: already %s", member.name, result.state)
         return exit_codes.DONE, result
-    handed_over = _read_handed_over(call.workdir)
-    if member.name in handed_over and not call.again:
+    if member.name in _read_handed_over(call.workdir) and not call.again:
         return exit_codes.DONE, Result(HANDED_OVER)
     words = member_words(call, member)
     command = [sys.executable, "-m", "vit_jax.main", *words]
@@ -188,35 +186,24 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     if handed_on:
         command = shown = [*call.launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
-    ended = _execute(command)
+    code, last_lines, told_to_stop = _execute(command)
     # A member that had nearly ended when it was told to stop may still end normally.
-    stopped = exit_codes.TERMINATED if ended.told_to_stop else exit_codes.DONE
+    stopped = exit_codes.TERMINATED if told_to_stop else exit_codes.DONE
     result = read_result(call.workdir / member.name)
     if result is not None:
         return stopped, result
-    if ended.code == exit_codes.DONE and handed_on:
+    if code == exit_codes.DONE and handed_on:
         record_handed_over(call.workdir, {member.name: shlex.join(shown)})
         return stopped, Result(HANDED_OVER)
-    error = f"ended with exit code {ended.code}\n{ended.last_lines}".strip()
-    code = ended.code if ended.code in _ENDS_THE_STUDY else stopped or ended.code
-    return code, Result(FAILED, {}, error)
+    error = f"ended with exit code {code}\n{last_lines}".strip()
+    return code if code in _ENDS_THE_STUDY else stopped or code, Result(FAILED, {}, error)
 
 
-class _Ended(NamedTuple):
-    """How a command has ended.
-
-    code: its exit code.
-    last_lines: the last lines of its standard error.
-    told_to_stop: whether this process received SIGTERM, and passed it on, while it ran.
-    """
-
-    code: int
-    last_lines: str
-    told_to_stop: bool
-
-
-def _execute(command: Sequence[str]) -> _Ended:
+def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
     """Run a command and wait for its end; SIGTERM to this process is passed on to it.
+
+    Returns:
+      Its exit code; the last lines of its standard error; whether SIGTERM came meanwhile.
 
     Raises:
       KeyboardInterrupt: on Ctrl-C, once the command has ended; it receives Ctrl-C too and may save.
@@ -246,8 +233,8 @@ def _execute(command: Sequence[str]) -> _Ended:
             signal.signal(number, handler)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-    told_to_stop = signal.SIGTERM in received
-    return _Ended(exit_codes.of_ended(process.returncode), "".join(last_lines), told_to_stop)
+    code = exit_codes.of_ended(process.returncode)
+    return code, "".join(last_lines), signal.SIGTERM in received
 
 
 def record_handed_over(workdir: epath.Path, commands: Mapping[str, str]) -> None:
@@ -338,15 +325,11 @@ def _conclude(report: Report, call: Call, results: Results) -> int:
         print(f"warning: {line}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
-    states = {name: result.state for name, result in results.items()}
-    if FAILED in states.values():
+    if FAILED in {result.state for result in results.values()}:
         return exit_codes.FAILED
-    if HANDED_OVER in states.values():
-        names = ", ".join(name for name, state in states.items() if state == HANDED_OVER)
-        print(
-            f"handed over and not finished: {names}; when they have finished, run the same command "
-            "(--again hands them over once more if they are lost)"
-        )
+    if lacking := [name for name, result in results.items() if result.state == HANDED_OVER]:
+        print(f"handed over and not finished: {', '.join(lacking)}; when they have finished, run "
+              "the same command (--again hands them over once more if they are lost)")  # fmt: skip
     elif not report.is_complete:
         print("error: the study is incomplete: too many members diverged", file=sys.stderr)
         return exit_codes.FAILED

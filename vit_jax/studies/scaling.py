@@ -93,12 +93,9 @@ class Scaling(Study):
         for place in self._places:
             members = [m for m in found.at(**place) if m.name in found.results]
             summaries = [found.results[member.name].summary for member in members]
-            exaflops = [summary["exaflops"] for summary in summaries if summary]
-            if exaflops:
-                cost = self._cost(members[0])
-                points.append(
-                    Point(place, found.measure(**place), statistics.fmean(exaflops), cost)
-                )
+            if exaflops := [summary["exaflops"] for summary in summaries if summary]:
+                own = place, found.measure(**place), statistics.fmean(exaflops)
+                points.append(Point(*own, self._cost(members[0])))
         return points
 
     def _cost(self, member: Member) -> float | None:
@@ -160,13 +157,10 @@ class Scaling(Study):
 
 def predictions_of(points: Sequence[Point]) -> dict[str, tuple[Prediction, Point]]:
     """{family, or ALL: its prediction, for which point} where there are enough points."""
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(point.place["family"], []).append(point)
-    if len(groups) > 1:
-        groups[ALL] = list(points)
+    families = dict.fromkeys(point.place["family"] for point in points)
     found = {}
-    for name, group in groups.items():
+    for name in [*families, *[ALL] * (len(families) > 1)]:
+        group = [point for point in points if name in (ALL, point.place["family"])]
         law = predict_largest([p.exaflops for p in group], [p.error for p in group])
         if law is not None:
             found[name] = law, max(group, key=lambda point: point.exaflops)

@@ -90,16 +90,12 @@ def _recognise(source: Source) -> Format:
     for format in FORMATS.values():
         if format.recognises is not None and format.recognises(source):
             return format
-    if names := ", ".join(sorted(source.arrays)[:5]):
-        raise InputError(
-            f"init_from={str(source.path)!r}: its arrays have the names of no known format: "
-            f"{names}, ..."
-        )
-    raise InputError(
-        f"init_from={str(source.path)!r}: not a source of a known format; known: a workdir (with "
-        "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
-        "model.safetensors"
-    )
+    names = ", ".join(sorted(source.arrays)[:5])
+    why = f"its arrays have the names of no known format: {names}, ..." if names else (
+        "not a source of a known format; known: a workdir (with config.json and checkpoints/), a "
+        ".npz file, a .safetensors file or a folder with model.safetensors"
+    )  # fmt: skip
+    raise InputError(f"init_from={str(source.path)!r}: {why}")
 
 
 def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) -> Pretrained:
@@ -130,20 +126,13 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
             raise
         raise InputError(f"init_from={str(path)!r}: {e}") from None
     if (held_out := side_file(path)).exists():
-        try:
-            hashes = hashes_from_bytes(held_out.read_bytes())
-        except (OSError, EOFError, ValueError) as e:
-            raise InputError(
-                f"init_from={str(path)!r}: {held_out.name} cannot be read ({e}); copy it again"
-            ) from None
+        hashes = hashes_from_bytes(held_out.read_bytes())
         pretrained = pretrained._replace(division=Division(hashes=hashes))
     known, found = by_address(source), pretrained.model.num_classes
     if known is not None:
         if found != known.num_classes:
-            raise InputError(
-                f"init_from={source!r}: has {found} classes, but was published with "
-                f"{known.num_classes}; fetch it again"
-            )
+            what = f"has {found} classes, but was published with {known.num_classes}"
+            raise InputError(f"init_from={source!r}: {what}; fetch it again")
         spec = pretrained.spec._replace(loss=known.loss)
         if known.value_range is not None:
             black, white = known.value_range
@@ -158,11 +147,9 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
 
 def check_workdir(path: str | os.PathLike) -> None:
     """Raise InputError, for the flag --workdir, if `path` is not the workdir of a run."""
-    path = absolute(path)
-    if not workdir.recognises(Source(path)):
-        raise InputError(
-            f"--workdir={path}: not the workdir of a run, with config.json and checkpoints/"
-        )
+    if not workdir.recognises(Source(path := absolute(path))):
+        what = "not the workdir of a run, with config.json and checkpoints/"
+        raise InputError(f"--workdir={path}: {what}")
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:
@@ -284,11 +271,8 @@ def load_pretrained(
     new_head = num_classes is not None
     named, state = fit.fit(pretrained, model, reset_head=new_head, resize=resize)
     if new_head:
-        named |= {
-            name: jnp.zeros(leaf.shape)
-            for name, leaf in abstract_params(model).items()
-            if fit.is_of_head(name)
-        }
+        shapes = abstract_params(model).items()
+        named |= {name: jnp.zeros(x.shape) for name, x in shapes if fit.is_of_head(name)}
     params = _as_scanned(named, model, pretrained.source)
     return model, {"params": params, **tree.unflatten_names(state)}
 

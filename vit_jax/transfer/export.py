@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +30,8 @@ from vit_jax.transfer.source import to_json
 
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _IMAGES = 2
+# Fields of a model that the card states.
+_SIZES = ("stages", "stem_width", "width_factor", "depth_factor", "width", "depth", "num_heads")
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
@@ -102,10 +103,8 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
             "after training without labels; use the features, or fine-tune first", output
         )  # fmt: skip
     if not difference <= _TOLERANCE * max(largest, 1e-6):
-        raise RuntimeError(
-            f"--output={output}: the exported files give logits that differ by {difference:.3g}, "
-            f"with {largest:.3g} the largest; nothing was written"
-        )
+        what = f"the exported files give logits that differ by {difference:.3g}"
+        raise RuntimeError(f"--output={output}: {what}, with {largest:.3g} the largest")
     return {
         "images": _IMAGES,
         "dtype": "float32",
@@ -120,11 +119,13 @@ def _describe_export(
     """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
     library_ops = FORMATS[format].library_ops
+    fields = {name: value for name, value in vars(pretrained.model).items()
+              if isinstance(value, bool | int | float | str | tuple | None)}  # fmt: skip
     return {
         "format": format,
         "source": pretrained.source,
         **(pretrained.run or {}),
-        "model": _describe(pretrained.model),
+        "model": {"family": type(pretrained.model).__name__} | fields,
         "computed_in": own_dtype,
         "parameters": {
             "count": sum(array.size for array in pretrained.params.values()),
@@ -151,12 +152,11 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
         for name in names:
             write_whole(target / name, (root / name).read_bytes())
     except BaseException as e:
-        # Ignore failed removals; epath raises ValueError for a folder that is not empty.
-        for name in names:
-            with contextlib.suppress(OSError):
+        # epath raises ValueError for a folder that is not empty.
+        with contextlib.suppress(OSError, ValueError):
+            for name in names:
                 (target / name).unlink(missing_ok=True)
-        for folder in made:
-            with contextlib.suppress(OSError, ValueError):
+            for folder in made:
                 folder.rmdir()
         if isinstance(e, OSError):
             said = f"--output={output}: cannot be written ({e}); choose another"
@@ -179,18 +179,10 @@ def _check_free(output: epath.Path, writer: Format) -> None:
             )
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
-    fields = {
-        name: value
-        for name, value in vars(model).items()
-        if value is None or isinstance(value, bool | int | float | str | tuple)
-    }
-    return {"family": type(model).__name__} | fields
-
-
 def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     """The model card for people, in Markdown."""
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
+    sizes = ", ".join(f"{field} {model[field]}" for field in _SIZES if model.get(field))
     shown = "any size"
     if pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
@@ -198,7 +190,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     lines = [
         f"# {output.name}",
         "",
-        f"{model['family']}: {_sizes(model)}, {receipt['parameters']['count']:,} parameters; "
+        f"{model['family']}: {sizes}, {receipt['parameters']['count']:,} parameters; "
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",
@@ -226,43 +218,22 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         for name, found in results.items():
             value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
             lines.append(f"| {name} | {value} | {found['step']:,} |")
-    lines += _usage(receipt, output)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + _usage(receipt, output)
 
 
-def _sizes(model: dict[str, Any]) -> str:
-    """The sizes of a model from `_describe`, in words."""
-    words = {
-        "stages": "a ResNet of {} units by stage",
-        "stem_width": "a root of width {}",
-        "width_factor": "{} times the width of B0",
-        "depth_factor": "{} times the depth of B0",
-        "width": "width {}",
-        "depth": "{} layers",
-        "num_heads": "{} heads",
-    }
-    return ", ".join(text.format(model[field]) for field, text in words.items() if model.get(field))
-
-
-def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
-    """Markdown lines on opening the files if that needs more than the usual call."""
-    lines, eps = [], receipt["model"].get("norm_eps")
-    has_layer_norms = receipt["model"]["family"] != "EfficientNet"
-    if eps != 1e-6 and receipt["format"] == "timm" and has_layer_norms:
-        lines += [
-            "",
-            "timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args and "
-            f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.",
-        ]
+def _usage(receipt: dict[str, Any], output: epath.Path) -> str:
+    """Markdown on opening the files if that needs more than the usual call."""
+    model, eps = receipt["model"], receipt["model"].get("norm_eps")
+    if receipt["format"] == "timm" and eps != 1e-6 and model["family"] != "EfficientNet":
+        return (
+            "\ntimm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args "
+            f"and pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.\n"
+        )
     if receipt["format"] == "stablehlo":
-        size = receipt["preprocessing"]["image_size"]
-        lines += [
-            "",
-            "```python",
-            f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))',
-            "logits = program.call(images)  # float32 (b, {}, {}, {})".format(
-                *size, receipt["model"].get("channels", 3)
-            ),
-            "```",
-        ]
-    return lines
+        shape = ("b", *receipt["preprocessing"]["image_size"], model.get("channels", 3))
+        return (
+            "\n```python\n"
+            f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))\n'
+            f"logits = program.call(images)  # float32 ({', '.join(map(str, shape))})\n```\n"
+        )
+    return ""

@@ -90,18 +90,13 @@ def merge_head_norm(
     """
     if not getattr(model, "head_batch_norm", False):
         return model, dict(params), dict(model_state)
-    state = {name: x for name, x in model_state.items() if not is_of_head_norm(name)}
+    state = {name: x for name, x in model_state.items() if not name.startswith(_HEAD_NORM)}
     merged = dict(params)
     if model.num_classes is not None:
         mean, var = (model_state[f"{_HEAD_NORM}{name}"] for name in ("mean", "var"))
         kernel = params["head/kernel"] / np.sqrt(var + HEAD_NORM_EPS)[:, None]
         merged |= {"head/kernel": kernel, "head/bias": params["head/bias"] - mean @ kernel}
     return model.clone(head_batch_norm=False), merged, state
-
-
-def is_of_head_norm(name: str) -> bool:
-    """Whether the variable `name` belongs to the batch norm before a ViT's head."""
-    return name.startswith(_HEAD_NORM)
 
 
 def split_leaves(
@@ -162,7 +157,7 @@ def fit(
     """
     wanted = abstract_params(with_known(model, scan=False)) | abstract_model_state(model)
     adapters = [name for name in wanted if ADAPTER.fullmatch(name)]
-    new = {*adapters, *(name for name in wanted if is_of_head_norm(name))}
+    new = {*adapters, *(name for name in wanted if name.startswith(_HEAD_NORM))}
     found = {**pretrained.params, **pretrained.model_state}
     if reset_head:
         new |= {name for name in wanted if is_of_head(name)}

@@ -7,12 +7,14 @@ It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(Wi
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 from etils import epath
 
 from vit_jax.config import image_hw
+from vit_jax.errors import Faults
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.fit import with_learned_positions
@@ -111,29 +113,24 @@ def read(source: Source) -> Pretrained:
     else:
         side = source.square_side(arrays[positions].shape[1] - 1 - distilled)
         image_size = (side * found["patch_size"][0], side * found["patch_size"][1])
-    fields = {
-        "num_classes": head and source.size(f"{head}.weight", 0),
-        "image_size": image_size,
-        "patch_size": found["patch_size"],
-        "width": found["hidden_size"],
-        "depth": found["num_hidden_layers"],
-        "mlp_dim": found["intermediate_size"],
-        "num_heads": assumed["num_attention_heads"],
-        "hidden_head": f"{prefix}pooler.dense.weight" in source.arrays,
-        "gelu": _GELU[assumed["hidden_act"]],
-        "norm_eps": assumed["layer_norm_eps"],
-        "qkv_bias": f"{first_layer}.attention.attention.query.bias" in arrays,
-    }
-    of_deit = {"distillation_head": head != "classifier"}
-    model = DeiT(**fields, **of_deit) if distilled else ViT(**fields)
-    params = read_rows(_rows(model, prefix, head), source, model)
-    pixels = read_pixels(source)
-    spec = Spec(
-        image_size=model.image_size,
-        resize="half_pixel",
-        class_names=_class_names(stated, model, str(source.path)),
-        loss=_LOSSES.get(stated.get("problem_type")),
+    family = partial(DeiT, distillation_head=head != "classifier") if distilled else ViT
+    model = family(
+        num_classes=head and source.size(f"{head}.weight", 0),
+        image_size=image_size,
+        patch_size=found["patch_size"],
+        width=found["hidden_size"],
+        depth=found["num_hidden_layers"],
+        mlp_dim=found["intermediate_size"],
+        num_heads=assumed["num_attention_heads"],
+        hidden_head=f"{prefix}pooler.dense.weight" in source.arrays,
+        gelu=_GELU[assumed["hidden_act"]],
+        norm_eps=assumed["layer_norm_eps"],
+        qkv_bias=f"{first_layer}.attention.attention.query.bias" in arrays,
     )
+    params = read_rows(_rows(model, prefix, head), source, model)
+    pixels, names = read_pixels(source), _class_names(stated, model, str(source.path))
+    loss = _LOSSES.get(stated.get("problem_type"))
+    spec = Spec(model.image_size, "half_pixel", class_names=names, loss=loss)
     spec = with_pixels(spec, pixels, distilled, str(source.path))
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
@@ -150,16 +147,12 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
     default_heads = HEADS_BY_WIDTH.get(width) if source.config is None else _DEFAULT_HEADS
     heads = stated.get("num_attention_heads", default_heads)
     act = stated.get("hidden_act", "gelu")
-    faults = []
-    if heads is None:
-        faults.append(
-            f"number of heads: no published ViT is {width} wide; put config.json next to the file"
-        )
-    if act not in _GELU:
-        faults.append(f"hidden_act={act!r}: known: {', '.join(_GELU)}")
-    problem = stated.get("problem_type")
-    if problem not in (None, *_LOSSES):
-        faults.append(f"problem_type={problem!r}: known: {', '.join(_LOSSES)}")
+    faults = Faults()
+    faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
+                "to the file")  # fmt: skip
+    faults.need_known("hidden_act", act, _GELU)
+    if "problem_type" in stated:
+        faults.need_known("problem_type", stated["problem_type"], _LOSSES)
     source.refuse(faults, "its architecture cannot be inferred")
     eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
@@ -186,13 +179,13 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     model = pretrained.model
     distilled = isinstance(model, DeiT)
     kind = "deit" if distilled else "vit"
-    if model.num_classes is None:
-        architecture, prefix = ("DeiTModel" if distilled else "ViTModel"), ""
-    else:
-        teacher = "WithTeacher" if distilled and model.distillation_head else ""
-        family = "DeiT" if distilled else "ViT"
-        architecture, prefix = f"{family}ForImageClassification{teacher}", f"{kind}."
-    head = "cls_classifier" if distilled and model.distillation_head else "classifier"
+    two_heads = distilled and model.distillation_head
+    architecture, prefix = f"{type(model).__name__}Model", ""
+    if model.num_classes is not None:
+        teacher = "WithTeacher" if two_heads else ""
+        architecture = f"{type(model).__name__}ForImageClassification{teacher}"
+        prefix = f"{kind}."
+    head = "cls_classifier" if two_heads else "classifier"
     arrays = write_rows(_rows(model, prefix, head), pretrained.params, model)
     spec = pretrained.spec.at(model.image_size)
     config = {"architectures": [architecture], **_config(model, kind, spec.class_names)}

@@ -5,7 +5,7 @@ import operator
 import re
 from typing import Any
 
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
 from vit_jax.transfer.source import Source, read_json
 
@@ -29,12 +29,6 @@ _PROCESSORS = {
             "crop_size": 224, "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711]},
 }  # fmt: skip
-# Values of keys that change the pixels, the default first, and how to say them.
-_SUPPORTED = {
-    "do_resize": ((True,), "true, because the model takes images of one size"),
-    "do_pad": ((False,), "false; padding is not supported"),
-    "resample": ((2, 3), "2 (bilinear) or 3 (bicubic)"),
-}
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
@@ -100,11 +94,11 @@ def _in_proportion(size: Any) -> bool:
 
 def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[str]:
     """The unsupported values in `given`, a preprocessor_config.json's values and defaults."""
-    faults = [
-        f"{key}={given[key]}: needs {need}"
-        for key, (values, need) in _SUPPORTED.items()
-        if given.get(key, values[0]) not in values
-    ]
+    faults, resample = Faults(), given["resample"]
+    faults.need(given.get("do_resize", True), "do_resize=False: needs true, because the model "
+                "takes images of one size")  # fmt: skip
+    faults.need(not given.get("do_pad"), "do_pad=True: needs false; padding is not supported")
+    faults.need(resample in _FILTERS, f"resample={resample}: needs 2 (bilinear) or 3 (bicubic)")
     resized, crops = _height_width(given["size"]), given["do_center_crop"]
     key, cropped = ("crop_size", _height_width(given.get("crop_size"))) if crops else (
         "size", resized

@@ -1,6 +1,6 @@
 """Published files by name, and downloads of files by address, or from the Hub, into a cache.
 
-Sources of addresses, sizes and classes: the README of github.com/google-research/vision_transformer
+Sources of addresses and classes: the README of github.com/google-research/vision_transformer
 for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT,
 github.com/google-research/big_vision for "better plain ViT", and timm's models/efficientnet.py for
 EfficientNet. None of them publishes hashes. The server of most files sends a hash with the file,
@@ -47,13 +47,11 @@ class Published(NamedTuple):
 
     address: its URL, or "timm:NAME" on the Hugging Face Hub.
     num_classes: number of classes of its head.
-    mebibytes: its rounded size, or None if that is not published.
     value_range: the model's input values for black and white; None: stated beside the file.
     """
 
     address: str
     num_classes: int
-    mebibytes: int | None = None
     value_range: tuple[float, float] | None = (-1.0, 1.0)
 
     @property
@@ -74,43 +72,39 @@ _BIT = f"{_GOOGLE}bit_models"
 def _table() -> dict[str, Published]:
     table = {}
     for model in ("ViT-B_16", "ViT-B_32", "ViT-L_16", "ViT-L_32", "ViT-H_14", "R50+ViT-B_16"):
-        name = model.replace("_", "/")
+        name, tuned = model.replace("_", "/"), f"{_VIT}/imagenet21k+imagenet2012/{model}"
         table[f"{name}@imagenet21k"] = Published(f"{_VIT}/imagenet21k/{model}.npz", _I21K_CLASSES)
         if model != "ViT-H_14":
-            address = f"{_VIT}/imagenet21k+imagenet2012/{model}.npz"
-            table[f"{name}@imagenet2012"] = Published(address, 1000)
-    for model in ("ViT-B_16", "ViT-L_16"):
-        address = f"{_VIT}/imagenet21k+imagenet2012/{model}-224.npz"
-        table[f"{model.replace('_', '/')}@imagenet2012-224"] = Published(address, 1000)
-    # The recommended models: model, file name, MiB, learning rate of fine-tuning at 384 px.
-    for name, file, mebibytes, rate in (
-        ("ViT-L/16", "L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0", 1243, "0.01"),
-        ("ViT-B/16", "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0", 391, "0.03"),
-        ("ViT-S/16", "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0", 115, "0.03"),
-        ("R50+ViT-L/32", "R50_L_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1", 1337,
-         "0.01"),
-        ("R26+ViT-S/32", "R26_S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", 170,
-         "0.01"),
-        ("ViT-Ti/16", "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", 37, "0.03"),
-        ("ViT-B/32", "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", 398, "0.01"),
-        ("ViT-S/32", "S_32-i21k-300ep-lr_0.001-aug_none-wd_0.1-do_0.0-sd_0.0", 118, "0.01"),
-        ("R+ViT-Ti/16", "R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", 40, "0.03"),
-    ):  # fmt: skip
+            table[f"{name}@imagenet2012"] = Published(f"{tuned}.npz", 1000)
+        if model in ("ViT-B_16", "ViT-L_16"):
+            table[f"{name}@imagenet2012-224"] = Published(f"{tuned}-224.npz", 1000)
+    # The recommended models: model, file name, learning rate of fine-tuning at 384 px.
+    for name, file, rate in (
+        ("ViT-L/16", "L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0", "0.01"),
+        ("ViT-B/16", "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0", "0.03"),
+        ("ViT-S/16", "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0", "0.03"),
+        ("R50+ViT-L/32", "R50_L_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1", "0.01"),
+        ("R26+ViT-S/32", "R26_S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", "0.01"),
+        ("ViT-Ti/16", "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", "0.03"),
+        ("ViT-B/32", "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", "0.01"),
+        ("ViT-S/32", "S_32-i21k-300ep-lr_0.001-aug_none-wd_0.1-do_0.0-sd_0.0", "0.01"),
+        ("R+ViT-Ti/16", "R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", "0.03"),
+    ):
         tuned = f"{file}--imagenet2012-steps_20k-lr_{rate}-res_384"
-        table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", _I21K_CLASSES, mebibytes)
+        table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", _I21K_CLASSES)
         table[f"{name}@augreg-imagenet2012"] = Published(f"{_VIT}/augreg/{tuned}.npz", 1000)
     table["ViT-S/16@better-plain"] = Published("gs://big_vision/vit_s16_i1k_90ep.npz", 1000)
     for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x2", "R152x4"):
         table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", _I21K_CLASSES)
         table[f"BiT-{size}@imagenet2012"] = Published(f"{_BIT}/BiT-S-{size}.npz", 1000)
-    for variant in ("B0", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "L2"):
-        address = f"timm:tf_efficientnet_{variant.lower()}.ns_jft_in1k"
-        table[f"EfficientNet-{variant}@noisy-student"] = Published(address, 1000, value_range=None)
-    address = "timm:tf_efficientnet_l2.ns_jft_in1k_475"
-    table["EfficientNet-L2@noisy-student-475"] = Published(address, 1000, value_range=None)
-    for number in range(9):
-        address = f"timm:tf_efficientnet_b{number}.ap_in1k"
-        table[f"EfficientNet-B{number}@advprop"] = Published(address, 1000, value_range=None)
+    efficientnets = {
+        **{f"{size}@noisy-student": "ns_jft_in1k" for size in (*(f"B{i}" for i in range(8)), "L2")},
+        "L2@noisy-student-475": "ns_jft_in1k_475",
+        **{f"B{i}@advprop": "ap_in1k" for i in range(9)},
+    }
+    for name, tag in efficientnets.items():
+        address = f"timm:tf_efficientnet_{name.partition('@')[0].lower()}.{tag}"
+        table[f"EfficientNet-{name}"] = Published(address, 1000, value_range=None)
     return table
 
 
@@ -154,8 +148,7 @@ def locate(source: str | os.PathLike) -> epath.Path:
       InputError: if the source does not exist, or the download is incomplete or corrupt.
     """
     source = os.fspath(source)
-    known = PUBLISHED.get(source)
-    address = source if known is None else known.address
+    address = PUBLISHED[source].address if source in PUBLISHED else source
     start = next((start for start in _ON_HUB if address.startswith(start)), None)
     if start is not None:
         name, _, revision = address.removeprefix(start).partition("@")
@@ -167,14 +160,7 @@ def locate(source: str | os.PathLike) -> epath.Path:
         if (on_hub := parse_address(address)) is not None:
             repo_id, file, revision = on_hub
             return fetch_from_hub(repo_id, file, revision=revision, source=source)
-        path = _cached(source, address)
-        found = round(path.stat().length / 2**20)
-        if known is not None and known.mebibytes is not None and abs(found - known.mebibytes) > 1:
-            raise InputError(
-                f"init_from={source!r}: {known.address} has {found} MiB, but was published with "
-                f"{known.mebibytes} MiB; fetch the file by other means and give the path"
-            )
-        return path
+        return _cached(source, address)
     path = absolute(source)
     try:
         there = path.exists()
@@ -222,11 +208,12 @@ def _cached(source: str, address: str) -> epath.Path:
         logger.warning("%s has changed since it was fetched; fetching it again", folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("fetching %s", address)
-    fetched = [name] if _fetch(source, address, folder / name) else []
-    for file in _files_beside(name):
-        beside = urllib.parse.urljoin(address, file)
-        if _fetch(source, beside, folder / file, optional=True):
-            fetched.append(file)
+    addresses = {file: urllib.parse.urljoin(address, file) for file in _files_beside(name)}
+    fetched = [
+        file
+        for file, at in ({name: address} | addresses).items()
+        if _fetch(source, at, folder / file, optional=file != name)
+    ]
     digests = {file: sha256(folder / file) for file in fetched}
     write_whole(epath.Path(note), json.dumps({"address": address, "sha256": digests}, indent=1))
     logger.info("fetched %s to %s", address, folder)
@@ -262,15 +249,14 @@ def _fetch(source: str, address: str, target: pathlib.Path, *, optional: bool = 
 
 def _download(address: str, file: IO[bytes]) -> None:
     """Download to `file`; raises ValueError if size or MD5 differ from the server's headers."""
-    md5, size = hashlib.md5(usedforsecurity=False), 0
+    md5 = hashlib.md5(usedforsecurity=False)
     with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
+        headers = response.headers
         while chunk := response.read(1 << 20):
             file.write(chunk)
             md5.update(chunk)
-            size += len(chunk)
-        headers = response.headers
-    if int(headers.get("Content-Length", size)) != size:
-        raise ValueError(f"got {size} of {headers['Content-Length']} bytes")
+    if int(headers.get("Content-Length", file.tell())) != file.tell():
+        raise ValueError(f"got {file.tell()} of {headers['Content-Length']} bytes")
     # "crc32c=...,md5=...", in one header or several.
     hashes = ",".join(headers.get_all("x-goog-hash", []))
     stated = [h.strip()[4:] for h in hashes.split(",") if h.strip().startswith("md5=")]

@@ -25,7 +25,6 @@ import numpy as np
 from etils import epath
 
 from vit_jax.config import image_hw
-from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 from vit_jax.models.bit import BiT
 from vit_jax.models.hybrid import HybridViT
@@ -308,8 +307,6 @@ def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
 
 def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[str]:
     """Write NAME.npz, and NAME.json with facts that it cannot hold; return the files' names."""
-    if path.suffix != ".npz":
-        raise InputError(f"--output={path}: the name must end in .npz")
     if variant is LATER:
         pretrained = _with_position_in_class_token(pretrained)
     model, spec = pretrained.model, pretrained.spec

@@ -83,13 +83,10 @@ class Spec(NamedTuple):
         if image_size == self.image_size:
             return self
         ops = None if self.ops is None else with_resize(self.ops)
-        kept = ops if ops is not None and _follows_image_size(ops) else None
-        return self._replace(image_size=image_size, ops=kept)
-
-
-def _follows_image_size(ops: str) -> bool:
-    calls = parse_calls(ops, "ops")
-    return not any(args or "size" in kwargs for _, _, args, kwargs in calls)
+        calls = () if ops is None else parse_calls(ops, "ops")
+        if any(args or "size" in kwargs for _, _, args, kwargs in calls):
+            ops = None
+        return self._replace(image_size=image_size, ops=ops)
 
 
 def with_resize(ops: str) -> str:
@@ -141,7 +138,7 @@ class Pretrained(NamedTuple):
     run: step, config and results of a workdir's run; None for other sources.
     model_state: {name: float32 array} of its other variables, such as
       "batch_stats/trunk/norm_root/mean"; empty if the model has none.
-    division: which of the user's pictures its run trained on and which it held out.
+    division: which of the user's images its run trained on and which it held out.
     """
 
     source: str

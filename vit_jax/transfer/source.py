@@ -192,10 +192,7 @@ class Source:
 def _read_npz(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
     """(name, array) of each array; NumPy stores bfloat16 as two bytes without a type."""
     with path.open("rb") as file:
-        if file.read(4) != b"PK\3\4":
-            raise ValueError("it is not a zip archive, as every .npz must be")
-        file.seek(0)
-        for name, array in np.load(file, allow_pickle=False).items():
+        for name, array in np.lib.npyio.NpzFile(file, allow_pickle=False).items():
             is_half = getattr(array, "dtype", None) == np.dtype("V2")
             yield name, array.view(ml_dtypes.bfloat16) if is_half else array
 

@@ -15,7 +15,7 @@ from typing import Any
 import flax.linen as nn
 from etils import epath
 
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
@@ -154,61 +154,58 @@ def _read_vit(source: Source) -> Pretrained:
         "num_classes": source.size("head.weight", 0) or 0,
     }
     pool = _read_pool(config, source)
-    act = config.args.get("act_layer") or "gelu"
-    heads = _num_heads(config, width)
-    faults = [
-        f"{name}={config.args[name]!r} is not supported" for name, value in _ONLY.items()
-        if config.args.get(name, value) != value
-    ]  # fmt: skip
-    for name, value, known in (("global_pool", pool, _POOLS), ("act_layer", act, _GELU)):
-        if value not in known:
-            faults.append(f"{name}={value!r}: known: {', '.join(known)}")
-    if heads is None:
-        faults.append(
-            f"number of heads: no published ViT is {width} wide; state num_heads in model_args"
-        )
+    act = config.args.get("act_layer", "gelu")
+    has_default = "model_args" in config.stated and not config.is_named
+    default_heads = _DEFAULT_HEADS if has_default else HEADS_BY_WIDTH.get(width)
+    heads = config.args.get("num_heads", default_heads)
+    faults = Faults()
+    for name, value in _ONLY.items():
+        stated = config.args.get(name, value)
+        faults.need(stated == value, f"{name}={stated!r} is not supported")
+    faults.need_known("global_pool", pool, _POOLS)
+    faults.need_known("act_layer", act, _GELU)
+    faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
+                "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")
     config.say_assumed(act_layer=act, global_pool=pool, num_heads=heads, eps=_DEFAULT_EPS)
     defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
     config.check_agreement(found, width, mlp_dim, **defaults)
     image_size, class_token_has_position = _read_positions(config, source)
-    fields = {
-        "num_classes": found["num_classes"] or None,
-        "image_size": image_size,
-        "patch_size": found["patch_size"],
-        "width": width,
-        "depth": found["depth"],
-        "mlp_dim": mlp_dim,
-        "num_heads": heads,
-        "pool": _POOLS[pool],
-        "norm_pooled": found["fc_norm"],
-        "pos_embed": "learned_1d" if "pos_embed" in arrays else "none",
-        "pos_embed_class_token": class_token_has_position,
-        "gelu": _GELU[act],
-        "norm_eps": float(config.args.get("eps", _DEFAULT_EPS)),
-        "qkv_bias": found["qkv_bias"],
-    }
-    if found["class_token"] != (pool == "token"):
-        fields["class_token"] = found["class_token"]
-    if "blocks.0.ls1.gamma" in arrays:
-        fields["layer_scale"] = float(config.args.get("init_values") or 1e-5)
-    model = (DeiT if "dist_token" in arrays else ViT)(**fields)
+    is_usual = found["class_token"] == (pool == "token")
+    has_scale = "blocks.0.ls1.gamma" in arrays
+    model = (DeiT if "dist_token" in arrays else ViT)(
+        num_classes=found["num_classes"] or None,
+        image_size=image_size,
+        patch_size=found["patch_size"],
+        width=width,
+        depth=found["depth"],
+        mlp_dim=mlp_dim,
+        num_heads=heads,
+        pool=_POOLS[pool],
+        class_token=None if is_usual else found["class_token"],
+        norm_pooled=found["fc_norm"],
+        layer_scale=float(config.args.get("init_values", 1e-5)) if has_scale else None,
+        pos_embed="learned_1d" if "pos_embed" in arrays else "none",
+        pos_embed_class_token=class_token_has_position,
+        gelu=_GELU[act],
+        norm_eps=float(config.args.get("eps", _DEFAULT_EPS)),
+        qkv_bias=found["qkv_bias"],
+    )
     params = read_rows(rows_of(VIT_ROWS, model), source, model)
     spec = config.read_spec(image_size, model.num_classes, "antialiased")
     return Pretrained(str(source.path), model, params, spec)
 
 
-def _read_pool(config: Config, source: Source) -> Any:
+def _read_pool(config: Config, source: Source) -> str:
     """timm's global_pool: as stated, else inferred from the arrays, else the default."""
-    pool = config.args.get("global_pool", config.stated.get("global_pool"))
-    if pool is not None:
-        return pool
-    if not config.is_named:
-        return "token"
-    if "attn_pool.latent" in source.arrays:
-        return "map"
-    of_patches = "fc_norm.weight" in source.arrays or "cls_token" not in source.arrays
-    return "avg" if of_patches else "token"
+    found = "token"
+    if config.is_named and "attn_pool.latent" in source.arrays:
+        found = "map"
+    elif config.is_named and (
+        "fc_norm.weight" in source.arrays or "cls_token" not in source.arrays
+    ):
+        found = "avg"
+    return config.args.get("global_pool", config.stated.get("global_pool", found))
 
 
 def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | None, bool]:
@@ -230,13 +227,6 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
         side = source.square_side(num_positions - (0 if no_embed_class else prefix))
         image_size = (side * p, side * q)
     return image_size, not no_embed_class
-
-
-def _num_heads(config: Config, width: int) -> int | None:
-    """The number of heads: as stated, else timm's default, else that of ViTs of this width."""
-    has_default = "model_args" in config.stated and not config.is_named
-    default = _DEFAULT_HEADS if has_default else HEADS_BY_WIDTH.get(width)
-    return config.args.get("num_heads", default)
 
 
 def _read_efficientnet(source: Source) -> Pretrained:

@@ -24,12 +24,12 @@ from vit_jax.transfer.source import WEIGHTS, Source, write_json, write_tensors
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
-          "ops": "text", "loss": "softmax or sigmoid",
+          "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
           "exif": "true or false", "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
-              "eps": "a positive number", "init_values": "a positive number",
-              "qk_scale": "a positive number"}  # fmt: skip
+              "eps": "a positive number", "init_values": "a positive number", "act_layer": "text",
+              "global_pool": "text", "qk_scale": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
            "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
            "interpolation": "bilinear or bicubic"}  # fmt: skip
