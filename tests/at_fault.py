@@ -1,4 +1,4 @@
-"""The keys that an error finds at fault, whatever its words are."""
+"""The keys that an error finds at fault, and golden pages, which hold its words."""
 
 import contextlib
 import re
@@ -19,3 +19,9 @@ def at_fault(*keys):
     with pytest.raises(InputError) as error:
         yield error
     assert keys_of(error.value) == [*keys], str(error.value)
+
+
+def golden_page(path):
+    """{command line: what it is answered, in lines that are indented on the page}."""
+    blocks = path.read_text().strip().split("\n\n")
+    return dict(block.replace("\n    ", "\n").split("\n", 1) for block in blocks)

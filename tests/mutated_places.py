@@ -494,6 +494,6 @@ MUTATIONS = [
       "test_api.py::test_shapes_of_outputs"),
     M("vit_jax/commands/flags.py", "(flags.workdir is None) == (flags.init_from is None)",
       "flags.workdir is None and flags.init_from is None",
-      "transfer/test_export.py::test_what_is_refused"),
+      "test_main.py::test_bad_command_line"),
 ]
 # fmt: on

@@ -13,7 +13,7 @@ from vit_jax.benchmarks import input as input_benchmark
 from vit_jax.benchmarks.input import measure_input
 from vit_jax.benchmarks.rounds import spread_of_ratio
 from vit_jax.benchmarks.step import make_matmuls, measure_step
-from vit_jax.commands.benchmark import BENCHMARKS, as_table
+from vit_jax.commands.benchmark import as_table
 from vit_jax.config import base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
@@ -207,32 +207,3 @@ def test_table_has_a_row_for_every_figure():
         ["", "", "1", ""],
         ["", "", "5", ""],
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--what=stap"], "--what=stap: did you mean step?"),
-        (["--what=zzz"], f"--what=zzz: known: {', '.join(BENCHMARKS)}"),
-        ([], "--what: missing"),
-        (["--what=step", "--format=jsn"], "--format=jsn: did you mean json?"),
-        (["--what=step", "--steps=0"], "--steps=0: needs a positive number"),
-        (["--what=input", "--repeat=0"], "--repeat=0: needs a positive number"),
-        (["--what=input", "--topology=v5e:4x4"], "--topology=v5e:4x4: only for --what=step and"),
-        (["--what=step", "--topology=v5e:4x4", "--repeat=2"], "--repeat=2: nothing runs with"),
-        (["--what=step", "--topology=v5e:3x3"], "v5e:3x3"),
-        (["--what=step", "--topology=H100:8"], "--topology=H100:8: needs a TPU slice"),
-        (["--what=step", "--output=TMP/no/file"], "--output=TMP/no/file: the folder "),
-        (["--what=step", "--output=TMP"], "--output=TMP: is a folder"),
-        (["--what=step", "--config.data.name=mine"], "data.num_classes and data.num_examples: "),
-        (["--what=step", "--config.global_batch_size=3"], "global_batch_size=3: must be a multi"),
-        (["--what=input", "--config.data.name=mine"], "data.name='mine': no prepared data set"),
-    ],
-)
-def test_wrong_flags_are_refused(words, message, tmp_path, capsys):
-    words = [word.replace("TMP", str(tmp_path)) for word in words]
-    code = main(["benchmark", "--config=configs/quickstart.py", *words])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert message.replace("TMP", str(tmp_path)) in err
-    assert not list(tmp_path.iterdir())

@@ -75,7 +75,7 @@ def test_fingerprints_tell_data_apart():
         ("digits", {"num_classes": 9}, "data.num_classes"),
         ("digits", {"num_examples": 360}, "data.num_examples"),
         ("synthetic", {"num_examples": 5}, "data.num_classes"),
-        ("synthetic", {"num_classes": 5, "num_examples": 0}, "data.num_examples"),
+        ("synthetic", {"num_classes": 5, "num_examples": 0}, "data.num_classes"),
     ],
 )
 def test_what_does_not_fit_is_refused(name, fields, key):

@@ -4,21 +4,16 @@ import pathlib
 import shlex
 
 import pytest
+from at_fault import golden_page
 
 PAGE = pathlib.Path(__file__).parent / "refused.txt"
 
 
-def messages():
-    """{command line: message, of lines that are indented on the page}."""
-    blocks = PAGE.read_text().strip().split("\n\n")
-    return dict(block.replace("\n    ", "\n").split("\n", 1) for block in blocks)
-
-
-@pytest.mark.parametrize("words", messages())
+@pytest.mark.parametrize("words", golden_page(PAGE))
 def test_refused(request, refused, monkeypatch, words):
     name, *flags = shlex.split(words)
     launcher = request.getfixturevalue(name)
     if name == "local":
         monkeypatch.setattr(launcher, "visible_gpus", list)
     said = refused(launcher, *flags).partition("error: ")[2]  # after argparse's usage, if any
-    assert said.strip() == messages()[words]
+    assert said.strip() == golden_page(PAGE)[words]

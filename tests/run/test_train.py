@@ -642,7 +642,7 @@ def test_every_value_that_is_not_finite_is_named(value):
 
 def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, tmp_path):
     config = make_config(init_from=str(finished[0]), model__num_heads="4", model__gelu="exact")
-    with at_fault("model.num_heads", "model.gelu"):
+    with at_fault("model.gelu", "model.num_heads"):
         train_and_evaluate(config, tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
 
