@@ -213,9 +213,10 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         collect_faults([f"{prefix}{fault}" for fault in find_faults(made)])
         return made
 
-    def keys_of_parts(self, module: str) -> dict[str, Key]:
-        """The keys of the parts that `module`, or a module in it, defines, as optional keys."""
-        parts = [p for p in map(self.find, self) if f"{p.__module__}.".startswith(f"{module}.")]
+    def keys_of_parts(self, module: str | None = None) -> dict[str, Key]:
+        """The keys of the parts that `module`, or one in it, defines (None: all), as optional ones."""
+        parts = [p for p in map(self.find, self)
+                 if module is None or f"{p.__module__}.".startswith(f"{module}.")]  # fmt: skip
         return {k: declared._replace(default=None) for part in parts
                 for k, declared in part.declared().items()}  # fmt: skip
 

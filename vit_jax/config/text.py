@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 import vit_jax
 from vit_jax.config import plugins
 from vit_jax.config.base import declared_keys, default_config, flatten
+from vit_jax.config.registries import REGISTRIES
 from vit_jax.errors import InputError, nearest, say_fault_of_file
 
 logger = logging.getLogger("vit_jax")
@@ -162,7 +163,9 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     includes them and their keys.
     """
     faults = []
-    declared = declared_keys(config)
+    of_parts = {f"{registry.section}.{k}": known for registry in REGISTRIES
+                for k, known in registry.keys_of_parts().items()}  # fmt: skip
+    declared = of_parts | declared_keys(config)
     default = flatten(default_config(config.get("plugins") or ())) | {
         key: known.default for key, known in declared.items() if key.startswith("evals.")
     }

@@ -312,8 +312,10 @@ class Study(Part):
     def _check_metrics(self, faults: Faults) -> None:
         """Adds faults of metrics that members will not report, and of choices by test data."""
         best = self.config.checkpoint.keep_best
-        faults.need(self.config.study.point != "best" or best is not None, "study.point='best': needs "
-                    "--config.checkpoint.keep_best=METRIC, which finds that step")  # fmt: skip
+        faults.need(
+            self.config.study.point != "best" or best is not None,
+            "study.point='best': needs --config.checkpoint.keep_best=METRIC, which finds that step",
+        )
         found = []
         for metric in self.metrics():
             evals, name = metric.config.evals, metric.name.partition("/")[0]
