@@ -18,10 +18,9 @@ python -m vit_jax.main --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1 -
 CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1,debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.errors import InputError
-from vit_jax.models import fields_of, find_family
-from vit_jax.recipes import (
+from vit_jax.experiment.recipes import (
     EVAL_OPS,
     SPLITS,
     augreg_ops,
@@ -29,6 +28,7 @@ from vit_jax.recipes import (
     set_length,
     use_adamw,
 )
+from vit_jax.models import fields_of, find_family
 
 WORDS = {
     "debug": "20 steps of a tiny model",

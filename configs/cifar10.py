@@ -7,9 +7,17 @@ Minutes on a CPU: --config=configs/cifar10.py:small (1.2M parameters, 3 epochs)
 A few seconds, synthetic data: --config=configs/cifar10.py:debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import classification
-from vit_jax.errors import InputError
-from vit_jax.recipes import AUGREG, augreg_ops, begin, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.experiment.recipes import (
+    AUGREG,
+    augreg_ops,
+    begin,
+    set_length,
+    use_adamw,
+    use_cifar10,
+    use_vit,
+)
 
 WORDS = {
     "small": "1.2M parameters, 3 epochs",

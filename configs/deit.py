@@ -23,9 +23,9 @@ without teacher ViT-Ti/16 72.2 %, S/16 79.8 %, B/16 81.8 %. Their teacher is a R
 CPU, under a minute, a tiny untrained teacher: --config=configs/deit.py:DeiT-S/16,debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.errors import InputError
-from vit_jax.recipes import EVAL_OPS, debug_on_synthetic, set_length, use_imagenet
+from vit_jax.experiment.recipes import EVAL_OPS, debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {
     "384": "fine-tuning at 384 px",

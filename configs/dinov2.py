@@ -23,7 +23,14 @@ classifier.
 """
 
 from vit_jax.config import knn, patch_features, rank
-from vit_jax.recipes import EVAL_OPS, begin, debug_on_digits, set_length, use_imagenet, view_ops
+from vit_jax.experiment.recipes import (
+    EVAL_OPS,
+    begin,
+    debug_on_digits,
+    set_length,
+    use_imagenet,
+    view_ops,
+)
 
 WORDS = {
     "own_head": "a second head for the patches",

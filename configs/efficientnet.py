@@ -20,10 +20,10 @@ Published: B7 84.3 % top-1 (arXiv:1905.11946, table 2).
 CPU, two minutes, synthetic data: --config=configs/efficientnet.py:EfficientNet-B0,debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.errors import InputError
+from vit_jax.experiment.recipes import debug_on_synthetic, set_length, use_imagenet
 from vit_jax.models.efficientnet import find_variant
-from vit_jax.recipes import debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {"debug": "20 steps of a tiny model"}
 

@@ -11,6 +11,7 @@ The words name evaluators (default: fewshot, knn, probe) and a data set: a TFDS 
 
 import difflib
 
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import (
     base_config,
     classification,
@@ -24,7 +25,6 @@ from vit_jax.config import (
     refuse_words,
     split_words,
 )
-from vit_jax.errors import InputError, nearest
 
 EVALUATORS = {  # word: the function that makes its entry, and its meaning
     "classification": (

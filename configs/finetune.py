@@ -35,18 +35,18 @@ A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar1
 
 import re
 
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.dataset_sizes import known_sizes
-from vit_jax.errors import InputError, nearest
 from vit_jax.experiment.finetune_length import BIT_LR
-from vit_jax.models import find_family
-from vit_jax.recipes import (
+from vit_jax.experiment.recipes import (
     FINE_TUNING,
     fine_tuning_size,
     hyper_rule,
     make_tiny,
     set_length,
 )
+from vit_jax.models import find_family
 
 WORDS = {
     "debug": "20 steps of a tiny model",

@@ -15,10 +15,10 @@ To run one member separately, pass the flags that the study prints to `python -m
 
 import pathlib
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.text import import_config
-from vit_jax.errors import InputError
 from vit_jax.experiment.finetune_length import BIT_LR
-from vit_jax.recipes import FINE_TUNING
+from vit_jax.experiment.recipes import FINE_TUNING
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
 WORDS = FINETUNE.WORDS

@@ -14,7 +14,14 @@ Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.experiment.recipes import (
+    begin,
+    debug_on_digits,
+    set_length,
+    use_adamw,
+    use_cifar10,
+    use_vit,
+)
 
 WORDS = {
     "pretrain": "pretrain on the first five classes at 32 px; without: study of the last five",

@@ -28,9 +28,9 @@ CIFAR-10, minutes on a CPU: --config=configs/mae.py:cifar10 --config.data.data_d
 A minute on a CPU, on handwritten digits: --config=configs/mae.py:debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, reconstruction, split_words
-from vit_jax.errors import InputError
-from vit_jax.recipes import (
+from vit_jax.experiment.recipes import (
     EVAL_OPS,
     debug_on_digits,
     make_small_on_cifar10,

@@ -20,9 +20,9 @@ CIFAR-10, minutes on a CPU: --config=configs/masked_patches.py:cifar10 --config.
 A minute on a CPU, on handwritten digits: --config=configs/masked_patches.py:debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, reconstruction, split_words
-from vit_jax.errors import InputError
-from vit_jax.recipes import (
+from vit_jax.experiment.recipes import (
     EVAL_OPS,
     FINE_TUNING,
     SPLITS,

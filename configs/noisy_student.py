@@ -26,9 +26,9 @@ python -m vit_jax.main study --config=configs/noisy_student.py:L2,UNLABELLED --w
 Published: 88.4 % top-1, where the teacher, EfficientNet-B7, has 85.0 %.
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.errors import InputError
-from vit_jax.recipes import (
+from vit_jax.experiment.recipes import (
     EVAL_OPS,
     debug_on_digits,
     set_length,

@@ -11,7 +11,14 @@ positions; we add fixed sine-cosine. Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.experiment.recipes import (
+    begin,
+    debug_on_digits,
+    set_length,
+    use_adamw,
+    use_cifar10,
+    use_vit,
+)
 
 WORDS = {"debug": "a few steps of a tiny model, one seed"}
 

@@ -10,10 +10,10 @@ Published, ViT-B/16 on ImageNet-1k, 300 epochs, from scratch: 77.9 % top-1 at 38
 CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,imagenet21k,debug
 """
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, fewshot, split_words
-from vit_jax.errors import InputError
+from vit_jax.experiment.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 from vit_jax.models import fields_of, find_family
-from vit_jax.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 
 WORDS = {
     "debug": "20 steps of a tiny model",

@@ -18,10 +18,10 @@ take the teacher, the running average.
 
 import difflib
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
-from vit_jax.errors import InputError
+from vit_jax.experiment.recipes import make_tiny, set_length, view_ops
 from vit_jax.models import create_model, token_stride
-from vit_jax.recipes import make_tiny, set_length, view_ops
 
 WORDS = {
     "folder": "images in a folder for each class",

@@ -13,7 +13,14 @@ same fine-tuning from random weights. Runs that have ended are not repeated. It 
 """
 
 from vit_jax.config import classification, knn, linear_probe, rank
-from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.experiment.recipes import (
+    begin,
+    debug_on_digits,
+    set_length,
+    use_adamw,
+    use_cifar10,
+    use_vit,
+)
 
 WORDS = {"debug": "a few steps of tiny models, one seed"}
 

@@ -10,7 +10,14 @@ the rate of each on 5,000 held-out images and tests the chosen one with three se
 """
 
 from vit_jax.config import classification
-from vit_jax.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.experiment.recipes import (
+    begin,
+    debug_on_digits,
+    set_length,
+    use_adamw,
+    use_cifar10,
+    use_vit,
+)
 
 WORDS = {"debug": "a few steps of a tiny model, one seed"}
 

@@ -16,7 +16,14 @@ A few seconds, synthetic data: --config=configs/vit_s16_in1k.py:debug
 """
 
 from vit_jax.config import classification
-from vit_jax.recipes import EVAL_OPS, augreg_ops, begin, debug_on_synthetic, set_length, use_adamw
+from vit_jax.experiment.recipes import (
+    EVAL_OPS,
+    augreg_ops,
+    begin,
+    debug_on_synthetic,
+    set_length,
+    use_adamw,
+)
 
 WORDS = {"debug": "20 steps of a tiny model"}
 AUGMENTATION = "light2"  # AugReg's name of RandAugment (2, 10) and MixUp 0.2

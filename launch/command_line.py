@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
 
-from vit_jax.errors import InputError  # noqa: E402
+from vit_jax.base.errors import InputError  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
 
 

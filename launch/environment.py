@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from job import Job
 
-from vit_jax.errors import collect_faults
+from vit_jax.base.errors import collect_faults
 
 _SECRET = re.compile(
     r"(^|_)(API)?KEY(_|$)|(^|_)DSN(_|$)|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE

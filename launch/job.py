@@ -11,12 +11,12 @@ from typing import NamedTuple
 from command_line import ROOT
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
 from vit_jax.config import eval_splits, plugins
 from vit_jax.config.text import shipped_configs
 from vit_jax.data import OWN_IMAGES, SOURCES, parse_mix
-from vit_jax.errors import InputError, collect_faults
 from vit_jax.main import parse_flags
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")

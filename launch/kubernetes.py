@@ -36,7 +36,7 @@ from command_line import (
 from environment import Environment, read_environment
 from job import Job, check_config_travels, check_data_travels, check_job
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
 
 _PORT = 8482  # port of process 0 in its pod

@@ -27,8 +27,8 @@ from environment import read_environment
 from etils import epath
 from job import Job, check_job
 
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of_ended
 
 _LAST_LINES = 20  # lines to show of a failed process

@@ -9,7 +9,7 @@ from typing import Any
 
 import tpus
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 
 POLL_S = 30
 _TRIES = 10  # for commands that the network may fail, with pauses of POLL_S

@@ -39,8 +39,8 @@ from command_line import (
 from environment import read_environment
 from job import Job, check_job, study_jobs
 
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import DONE, PREEMPTED, TERMINATED
 
 # Like JAX: ports above the ephemeral range, selected by the job id.

@@ -55,7 +55,7 @@ from slices import (
     wait_until_active,
 )
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
 
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from job import Job
 
+from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import CHIPS, Slice, find_slice
-from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
 
 

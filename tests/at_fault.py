@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 
 
 def keys_of(error):

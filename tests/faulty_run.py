@@ -15,7 +15,7 @@ import time
 import jax
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.run import agreement as comparison
 from vit_jax.run import loop, record

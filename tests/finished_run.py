@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax import tree
+from vit_jax.base import tree
 
 
 def final_state(workdir):

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.checkpoints import checkpoint
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main

@@ -1,6 +1,6 @@
 """A run's data and its config.json, without the run; and its evaluation."""
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.config import with_values
 from vit_jax.config.stored import StoredConfig, read_config
 from vit_jax.data import Divider

@@ -15,9 +15,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import vit_jax
-from vit_jax import create_model, load_image, predict, read_pretrained, tree
+from vit_jax import create_model, load_image, predict, read_pretrained
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
-from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.models.vit import extract_patches

@@ -29,6 +29,7 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.recipes import hyper_rule, make_tiny
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
@@ -36,7 +37,6 @@ from vit_jax.models import MODELS, create_model, fields_of, token_stride
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
-from vit_jax.recipes import hyper_rule, make_tiny
 from vit_jax.run.build import prepare
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve

@@ -10,10 +10,10 @@ import string
 import pytest
 from loaded_file import load_module
 
+from vit_jax.base.errors import InputError
 from vit_jax.commands import COMMANDS
 from vit_jax.config import base_config, flatten
 from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
-from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
 ROOT = pathlib.Path(__file__).parents[1]

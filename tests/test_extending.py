@@ -11,6 +11,7 @@ from opened import config_json, open_all
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
+from vit_jax.base.errors import InputError
 from vit_jax.config import EVALUATORS, LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, plugins
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source, parse_ops
@@ -18,7 +19,6 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.optimizers import make_optimizer

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.commands import COMMANDS, find_command
-from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 from vit_jax.job.first_process import run_in_child_of_first_process
 

@@ -13,12 +13,12 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Timetable

@@ -2,11 +2,11 @@
 
 import pytest
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import Part, base_config, key
 from vit_jax.config.parts import Registry, Section, find_faults
 from vit_jax.config.registries import REGISTRIES
 from vit_jax.config.sections import SECTIONS
-from vit_jax.errors import InputError
 
 
 class Common(Section):

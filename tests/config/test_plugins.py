@@ -10,6 +10,7 @@ from at_fault import at_fault
 from etils import epath
 from opened import config_json
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
 from vit_jax.config.registries import SOURCES
 from vit_jax.config.stored import (
@@ -21,7 +22,6 @@ from vit_jax.config.stored import (
 )
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.config.upgrades import FORMAT
-from vit_jax.errors import InputError
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
 from vit_jax.models import MODELS

@@ -8,11 +8,11 @@ from etils import epath
 from opened import config_json
 from test_base import make_config, set_keys, type_of
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import flatten
 from vit_jax.config.stored import from_json, parse_stored, read_config, to_json
 from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
 from vit_jax.config.upgrades import FORMAT
-from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
 

@@ -10,11 +10,11 @@ from at_fault import at_fault
 from images import encode, smooth_image
 
 import vit_jax
+from vit_jax.base.errors import InputError
 from vit_jax.data import image_batch, make_source, parse_ops
 from vit_jax.data.device_ops import per_channel, to_value_range
 from vit_jax.data.images.given import image_files
 from vit_jax.data.pipeline import host_batches, host_eval_batches
-from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.transfer.fit import fit
 from vit_jax.transfer.pretrained import Pretrained, Spec

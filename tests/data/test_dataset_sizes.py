@@ -4,10 +4,10 @@ import pytest
 from at_fault import at_fault
 from opened import with_known_facts
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
 from vit_jax.data import dataset_sizes, make_source
 from vit_jax.data.dataset_sizes import KNOWN_DATA, known_sizes
-from vit_jax.errors import InputError
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from at_fault import at_fault
 from images import encode, make_folder, smooth_image
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import Divider, Division, make_source
 from vit_jax.data.division import divide_anew
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pseudo import PseudoLabels
-from vit_jax.errors import InputError
 
 TEN_EACH = {"cat": 10, "dog": 10, "eel": 10}
 

@@ -10,12 +10,12 @@ import pytest
 from at_fault import at_fault
 from images import encode, smooth_image
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.data import count_labels, image_batch, make_source, match_classes, parse_ops
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
-from vit_jax.errors import InputError
 from vit_jax.run.build import prepare
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

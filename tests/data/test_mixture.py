@@ -8,13 +8,13 @@ from at_fault import at_fault
 from opened import open_all
 from prepared import prepare
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey, train_split
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
-from vit_jax.errors import InputError
 from vit_jax.run.sources import open_training, training_order
 
 

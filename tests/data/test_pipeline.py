@@ -11,6 +11,7 @@ import pytest
 from at_fault import at_fault
 from images import encode, make_folder, pil_rgb, smooth_image
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import (
     BatchSpec,
     eval_batches,
@@ -25,7 +26,6 @@ from vit_jax.data import (
 from vit_jax.data.batch import Crops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
-from vit_jax.errors import InputError
 
 DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}
 FOLDER = {"image_size": (16, 16), "ops": "inception_crop|flip"}

@@ -10,11 +10,11 @@ from images import encode, smooth_image
 from prepared import prepare
 
 from vit_jax import data
+from vit_jax.base.errors import InputError
 from vit_jax.data import make_source, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.errors import InputError
 
 
 def source(name, data_dir, split="train", **fields):

@@ -10,6 +10,7 @@ import pytest
 from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 
 import vit_jax
+from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.data import image_batch, make_source, parse_ops, read_labels
 from vit_jax.data.dataset_sizes import known_sizes
@@ -25,7 +26,6 @@ from vit_jax.data.vtab import (
     position_label,
     vehicle_label,
 )
-from vit_jax.errors import InputError
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.transfer import read_pretrained
 

@@ -125,7 +125,7 @@ def test_accelerators_show_by_their_device_files(monkeypatch):
 SLICES = """
 import sys
 from jax.experimental import topologies
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.devices.mesh import make_mesh
 
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices

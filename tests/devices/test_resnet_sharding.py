@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
 from test_sharding import count_constraints
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.models import create_model

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
 from short_objective import objective_of
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS, base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh

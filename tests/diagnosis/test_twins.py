@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.base.errors import InputError
 from vit_jax.devices import kernels
 from vit_jax.diagnosis import trace, twins
 from vit_jax.diagnosis.twins import Departure, Twin
-from vit_jax.errors import InputError
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.main import main
 from vit_jax.models.dot_product import dot_product_attention

@@ -10,13 +10,13 @@ import pytest
 from hand_made import OF_SPLIT, OF_SPLITS, digit_pixels, make_inputs, run_on_features
 from sklearn.datasets import load_digits
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import EVALUATORS, SplitKey, base_config, classification, knn
 from vit_jax.config.evals import make_entry
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.evaluators import check_outputs, evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.evaluators.features import NothingToMeasureError

@@ -14,9 +14,9 @@ from numpy_vit import random_params
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import fewshot, knn, linear_probe
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.evaluators.fewshot import FewShot, draw_support, predict, ridge
 from vit_jax.models import create_model
 

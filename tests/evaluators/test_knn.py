@@ -12,9 +12,9 @@ from hand_made import (
 )
 from sklearn.neighbors import KNeighborsClassifier
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import knn
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.evaluators import knn as knn_module
 from vit_jax.evaluators.knn import Knn
 

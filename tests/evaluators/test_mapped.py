@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hand_made import OF_SPLIT, make_inputs
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import make_source
-from vit_jax.errors import InputError
 from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
 
 NAMES = ("chair", "lamp", "spoon")

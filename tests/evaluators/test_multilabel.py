@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, eval_splits
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
-from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.multilabel import MultiLabel

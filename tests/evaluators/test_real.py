@@ -7,11 +7,11 @@ import pytest
 from hand_made import OF_SPLIT, State, make_inputs
 from PIL import Image
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey, base_config, real
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.mapped import measure_by_labels

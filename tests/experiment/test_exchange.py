@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from short_objective import objective_of
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import base_config
 from vit_jax.data import make_device_transform, preprocessing
 from vit_jax.devices.flops import count_flops

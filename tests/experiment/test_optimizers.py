@@ -7,7 +7,7 @@ import optax
 import pytest
 from at_fault import at_fault
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.transfer.fit import stack_layers, unstack_layers

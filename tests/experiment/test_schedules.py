@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import SCHEDULES
-from vit_jax.errors import InputError
 from vit_jax.experiment.durations import check_duration, parse_duration
 from vit_jax.experiment.schedules import half_cosine, make_schedule
 

@@ -10,9 +10,9 @@ from numpy_vit import random_params
 from sklearn.datasets import load_digits
 
 import vit_jax
+from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.main import main

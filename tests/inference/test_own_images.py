@@ -14,11 +14,11 @@ from opened import evaluate_run, open_all
 from PIL import Image
 
 from vit_jax import data
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, knn
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import load_config
 from vit_jax.data.division import hash_of, read_division
-from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from vit_jax import load_image, load_pretrained, pretrained_spec
+from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
-from vit_jax.errors import InputError
 from vit_jax.inference.predict import classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained

@@ -16,8 +16,8 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.job import lock
 from vit_jax.job.lock import Holder, Lock, LostLockError, check_free
 from vit_jax.run import record, writers

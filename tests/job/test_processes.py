@@ -16,8 +16,8 @@ from etils import epath
 from finished_run import final_state, rows
 from started_job import TERMINATE, Job
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
-from vit_jax.errors import InputError
 from vit_jax.job import processes
 from vit_jax.job.lock import Lock
 from vit_jax.job.processes import (

@@ -10,7 +10,7 @@ from at_fault import at_fault
 from safetensors.numpy import load_file, save_file
 
 import vit_jax
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import base_config
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import batch_sharding, make_mesh

@@ -17,12 +17,12 @@ from etils import epath
 from numpy_vit import random_params, random_variables
 
 import vit_jax
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config import base_config
 from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import MODELS, create_model, fields_of, find_family, token_stride

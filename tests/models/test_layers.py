@@ -9,7 +9,7 @@ import pytest
 from cheap_tracing import ContextOfMany, traced_once
 from numpy_vit import float64, random_params
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.models import dot_product
 from vit_jax.models.attention import Attention
 from vit_jax.models.dot_product import choose_attention, dot_product_attention

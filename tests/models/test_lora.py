@@ -9,7 +9,7 @@ import pytest
 from at_fault import at_fault
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import state_shardings
 from vit_jax.models import create_model

@@ -9,7 +9,7 @@ import numpy_vit
 import pytest
 from numpy_vit import random_params
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
 from vit_jax.models.position import Positions, sincos_2d

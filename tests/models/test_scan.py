@@ -10,7 +10,7 @@ import optax
 import pytest
 from numpy_vit import random_params
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.devices.flops import count_flops
 from vit_jax.models import create_model
 from vit_jax.models.forms import BlockOps, multiply_on_cpu

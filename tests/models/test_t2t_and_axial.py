@@ -13,7 +13,7 @@ from numpy_vit import dense, encoder_block, float64, layer_norm, patches, random
 from safetensors.numpy import load_file
 
 import vit_jax
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment

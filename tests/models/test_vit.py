@@ -9,8 +9,8 @@ import pytest
 from at_fault import at_fault, keys_of
 from numpy_vit import random_params
 
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about
 from vit_jax.models.dropout import Dropout

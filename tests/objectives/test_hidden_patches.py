@@ -15,7 +15,7 @@ from etils import epath
 from numpy_vit import random_params
 from PIL import Image
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss

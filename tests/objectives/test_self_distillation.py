@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 
-from vit_jax.benchmarks.step import made_up_batch
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import load_config
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT

@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec as P
 from opened import with_known_facts
 from PIL import Image
 
-from vit_jax import planning, tree
+from vit_jax import planning
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.commands import plan as plan_command
 from vit_jax.config import base_config, num_microbatches
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from opened import with_known_facts
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
-from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck

@@ -14,12 +14,12 @@ from etils import epath
 from opened import config_json, evaluate_run, open_all
 
 from vit_jax import create_model, data, save_pretrained
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
-from vit_jax.errors import InputError
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.run.build import compare_value_ranges, prepare
 from vit_jax.run.changes import check_unchanged

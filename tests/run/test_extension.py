@@ -8,9 +8,9 @@ from at_fault import at_fault
 from etils import epath
 from opened import config_json
 
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.errors import InputError
 from vit_jax.run.changes import check_unchanged, find_other_past
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.workdir import read_run

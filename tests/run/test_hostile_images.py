@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from vit_jax.benchmarks import input as input_benchmark
+from vit_jax.diagnosis.benchmarks import input as input_benchmark
 from vit_jax.main import main
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../data"))

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from at_fault import at_fault
 
+from vit_jax.base.errors import InputError
 from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
-from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps

@@ -13,12 +13,13 @@ from opened import evaluate_run
 from PIL import Image
 
 import vit_jax
-from vit_jax import create_model, load_pretrained, save_pretrained, tree
+from vit_jax import create_model, load_pretrained, save_pretrained
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
-from vit_jax.errors import InputError
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify
 from vit_jax.run import workdir as workdir_module

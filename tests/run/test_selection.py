@@ -12,9 +12,9 @@ from at_fault import at_fault
 from etils import epath
 from opened import open_all
 
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.metric_names import check_metrics, find_direction
 from vit_jax.run import loop, selection

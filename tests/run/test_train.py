@@ -20,12 +20,13 @@ from etils import epath
 from opened import evaluate_run
 from sklearn.datasets import load_digits
 
-from vit_jax import data, load_pretrained, tree
+from vit_jax import data, load_pretrained
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError, SharedInputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import InputError, SharedInputError
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main

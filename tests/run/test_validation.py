@@ -9,11 +9,11 @@ from ml_collections import ConfigDict
 
 import vit_jax.config
 from vit_jax import models
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, fewshot
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.errors import InputError
 from vit_jax.run.validation import find_faults, validate
 
 

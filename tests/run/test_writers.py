@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.run import writers
 from vit_jax.run.writers import MetricWriter
 
@@ -187,7 +187,7 @@ def test_processes_other_than_0_write_nothing(tmp_path):
 def test_neither_import_nor_use_loads_tensorflow_or_touches_a_device(tmp_path):
     program = f"""
 import sys
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.run import writers
 from vit_jax.experiment import optimizers
 from vit_jax.experiment import schedules

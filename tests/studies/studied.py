@@ -5,8 +5,8 @@ import io
 
 import pytest
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification
-from vit_jax.errors import InputError
 from vit_jax.studies.engine import FINISHED, Found, Result, Study
 
 

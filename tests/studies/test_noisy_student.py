@@ -14,12 +14,12 @@ from etils import epath
 from studied import config_of, done, keys_at_fault, study_of
 
 from vit_jax import create_model, save_pretrained
+from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.pseudo import read_pseudo_labels, select
 from vit_jax.data.subset import soften
 from vit_jax.devices.chips import find_slice
-from vit_jax.errors import InputError
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target

@@ -8,9 +8,9 @@ import shlex
 import pytest
 from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
 
+from vit_jax.base.errors import InputError
 from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel
-from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.studies import running
 from vit_jax.studies.engine import DIVERGED, Result

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.transfer import load_pretrained
 
 EMBEDDING = "embedding/kernel"

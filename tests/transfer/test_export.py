@@ -17,13 +17,14 @@ from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params
 
-from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
+from vit_jax import load_pretrained, pretrained_spec, save_pretrained
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.division import Division
 from vit_jax.data.images.given import image_files
-from vit_jax.errors import InputError
 from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model

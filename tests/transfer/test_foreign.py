@@ -15,8 +15,8 @@ from published import random_model
 from safetensors.numpy import load_file, save_file
 
 import vit_jax
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.models.deit import DeiT
 from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
 from vit_jax.transfer.pretrained import ops_for

@@ -242,7 +242,7 @@ def test_fine_tuning_starts_from_the_hub(hub, tmp_path):
 
 
 PROGRAM = """
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.transfer.model_zoo import fetch_from_hub
 print(fetch_from_hub("org/vit"))
 try:

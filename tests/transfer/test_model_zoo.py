@@ -13,7 +13,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.transfer import load_pretrained, model_zoo, pretrained, read_pretrained
 
 

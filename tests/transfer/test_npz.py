@@ -13,8 +13,8 @@ from at_fault import at_fault
 from published import as_scanned, as_void, publish, random_model
 
 import vit_jax
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import init_variables, load_pretrained, read_pretrained
 

@@ -10,10 +10,10 @@ from etils import epath
 from numpy_vit import random_params
 from opened import config_json
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.config import base_config
-from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size
 from vit_jax.transfer.export import export

@@ -12,8 +12,8 @@ from numpy_resnet import bit_tokens, hybrid_tokens
 from numpy_vit import random_params
 
 import vit_jax
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import (

@@ -5,7 +5,7 @@ Importing this package does not import orbax.
 
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults
+from vit_jax.base.errors import Faults
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:

@@ -18,11 +18,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from vit_jax.base.files import LiteralPath
+from vit_jax.base.tree import PyTree
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.restore import FORMAT_VERSION, restore_newest
 from vit_jax.checkpoints.seal import complete_seal, write_seal
-from vit_jax.files import LiteralPath
-from vit_jax.tree import PyTree
 
 logger = logging.getLogger("vit_jax")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree
 
 
 def _mix(bits: jax.Array) -> jax.Array:

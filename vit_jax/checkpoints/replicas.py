@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints.checksums import checksum
-from vit_jax.errors import RaisedByAll
 
 _NAMED_AT_MOST = 10
 

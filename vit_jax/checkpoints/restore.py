@@ -12,12 +12,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError, check_version
+from vit_jax.base.files import LiteralPath
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
-from vit_jax.errors import InputError, check_version
-from vit_jax.files import LiteralPath
 
 logger = logging.getLogger("vit_jax")
 

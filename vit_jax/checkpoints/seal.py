@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from etils import epath
 
-from vit_jax.files import write_whole
+from vit_jax.base.files import write_whole
 
 _SEAL = "seal.json"
 _READ_AT_ONCE = 32

@@ -25,7 +25,8 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -34,7 +35,6 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -44,14 +44,14 @@ FORMATS = ("table", "json")
 
 def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
-    from vit_jax.benchmarks import input as input_benchmark
+    from vit_jax.diagnosis.benchmarks import input as input_benchmark
 
     return input_benchmark.measure_input(config, num_rounds=flags.repeat)
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
-    from vit_jax.benchmarks import step
+    from vit_jax.diagnosis.benchmarks import step
     from vit_jax.planning.search import choose_layout
     from vit_jax.run.opener import Tables, check_mesh
     from vit_jax.run.resolve import resolve
@@ -66,7 +66,7 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
 
 def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
-    from vit_jax.benchmarks import inference
+    from vit_jax.diagnosis.benchmarks import inference
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve
 
@@ -75,7 +75,7 @@ def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str
 
 def plan_inference(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Run `benchmarks.inference.plan_inference` for a chip of `slice_`."""
-    from vit_jax.benchmarks import inference
+    from vit_jax.diagnosis.benchmarks import inference
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve
@@ -122,7 +122,7 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
     if flags.output is None:
         raise InputError("--output: missing; name the PNG file to write")
-    from vit_jax.benchmarks.augmentations import draw_contact_sheet
+    from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
 
     draw_contact_sheet(config, flags.output)
     logger.info("drawn: %s", flags.output)

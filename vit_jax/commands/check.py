@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:

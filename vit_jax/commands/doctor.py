@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.commands.flags import define_config_flags, load_valid_config, print_config
-from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")

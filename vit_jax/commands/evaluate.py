@@ -25,7 +25,8 @@ import signal
 import jax
 from rich.console import Console
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -34,7 +35,6 @@ from vit_jax.commands.flags import (
     start_job,
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
-from vit_jax.errors import InputError
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 from vit_jax.run.validation import check_evaluates_any, load_run

@@ -20,7 +20,8 @@ import sys
 
 from rich.console import Console
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.commands.flags import (
     check_image_flags,
     define_image_flags,
@@ -30,7 +31,6 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, InputError
 from vit_jax.job import exit_codes
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",

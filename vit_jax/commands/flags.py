@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_valid_config(
     """
     if not of_run:
         require_flags(flags, ("config",), "--config=quickstart")
-    from vit_jax import files
+    from vit_jax.base import files
     from vit_jax.config import REQUIRED
     from vit_jax.config.stored import read_asked
     from vit_jax.config.text import apply_overrides, load_config
@@ -102,7 +102,7 @@ def is_run(workdir: str | None) -> bool:
     """Whether a run has begun in `workdir`; raises InputError if it cannot be read."""
     if not workdir:
         return False
-    from vit_jax import files
+    from vit_jax.base import files
     from vit_jax.run.workdir import check_store
 
     check_store(files.absolute(workdir))

@@ -39,9 +39,9 @@ def main(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import transfer
+    from vit_jax.base.errors import InputError
     from vit_jax.config import weights_source
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.errors import InputError
     from vit_jax.inference.pseudo_labels import label, parse_unlabelled
     from vit_jax.run import terminal
 

@@ -9,7 +9,7 @@ GMAC: 10^9 multiply-adds for one image of 224 px.
 
 import argparse
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.job import exit_codes
 
 

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -27,7 +28,6 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import format_bytes
-from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")

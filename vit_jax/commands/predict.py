@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.commands.flags import (
     define_image_flags,
     define_source_flags,
@@ -30,7 +31,6 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, collect_faults
 from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from vit_jax import files
-from vit_jax.errors import Faults, InputError
+from vit_jax.base import files
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")

@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -44,7 +45,6 @@ from vit_jax.commands.flags import (
     require_flags,
 )
 from vit_jax.devices.chips import find_slice
-from vit_jax.errors import InputError, collect_faults
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:

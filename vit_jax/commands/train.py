@@ -16,7 +16,7 @@ from etils import epath
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.base import (
     LAYOUT_KEYS,
     REQUIRED,
@@ -52,7 +53,6 @@ from vit_jax.config.stored import (
     changed_keys,
     say_changes,
 )
-from vit_jax.errors import InputError
 
 __all__ = [
     "EVALUATORS",

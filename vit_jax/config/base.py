@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
 from vit_jax.config.registries import FAMILIES, REGISTRIES
 from vit_jax.config.sections import SECTIONS
-from vit_jax.errors import InputError, collect_faults
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
 

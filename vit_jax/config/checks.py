@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError, nearest
 from vit_jax.config.base import declared_keys, default_config, flatten
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import find_wrong
 from vit_jax.config.registries import REGISTRIES
-from vit_jax.errors import Faults, InputError, nearest
 
 LARGEST_BATCH = 2**24  # images; the largest of published runs have 2**20
 _LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run

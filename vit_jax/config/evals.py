@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.parts import Part, Registry, add_keys, key
-from vit_jax.errors import Faults, collect_faults, nearest
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 

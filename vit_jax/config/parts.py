@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.base.errors import InputError, collect_faults, nearest
 
 P = TypeVar("P", bound="Part")
 
@@ -214,7 +214,7 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         return made
 
     def keys_of_parts(self, module: str | None = None) -> dict[str, Key]:
-        """The keys of the parts that `module`, or one in it, defines (None: all), as optional ones."""
+        """The keys of the parts that `module`, or one in it, defines (None: any), as optional."""
         parts = [p for p in map(self.find, self)
                  if module is None or f"{p.__module__}.".startswith(f"{module}.")]  # fmt: skip
         return {k: declared._replace(default=None) for part in parts

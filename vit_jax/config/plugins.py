@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from etils import epath
 
-from vit_jax.errors import InputError, say_fault_of_file
-from vit_jax.files import write_whole
+from vit_jax.base.errors import InputError, say_fault_of_file
+from vit_jax.base.files import write_whole
 
 _FOLDER, _DIGESTS = "plugins", "digests.json"
 _NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # name of a file or a module

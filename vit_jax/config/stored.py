@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins
 from vit_jax.config.base import add_plugins, default_config, flatten
 from vit_jax.config.evals import EVALUATORS, make_entry
 from vit_jax.config.upgrades import FORMAT, upgrade
-from vit_jax.errors import InputError, collect_faults, nearest
 
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
 FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",

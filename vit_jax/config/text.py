@@ -12,10 +12,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import vit_jax
+from vit_jax.base.errors import InputError, nearest, say_fault_of_file
 from vit_jax.config import plugins
 from vit_jax.config.base import declared_keys, default_config, flatten
 from vit_jax.config.registries import REGISTRIES
-from vit_jax.errors import InputError, nearest, say_fault_of_file
 
 logger = logging.getLogger("vit_jax")
 

@@ -7,7 +7,7 @@ first of them comes after version 0.2.0: until then nothing is released, and not
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 
 FORMAT = 3
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
@@ -28,7 +29,6 @@ from vit_jax.data.subset import (
     soften,
 )
 from vit_jax.data.tfds import ON_DISK
-from vit_jax.errors import InputError
 
 # Data sets of the user's own images, whose classes the user names.
 OWN_IMAGES = ("folder", "list")

@@ -2,13 +2,13 @@
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.preprocessing import VIEWS, parse_view_ops
 from vit_jax.data.subset import check_classes, subset_size
-from vit_jax.errors import Faults
 
 _ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
 

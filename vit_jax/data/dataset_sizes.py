@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
 from vit_jax.data.tfds import count_examples
 from vit_jax.data.vtab import TASKS
-from vit_jax.errors import InputError
 
 # name -> classes, examples by split, from TFDS's catalogue. The catalogue lacks imagenet21k: these
 # are the images of the release of 2011 (14,197,122) and the classes of published models.

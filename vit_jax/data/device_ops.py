@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
 from vit_jax.data.ops import DeviceOp, Pairs
-from vit_jax.errors import InputError
-from vit_jax.tree import Batch
 
 if TYPE_CHECKING:
     from vit_jax.data.preprocessing import Views

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
-from vit_jax.errors import InputError
 
 logger = logging.getLogger("vit_jax")
 

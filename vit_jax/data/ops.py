@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.tree import Batch
 from vit_jax.config import image_hw
 from vit_jax.config.parts import Part, find_faults, key
 from vit_jax.config.registries import OPS
-from vit_jax.errors import InputError, collect_faults
-from vit_jax.tree import Batch
 
 _MOST_OPS = 100  # of a string; each makes the pipeline's graph, or the step's program, longer
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.host_tf import tf
-from vit_jax.errors import InputError
 
 _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlate by 0.65
 _DRAWS = 2**48  # range of a random draw; its remainder mod k is a nearly uniform draw from k

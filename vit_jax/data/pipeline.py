@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.host_tf import tf

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import image_hw
 from vit_jax.data.batch import BatchSpec, Crops
 from vit_jax.data.device_ops import DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
-from vit_jax.errors import InputError
 
 _FIRST_LOCAL = 512  # number of the first local view
 VIEWS = {"global_views": "global", "local_views": "local"}

@@ -24,10 +24,10 @@ from typing import IO
 import numpy as np
 from etils import epath
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import cache_folder, replaced
 from vit_jax.data.elements import PARALLEL_CALLS, untuned
 from vit_jax.data.host_tf import tf
-from vit_jax.errors import InputError
-from vit_jax.files import cache_folder, replaced
 
 _MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
 _STRETCHES_IN_FLIGHT = 8

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.parts import Part
 from vit_jax.data.division import Divider
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.records import RecordFiles, stored_labels
-from vit_jax.errors import InputError
 
 _LABELS_AT_ONCE = 4096
 

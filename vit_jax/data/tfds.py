@@ -28,13 +28,13 @@ import numpy as np
 import psutil
 from etils import epath
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
 from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.records import RecordFiles, open_files, stored_labels, stored_records
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_tensors
-from vit_jax.errors import InputError
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 
 GIB, GB = 2**30, 10**9
 

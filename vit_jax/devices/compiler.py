@@ -9,7 +9,7 @@ import platform
 import jax
 from jax.sharding import Mesh
 
-from vit_jax import files
+from vit_jax.base import files
 
 logger = logging.getLogger("vit_jax")
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.devices.compiler import keep_programs
-from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
 

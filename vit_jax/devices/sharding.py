@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.devices.mesh import BATCH_AXES
 
 logger = logging.getLogger("vit_jax")

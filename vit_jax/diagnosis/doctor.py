@@ -34,8 +34,8 @@ from etils import epath
 from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.job.software import software
 
 logger = logging.getLogger("vit_jax")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.run.build import Run, prepare

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import scipy.stats
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.files import write_whole
 from vit_jax.config import text as config_text
 from vit_jax.diagnosis.trace import Place, trace_runs
-from vit_jax.errors import InputError, nearest
-from vit_jax.files import write_whole
 from vit_jax.job.software import software
 from vit_jax.run.validation import validate
 

@@ -16,11 +16,11 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import EVALUATORS, SplitKey, eval_splits
 from vit_jax.config.evals import evaluator_of
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import Preprocessing
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import about, with_known

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.base.tree import Batch
 from vit_jax.config import LOSSES, SplitEvaluator
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import LossFn
 from vit_jax.objectives.losses import hits, make_loss
-from vit_jax.tree import Batch
 
 _NUM_BINS = 15  # as in the paper on calibration
 

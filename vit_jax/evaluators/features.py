@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from vit_jax.base.errors import SharedInputError
 from vit_jax.config import Evaluator, key
 from vit_jax.data import Source, read_labels
-from vit_jax.errors import SharedInputError
 from vit_jax.evaluators.inputs import EvalInputs, fetch
 from vit_jax.experiment.state import TrainState
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import scipy.linalg
 
+from vit_jax.base.errors import Faults, SharedInputError
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.evals import Better
 from vit_jax.data import check_classes
-from vit_jax.errors import Faults, SharedInputError
 from vit_jax.evaluators.features import (
     FeatureEvaluator,
     Features,

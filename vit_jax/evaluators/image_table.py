@@ -8,8 +8,8 @@ import io
 import numpy as np
 from PIL import Image
 
+from vit_jax.base.files import write_whole
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.files import write_whole
 
 _SMALLEST_SIDE, _GAP = 96, 4  # pixels of the table; small images are enlarged
 

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.base.tree import Batch, PyTree
 from vit_jax.data import Source, eval_batches, image_batch, to_value_range
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
-from vit_jax.tree import Batch, PyTree
 
 # What `Evaluator.bind` gives: state -> {metric: value}.
 Measure = Callable[[TrainState], dict[str, float]]

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIVE, key
-from vit_jax.errors import InputError
 from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import SplitEvaluator, key
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.features import gather_labels, need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState

@@ -11,8 +11,8 @@ from typing import get_args
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config.evals import Better, evaluator_of
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIVE, SplitEvaluator, key
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.errors import InputError
 from vit_jax.evaluators.features import need_images, principal_components
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch

@@ -12,9 +12,9 @@ import re
 import numpy as np
 from etils import epath
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import SplitEvaluator, key
 from vit_jax.data import Source
-from vit_jax.errors import InputError
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.mapped import measure_by_labels

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Params
 from vit_jax.config import FROM_0, OBJECTIVES, SplitEvaluator, key
 from vit_jax.data.device_ops import per_channel, to_value_range
-from vit_jax.errors import InputError
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
@@ -21,7 +22,6 @@ from vit_jax.models.contract import about
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.patches import Reconstruction, as_pixels
-from vit_jax.tree import Params
 
 FOLDER = "reconstructions"  # in the workdir
 

@@ -3,8 +3,8 @@
 from ml_collections import ConfigDict
 
 from vit_jax import objectives
+from vit_jax.base.errors import Faults
 from vit_jax.config import num_microbatches
-from vit_jax.errors import Faults
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.models import model_of

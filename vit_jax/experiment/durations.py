@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError, nearest
 from vit_jax.config import declared_keys, values_in_force
-from vit_jax.errors import Faults, InputError, nearest
 
 UNITS = ("steps", "epochs", "examples")
 _MOST_STEPS = 2**31 - 1  # a state counts its steps in int32

@@ -23,12 +23,12 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.tree import Params, PyTree
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import AttentionShape, Model, about
 from vit_jax.objectives.contract import ObjectiveOutput
-from vit_jax.tree import Params, PyTree
 
 # sums(state, batch, frozen, key) -> (gradients, the objective's sums) over the rows of the batch.
 Sums = Callable[..., tuple[Params, ObjectiveOutput]]

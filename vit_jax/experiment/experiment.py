@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import num_microbatches
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.preprocessing import (

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Batch, Params, PyTree
 from vit_jax.data.device_ops import DeviceTransform
-from vit_jax.errors import InputError
 from vit_jax.experiment.exchange import Sums
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import (
@@ -24,7 +25,6 @@ from vit_jax.objectives.contract import (
     ObjectiveOutput,
     at_least_one,
 )
-from vit_jax.tree import Batch, Params, PyTree
 
 # gradients(state, batch, frozen=None) -> (gradients of the loss, the objective's sums).
 Gradients = Callable[..., tuple[Params, ObjectiveOutput]]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import optax
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.tree import Batch, PyTree
 from vit_jax.experiment.gradients import Gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
-from vit_jax.tree import Batch, PyTree
 
 
 def make_layer_norms(gradients: Gradients, tx: optax.GradientTransformation) -> Step[Metrics]:

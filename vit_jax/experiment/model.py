@@ -6,10 +6,10 @@ import flax.linen as nn
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import model_fields
 from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.sharding import constrain
-from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import flax.linen as nn
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
-from vit_jax.errors import InputError
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Objective, RunFacts, Teacher
 from vit_jax.objectives.losses import make_loss

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import SCHEDULES, Part, key
-from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_milestones
 
 # Number of the update, from 0 -> learning rate, a float32 scalar.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.base.tree import OBJECTIVE, ModelState, Params
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN
-from vit_jax.tree import OBJECTIVE, ModelState, Params
 
 
 class TrainState(flax.struct.PyTreeNode):

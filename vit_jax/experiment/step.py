@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.base.tree import Batch, ModelState, PyTree
 from vit_jax.experiment.gradients import Gradients
 from vit_jax.experiment.schedules import Schedule
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import ObjectiveOutput, at_least_one
-from vit_jax.tree import Batch, ModelState, PyTree
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, jax.Array]  # scalars

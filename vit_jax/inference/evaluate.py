@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import files, transfer, tree
+from vit_jax import transfer
+from vit_jax.base import files, tree
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
 from vit_jax.config.evals import learning_kinds
@@ -25,7 +27,6 @@ from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Examples

@@ -12,12 +12,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.watched import as_map, watch
-from vit_jax.tree import ModelState, Params
 
 __all__ = [
     "as_map", "attention_weights", "check_layer", "layer_outputs", "pool",

@@ -20,14 +20,15 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 
-from vit_jax import files, transfer, tree
+from vit_jax import transfer
+from vit_jax.base import files, tree
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.images.given import open_images
 from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
 from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for

@@ -22,11 +22,11 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.files import absolute, check_folder, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.data.pseudo import PseudoLabels, agreement, select
-from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.models.contract import about
 from vit_jax.run.sources import find_places

@@ -13,7 +13,7 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
-from vit_jax import files, tree
+from vit_jax.base import files, tree
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.data import Source, to_value_range
-from vit_jax.errors import InputError
 from vit_jax.inference import layers
 from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps

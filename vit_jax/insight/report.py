@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 import vit_jax
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.insight import plots
 from vit_jax.insight.runs import (
     Run,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.data import Source
 from vit_jax.evaluators.classification import Examples
 from vit_jax.evaluators.multilabel import Shown

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import flatten
 from vit_jax.config.stored import read_config
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.run.terminal import is_accuracy
 from vit_jax.run.writers import read_history
 

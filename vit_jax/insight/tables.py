@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from vit_jax.errors import InputError
-from vit_jax.files import write_whole
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import write_whole
 
 _KEY = "model"
 

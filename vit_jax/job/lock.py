@@ -25,8 +25,8 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from vit_jax.errors import InputError
-from vit_jax.files import write_whole
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import write_whole
 
 try:
     import fcntl

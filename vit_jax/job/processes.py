@@ -23,7 +23,7 @@ from etils import epath
 from jax._src import clusters, distributed  # no public names; see tests/test_jax_private.py
 from jax.experimental import multihost_utils
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import FAILED
 
 _VERDICT_S = 10  # for process 0 to report missing processes after the timeout

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import jax
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults
+from vit_jax.base.errors import Faults
 from vit_jax.job import processes
 from vit_jax.job.exit_codes import FAILED
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, InputError, nearest
 from vit_jax.config import image_hw, model_fields
-from vit_jax.errors import Faults, InputError, nearest
 from vit_jax.models.axial import AXIAL_NAMES, AxialViT
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.contract import Model, about, field_names

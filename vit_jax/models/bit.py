@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.fields import check_image_shape
 from vit_jax.models.forms import Constrain, unconstrained

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import collect_faults
+from vit_jax.base.errors import collect_faults
 from vit_jax.models.fields import REMATS, WITHOUT, field_names, find_field_faults
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.dropout import Dropout

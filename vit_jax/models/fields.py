@@ -15,8 +15,8 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import image_hw
-from vit_jax.errors import InputError, collect_faults, nearest
 
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "dots", "full")

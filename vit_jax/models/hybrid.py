@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import (

@@ -14,7 +14,7 @@ import numpy as np
 from einops import rearrange
 from flax import struct
 
-from vit_jax.errors import nearest
+from vit_jax.base.errors import nearest
 
 LEARNED = ("learned_1d", "learned_2d", "relative")
 POS_EMBEDS = (*LEARNED, "sincos_2d", "none")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention

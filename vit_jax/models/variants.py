@@ -9,7 +9,7 @@ Dehghani et al. 2023 (arXiv:2302.05442) table 1 and section 2 for 22B.
 import re
 from typing import Any, NamedTuple
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 
 
 class Variant(NamedTuple):

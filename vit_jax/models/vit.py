@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import collect_faults
+from vit_jax.base.errors import collect_faults
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import AttentionShape, Model, SplitLayer

@@ -2,8 +2,8 @@
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import OBJECTIVES
-from vit_jax.errors import Faults
 from vit_jax.objectives.contract import ObjectivePart
 
 

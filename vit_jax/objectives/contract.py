@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.config import Part
-from vit_jax.tree import Batch, ModelState, Params, PyTree
 
 
 class Term(flax.struct.PyTreeNode):

@@ -20,8 +20,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.tree import OBJECTIVE, Batch, Params
 from vit_jax.config import POSITIVE, key
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -37,7 +38,6 @@ from vit_jax.objectives.contract import (
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.losses import Softmax, hits
-from vit_jax.tree import OBJECTIVE, Batch, Params
 
 TeacherOutput = tuple[Any, Outputs]  # logits, or features without a head, and its outputs
 

@@ -12,12 +12,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
-from vit_jax.tree import ModelState, Params
 
 DISTANCES = ("cosine", "smooth_l1")
 _BETA = 2.0  # of the smooth L1 distance: quadratic up to it, then linear

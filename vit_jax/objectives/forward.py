@@ -5,8 +5,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from vit_jax.base.tree import Batch, ModelState, Params
 from vit_jax.models.contract import about
-from vit_jax.tree import Batch, ModelState, Params
 
 
 def apply_in_training(

@@ -27,8 +27,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, SHARE, key
-from vit_jax.errors import InputError
 from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import (
     Collapse,
@@ -41,7 +42,6 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.other_sizes import at_size, check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
-from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
 VIEWS = ("global_views", "local_views")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import LOSSES, Part
-from vit_jax.errors import InputError
 from vit_jax.objectives.contract import LossFn
 
 

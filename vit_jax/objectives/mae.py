@@ -13,8 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.forms import unconstrained
 from vit_jax.models.layers import BlockFields, Encoder, split_blocks
@@ -29,7 +30,6 @@ from vit_jax.objectives.contract import (
     TokenPass,
 )
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _EPS = 1e-6  # added to the variance of a patch
 

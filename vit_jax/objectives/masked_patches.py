@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 from einops import rearrange
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import key
-from vit_jax.errors import InputError
 from vit_jax.models.contract import Model
 from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
@@ -27,7 +28,6 @@ from vit_jax.objectives.contract import (
     State,
 )
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 TARGETS = ("mean_colour", "small_patch", "pixels")
 _LEVELS = 8  # of each channel: 3 bits

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Params
 from vit_jax.models.contract import Model
-from vit_jax.tree import Params
 
 
 def check_size(model: Model, size: tuple[int, int], key: str) -> None:

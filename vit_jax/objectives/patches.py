@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import Collapse
 

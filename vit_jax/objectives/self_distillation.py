@@ -22,8 +22,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.contract import Model, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.objectives import centring, patches
@@ -42,7 +43,6 @@ from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, check_size
 from vit_jax.objectives.prototypes import PrototypeHead
-from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 GLOBAL, LOCAL = "global_views", "local_views"  # keys of a batch
 

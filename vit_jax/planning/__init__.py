@@ -14,7 +14,7 @@ from typing import Any
 import flax.linen as nn
 from ml_collections import ConfigDict
 
-from vit_jax import files
+from vit_jax.base import files
 from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software

@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import num_microbatches, with_values
 from vit_jax.config import stored as stored_config
 from vit_jax.data.preprocessing import parse_preprocessing

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
-from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models.contract import Model, about

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.config import stored as stored_config
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import count_chips

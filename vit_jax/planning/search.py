@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import planning
+from vit_jax.base.errors import InputError
 from vit_jax.config import (
     LAYOUT_KEYS,
     default_config,
@@ -25,7 +26,6 @@ from vit_jax.config import (
 )
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
-from vit_jax.errors import InputError
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.fields import REMATS

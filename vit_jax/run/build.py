@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import data, files, transfer
+from vit_jax import data, transfer
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey
 from vit_jax.data.order import local_rows
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
-from vit_jax.errors import InputError
 from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.evaluators.metric_names import check_metrics

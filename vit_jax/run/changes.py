@@ -10,8 +10,8 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import changed_evals, changed_keys, say_changes
-from vit_jax.errors import InputError, collect_faults
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.schedules import half_cosine, make_config_schedule
 from vit_jax.run.workdir import StoredRun

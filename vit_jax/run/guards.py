@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from vit_jax.errors import RaisedByAll
+from vit_jax.base.errors import RaisedByAll
 from vit_jax.objectives.contract import Collapse
 
 DIVERGED_FILE = "diverged.json"  # in the workdir of a run ended by a NonFiniteError

@@ -11,10 +11,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
-from vit_jax.errors import InputError
 from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps

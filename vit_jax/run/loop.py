@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from vit_jax import data, tree
+from vit_jax import data
+from vit_jax.base import tree
+from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import batch_sharding
-from vit_jax.errors import RaisedByAll
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock

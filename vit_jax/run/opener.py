@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data, transfer
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import SplitKey
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config.stored import StoredConfig, keep_resolved
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.durations import parse_duration
 from vit_jax.experiment.finetune_length import RULES, bit_warmup
 from vit_jax.models import create_model, fields_of, find_family, is_of_family, name_of, sizes_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import SharedInputError, nearest
 from vit_jax.checkpoints import restore
-from vit_jax.errors import SharedInputError, nearest
 from vit_jax.evaluators.metric_names import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from vit_jax.base.files import write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.files import write_whole
 from vit_jax.run.build import Run
 from vit_jax.run.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run.selection import read_selection

@@ -14,13 +14,14 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import transfer, tree
+from vit_jax import transfer
+from vit_jax.base import tree
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.devices.sharding import place
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.experiment import Experiment, make_experiment
-from vit_jax.files import write_whole
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of

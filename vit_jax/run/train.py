@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import files, tree
+from vit_jax.base import files, tree
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from

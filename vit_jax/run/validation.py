@@ -13,12 +13,12 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import REQUIRED, checks, decided_later, evals, step_range, with_values
 from vit_jax.config import text as config_text
 from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
-from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.experiment import checks as experiment
 from vit_jax.experiment import durations

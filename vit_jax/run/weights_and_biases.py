@@ -10,8 +10,8 @@ from typing import Any
 
 from etils import epath
 
-from vit_jax.errors import InputError
-from vit_jax.files import write_whole
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 

@@ -18,13 +18,13 @@ import jax
 from etils import epath
 
 import vit_jax
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import check_folder, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
-from vit_jax.errors import InputError
-from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
 from vit_jax.job.lock import Lock, NoLock, check_free
 from vit_jax.job.software import software

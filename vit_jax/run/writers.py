@@ -16,7 +16,7 @@ from etils import epath
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from vit_jax.files import LiteralPath, open_for_append
+from vit_jax.base.files import LiteralPath, open_for_append
 from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
-from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.metric_names import declared_metrics
 
 T = TypeVar("T")

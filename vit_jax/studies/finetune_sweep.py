@@ -11,8 +11,8 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix B.1.1: three runs, 
 
 from collections.abc import Mapping
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import flatten, key
-from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Member, Metric, Report, Results, Study, seeded
 
 

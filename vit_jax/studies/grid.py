@@ -24,8 +24,8 @@ validation accuracy (figure 4).
 
 from collections.abc import Sequence
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import key
-from vit_jax.errors import Faults
 from vit_jax.studies.engine import (
     Found,
     Measured,

@@ -24,8 +24,8 @@ import statistics
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import key
-from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Member, Report, Results, Study, seeded
 
 _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")

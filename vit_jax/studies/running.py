@@ -21,9 +21,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax import config as config_lib
+from vit_jax.base.errors import collect_faults
+from vit_jax.base.files import write_whole
 from vit_jax.config import stored as stored_config
-from vit_jax.errors import collect_faults
-from vit_jax.files import write_whole
 from vit_jax.job import exit_codes
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.validation import validate

@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.config import key
 from vit_jax.devices.chips import CHIPS, find_slice
-from vit_jax.errors import Faults, InputError
 from vit_jax.experiment.durations import check_duration
 from vit_jax.studies.engine import (
     Found,

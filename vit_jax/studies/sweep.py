@@ -11,8 +11,8 @@ import re
 import statistics
 from collections.abc import Sequence
 
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import key
-from vit_jax.errors import Faults, collect_faults
 from vit_jax.studies.engine import (
     DIVERGED,
     FINISHED,

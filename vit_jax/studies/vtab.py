@@ -12,8 +12,8 @@ Sources: Zhai et al. 2019 (arXiv:1910.04867), section 2; Dosovitskiy et al. 2020
 import functools
 import statistics
 
+from vit_jax.base.errors import Faults
 from vit_jax.data.vtab import GROUPS, TASKS, find_missing
-from vit_jax.errors import Faults
 from vit_jax.studies.engine import Found, Measured, Member, Report, Results, Study, seeded
 
 

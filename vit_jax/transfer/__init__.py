@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError, collect_faults, nearest
+from vit_jax.base.files import absolute
 from vit_jax.config import image_hw
 from vit_jax.data.division import Division, hashes_from_bytes, side_file
-from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.files import absolute
 from vit_jax.models.contract import about, field_names, with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.transfer import (

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import absolute, check_folder, check_names, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
-from vit_jax.errors import InputError
-from vit_jax.files import absolute, check_folder, check_names, write_whole
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained

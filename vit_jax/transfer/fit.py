@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from vit_jax import tree
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update

@@ -13,8 +13,8 @@ from typing import Any
 import flax.linen as nn
 from etils import epath
 
+from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
-from vit_jax.errors import Faults
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.fit import with_learned_positions

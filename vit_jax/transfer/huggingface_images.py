@@ -5,7 +5,7 @@ import operator
 import re
 from typing import Any
 
-from vit_jax.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
 from vit_jax.transfer.source import Source, read_json
 

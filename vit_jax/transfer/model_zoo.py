@@ -29,9 +29,9 @@ from etils import epath
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import logging as hub_logging
 
+from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.data.division import HASHES
-from vit_jax.errors import InputError, nearest
-from vit_jax.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.transfer.source import WEIGHTS
 
 logger = logging.getLogger("vit_jax")

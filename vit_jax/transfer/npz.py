@@ -24,8 +24,8 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
+from vit_jax.base.files import write_whole
 from vit_jax.config import image_hw
-from vit_jax.files import write_whole
 from vit_jax.models.bit import BiT
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import map_stride

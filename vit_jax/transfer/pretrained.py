@@ -11,10 +11,10 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.data.division import Division
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
-from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.base.errors import InputError, nearest
 
 
 def _linear(places: np.ndarray, num: int, stretch: float) -> np.ndarray:

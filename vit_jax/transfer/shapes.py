@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax import tree
+from vit_jax.base import tree
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 

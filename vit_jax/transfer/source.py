@@ -22,9 +22,9 @@ import safetensors
 import safetensors.numpy
 from etils import epath
 
+from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.files import write_whole
 from vit_jax.config import LOSSES
-from vit_jax.errors import InputError, collect_faults
-from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from vit_jax.errors import InputError
-from vit_jax.files import write_whole
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import write_whole
 from vit_jax.models.contract import about
 from vit_jax.transfer.pretrained import Pretrained
 

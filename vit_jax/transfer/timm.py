@@ -15,7 +15,7 @@ from typing import Any
 import flax.linen as nn
 from etils import epath
 
-from vit_jax.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS

@@ -11,14 +11,14 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import tree
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import full_size, parse_calls
-from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers

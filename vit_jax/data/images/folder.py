@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.division import Divider, Groups
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import (
@@ -36,7 +37,6 @@ from vit_jax.data.images.files import (
 )
 from vit_jax.data.images.formats import read_image, why_file_unreadable
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
-from vit_jax.errors import InputError
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 from PIL import Image
 
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import images_below, shown
 from vit_jax.data.images.formats import (
@@ -23,7 +24,6 @@ from vit_jax.data.images.formats import (
 )
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.data.subset import give_channels
-from vit_jax.errors import InputError, collect_faults
 
 
 def find_images(paths: Sequence[str | os.PathLike]) -> list[str]:

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.images.files import File, few, group_links, look_up, shown, split_of, warn_once
 from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.sources import DataSet, Request, Source
-from vit_jax.errors import InputError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",;\t"

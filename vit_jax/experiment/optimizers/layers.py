@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 
 _PATCHES = re.compile("embedding/(kernel|bias)")  # parameters of the patch embedding
 

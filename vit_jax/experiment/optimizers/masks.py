@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax import tree
-from vit_jax.errors import InputError
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 
 
 def decay_weights(

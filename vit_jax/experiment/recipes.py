@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import base_config, knn, refuse_words, split_words
-from vit_jax.errors import InputError, nearest
 from vit_jax.experiment.finetune_length import bit_steps, bit_warmup
 from vit_jax.models import tiny_fields, token_stride
 

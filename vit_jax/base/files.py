@@ -11,7 +11,7 @@ from typing import IO, Self
 
 from etils import epath
 
-from vit_jax.errors import InputError
+from vit_jax.base.errors import InputError
 
 _MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
 

@@ -12,12 +12,12 @@ from etils import epath
 from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 
-from vit_jax import files
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.config import image_hw, train_split
 from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.errors import InputError
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
 

@@ -1,6 +1,6 @@
 from at_fault import at_fault
 
-from vit_jax.errors import collect_faults, nearest
+from vit_jax.base.errors import collect_faults, nearest
 
 
 def test_collect_faults():

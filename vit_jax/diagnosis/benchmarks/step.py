@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
+from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.run.teachers import planned_experiment
 

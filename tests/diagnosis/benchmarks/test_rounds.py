@@ -1,6 +1,6 @@
 """Calls in turns, and what each cost by the clocks."""
 
-from vit_jax.benchmarks.rounds import Cost, measure, spread
+from vit_jax.diagnosis.benchmarks.rounds import Cost, measure, spread
 
 
 def test_calls_take_turns_and_each_is_charged_its_own_time():

@@ -4,7 +4,7 @@ import os
 import pytest
 from etils import epath
 
-from vit_jax.files import LiteralPath, cache_folder, replaced, write_whole
+from vit_jax.base.files import LiteralPath, cache_folder, replaced, write_whole
 
 
 @pytest.mark.parametrize(

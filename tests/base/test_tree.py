@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from vit_jax import tree
+from vit_jax.base import tree
 
 PARAMS = {
     "head": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)},

@@ -8,15 +8,15 @@ import PIL.Image
 import pytest
 
 from vit_jax import planning
-from vit_jax.benchmarks import inference
-from vit_jax.benchmarks import input as input_benchmark
-from vit_jax.benchmarks.input import measure_input
-from vit_jax.benchmarks.rounds import spread_of_ratio
-from vit_jax.benchmarks.step import make_matmuls, measure_step
 from vit_jax.commands.benchmark import as_table
 from vit_jax.config import base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.diagnosis.benchmarks import inference
+from vit_jax.diagnosis.benchmarks import input as input_benchmark
+from vit_jax.diagnosis.benchmarks.input import measure_input
+from vit_jax.diagnosis.benchmarks.rounds import spread_of_ratio
+from vit_jax.diagnosis.benchmarks.step import make_matmuls, measure_step
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
 from vit_jax.planning import estimates, targets
@@ -86,8 +86,8 @@ def test_products_are_as_many_as_asked_for(monkeypatch):
 
 @pytest.fixture
 def one_short_round(monkeypatch):
-    monkeypatch.setattr("vit_jax.benchmarks.input._IMAGES_A_ROUND", 16)
-    monkeypatch.setattr("vit_jax.benchmarks.input._NUM_ROUNDS", 1)
+    monkeypatch.setattr("vit_jax.diagnosis.benchmarks.input._IMAGES_A_ROUND", 16)
+    monkeypatch.setattr("vit_jax.diagnosis.benchmarks.input._NUM_ROUNDS", 1)
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)])

@@ -4,14 +4,14 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from vit_jax.benchmarks.augmentations import draw_bands, draw_contact_sheet, make_columns
 from vit_jax.config import base_config
 from vit_jax.data import augment, make_source
+from vit_jax.diagnosis.benchmarks.augmentations import draw_bands, draw_contact_sheet, make_columns
 
 
 @pytest.fixture(autouse=True)
 def fewer_draws(monkeypatch):
-    monkeypatch.setattr("vit_jax.benchmarks.augmentations._SAMPLES", 2)
+    monkeypatch.setattr("vit_jax.diagnosis.benchmarks.augmentations._SAMPLES", 2)
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def two_operations(monkeypatch):
     names = "Invert", "Rotate"
     operations = {name: augment.OPERATIONS[name] for name in names}
     monkeypatch.setattr(augment, "OPERATIONS", operations)
-    monkeypatch.setattr("vit_jax.benchmarks.augmentations._DEVICE_OPS", ("mixup(8.0)",))
+    monkeypatch.setattr("vit_jax.diagnosis.benchmarks.augmentations._DEVICE_OPS", ("mixup(8.0)",))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_bands_lie_below_each_other_and_columns_beside():
 
 def test_the_file(config, tmp_path, monkeypatch):
     columns = [(f"{i}\n", [np.zeros((8, 8, 3), np.uint8)] * 4) for i in range(40)]
-    made = "vit_jax.benchmarks.augmentations.make_columns"
+    made = "vit_jax.diagnosis.benchmarks.augmentations.make_columns"
     monkeypatch.setattr(made, lambda config, source: columns)
     draw_contact_sheet(config, tmp_path / "sheet.png")
     assert PIL.Image.open(tmp_path / "sheet.png").size == (4 + 17 * 116, 30 + 3 * (45 + 4 * 116))

@@ -9,12 +9,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax import data
-from vit_jax.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
 from vit_jax.run.sources import training_order

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.config import image_hw
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import AXES, make_mesh
+from vit_jax.diagnosis.benchmarks.rounds import measure, spread
 from vit_jax.models.contract import about
 from vit_jax.planning.estimates import USUAL_SHARE
 from vit_jax.planning.targets import Target, find_devices

@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, and trees of parameters."""
