@@ -87,7 +87,7 @@ def test_classes_and_what_cannot_be_read(source, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
     Image.fromarray(pixels(32, 32, 3)).save(tmp_path / "whole.png")
     broken, whole = predict(tmp_path, source, top=2)
-    assert "not a readable image (it holds no picture" in broken["error"]
+    assert "not a readable image (it holds no image" in broken["error"]
     assert broken["file"].endswith("broken.png")
     probabilities = predict(tmp_path, source, output="probabilities")
     assert np.isnan(probabilities[0]).all()

@@ -259,7 +259,7 @@ def test_a_full_config_is_planned(name, words, depth):
 
 
 def on_pixels(ops):
-    return tuple((op.name, op.arguments) for op in ops if op.name != "decode")
+    return tuple(repr(op) for op in ops if op.name != "decode")
 
 
 def prepared_by(spec, source, folder):

@@ -90,7 +90,7 @@ def test_each_kind_is_a_line(parts):
         ("data.ops", "posterise(4)", "did you mean posterize?"),
         ("data.ops", "posterize(9)", "bits=9: needs a number in [1, 8]; usage: posterize("),
         ("data.ops", "nose(4)", "did you mean noise?"),
-        ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
+        ("data.ops", "noise(4)|posterize(4)", "runs on the host"),
         ("optimizer.name", "adam", "did you mean"),
         ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a number in"),
     ],

@@ -232,7 +232,7 @@ def test_other_images_are_evaluated_whole_by_the_user_s_word(run, others, opened
     config.data.data_dir = str(root)
     evaluate_run(config, run)
     assert [(split, len(found)) for split, found in opened] == [("val", 2)]
-    assert f"holds none of the images that {run} holds out; val is a tenth (2 of 20)" in caplog.text
+    assert f"holds none of the images that {run} holds out; val is a tenth (2 of 20" in caplog.text
     config.evals.val.split = "all"
     evaluate_run(config, run)
     assert len(opened[-1][1]) == 20

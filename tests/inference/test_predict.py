@@ -50,7 +50,7 @@ def test_images_and_folders(golden, pictures, one_device, capsys, monkeypatch):
     rows = [json.loads(line) for line in predict(capsys, *words, code=1).splitlines()]
     names = ["a.png", "b.JPG", "broken.png", "more/c.jpeg", "a.png"]
     assert [row["file"] for row in rows[:5]] == [str(pictures / name) for name in names]
-    assert rows[2]["error"].startswith("not a readable image (it holds no picture; needed: JPEG")
+    assert rows[2]["error"].startswith("not a readable image (it holds no image; needed: JPEG")
     model, variables = load_pretrained(source)
     apply = jax.jit(model.apply)
     for row in (rows[0], rows[1], rows[3]):
@@ -72,7 +72,7 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
     images = image_files([str(tmp_path / name) for name in ("broken.png", "small.png")])
     rows = classify(source._replace(spec=spec), images, batch_size=8, top=1)
     broken, small = (row["error"] for row in rows)
-    assert broken.startswith("not a readable image (it holds no picture")
+    assert broken.startswith("not a readable image (it holds no image")
     assert all(words in small for words in ("9 x 8 pixels", "'central_crop'", "takes 32 x 32"))
 
 
@@ -104,8 +104,7 @@ def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
     said = json.loads(out)
     assert "error: no.png: no such file or folder" in err
     assert (
-        "broken.png: not a readable image (it holds no picture" in err
-        and "; features are NaN" in err
+        "broken.png: not a readable image (it holds no image" in err and "; features are NaN" in err
     )
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]
@@ -198,7 +197,7 @@ def test_an_image_that_cannot_be_read(tmp_path):
     Image.new("RGB", (99, 99)).save(whole, "PNG")
     (tmp_path / "half.png").write_bytes(whole.getvalue()[:99])
     for name, why in (
-        ("x.png", "image: it holds no picture; needed: JPEG, PNG"),
+        ("x.png", "image: it holds no image; needed: JPEG, PNG"),
         ("float.tif", "image: its pixels have 32 bits, .* save it with 8 or 16 bits"),
         ("half.png", "image: it is damaged; save it again"),
         ("none.png", "file .*No such file"),

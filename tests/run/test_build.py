@@ -139,10 +139,10 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
         (["set/train/cat/1.png", "set/train/dog/1.png"],
          "has 1 class, ('set',); needed: at least 2; give the folder that holds"),
         (["1.png", "2.JPG", "notes.txt"],
-         "has 0 class folders: found 2 pictures, 1 other file (.txt); needed: at least 2 folders"),
+         "has 0 class folders: found 2 images"),
         ([".hidden"], "has 0 class folders: found nothing in it; needed"),
         (["cat/notes.txt", "dog/notes.txt"],
-         "holds no images in folders of classes: found 2 folders (cat/, dog/); add some"),
+         "holds no images in folders of classes: found 2 folders; add some"),
         (["set/train/cat/notes.txt"], "found set/ with train/ in it; set data_dir to ROOT/set"),
     ],
 )  # fmt: skip

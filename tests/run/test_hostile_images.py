@@ -148,7 +148,7 @@ def capsys_of_module(request):
 def check_said(text):
     assert "Traceback" not in text
     for what in ("4 .heic", "2 .svg", "2 .jpg that is no file", "1 beside the folders",
-                 "hold no picture: empty class", "ignored these folders: "):  # fmt: skip
+                 "hold no image: empty class", "ignored these folders: "):  # fmt: skip
         assert what in text, what
     assert r"\udcff other/.cache" in text and "__MACOSX" in text
 

@@ -122,9 +122,8 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         pretrained = format.read(opened)
     except InputError as e:
         forget(path)
-        if str(path) in str(e):
-            raise
-        raise InputError(f"init_from={str(path)!r}: {e}") from None
+        faults = (f if str(path) in f else f"init_from={str(path)!r}: {f}" for f in e.faults)
+        raise InputError(*faults) from None
     if (held_out := side_file(path)).exists():
         hashes = hashes_from_bytes(held_out.read_bytes())
         pretrained = pretrained._replace(division=Division(hashes=hashes))
