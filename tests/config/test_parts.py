@@ -105,3 +105,13 @@ def test_a_field_without_a_meaning_is_refused():
 
     with pytest.raises(TypeError, match="width"):
         find_faults(Bare())
+
+
+def test_a_name_that_is_taken_is_refused(monkeypatch):
+    """As of a plug-in; a part may be imported again."""
+    parts = Registry("lab.name", Common, {"first": First, "second": f"{__name__}:Second"})
+    parts["first"] = First
+    for name in ("first", "second"):
+        other = type("Other", (Part,), {"__module__": "another"})
+        with pytest.raises(InputError, match=rf"lab\.name='{name}'"):
+            parts[name] = other

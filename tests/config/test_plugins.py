@@ -110,6 +110,8 @@ def ran(caplog):
 def forget():
     """As in another process."""
     plugins._PLUGINS.clear()
+    for name in ("rings", "other"):
+        SOURCES.pop(name, None)
     for name in [name for name in sys.modules if name.startswith(("vit_jax_plugins", "part"))]:
         del sys.modules[name]
 

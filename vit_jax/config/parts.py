@@ -159,6 +159,12 @@ def find_wrong(keys: Mapping[str, Key], values: Mapping[str, Any], prefix: str =
     return [f"{prefix}{n}={values[n]!r}: {fault}" for n, fault in found.items() if fault]
 
 
+def load(name: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class Registry(dict[str, "type[P] | str"], Generic[P]):
     """{name: a part, or "module:class" of one, which is imported when it is asked for}.
 
@@ -179,9 +185,16 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         if found is None:
             raise InputError(f"{self.selector}={name!r}: {nearest(str(name), list(self))}")
         if isinstance(found, str):
-            module, _, attribute = found.partition(":")
-            self[name] = found = getattr(importlib.import_module(module), attribute)
+            found = load(found)
+            super().__setitem__(name, found)
         return found
+
+    def __setitem__(self, name: str, part: "type[P] | str") -> None:
+        """Add a part; raises InputError if another one has its name."""
+        there = self.get(name)
+        if there is not None and (isinstance(there, str) or there.__module__ != part.__module__):
+            raise InputError(f"{self.selector}={name!r}: exists; give your part another name")
+        super().__setitem__(name, part)
 
     def make(self, values: Mapping[str, Any], prefix: str | None = None) -> P:
         """The part that `values` select, with those of its keys that are set.

@@ -3,12 +3,11 @@
 A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.config import sections
-from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
+from vit_jax.config.parts import Key, Registry, Section, keys_of_fields, load
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -127,7 +126,7 @@ class _Families:
 
     def keys_of_parts(self, module: str) -> dict[str, Key]:
         """The fields, as optional keys, of the families that `module`, or one in it, defines."""
-        families = importlib.import_module("vit_jax.models").MODELS.values()
+        families = load("vit_jax.models:MODELS").values()
         modules = [f.module for f in families if f"{f.module.__module__}.".startswith(f"{module}.")]
         return {k: declared for m in modules for k, declared in keys_of_fields(m).items()}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
 from vit_jax.data.ops import DeviceOp, Pairs
-
-if TYPE_CHECKING:
-    from vit_jax.data.preprocessing import Views
 
 GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as Pillow's (ITU-R BT.601)
 _BLUR_REACH = 4  # pixels on each side; DINOv2's kernel of 9
@@ -357,7 +354,7 @@ def make_device_transform(
     *,
     num_classes: int,
     distance: int = 1,
-    views: Mapping[str, Views] | None = None,
+    views: Mapping[str, Any] | None = None,
 ) -> DeviceTransform:
     """Make the device part of the preprocessing for training.
 
@@ -367,8 +364,8 @@ def make_device_transform(
       std: likewise.
       num_classes: C, the number of classes.
       distance: distance D of mixed rows; see `Pairs`. If an op mixes, 2 D must divide B.
-      views: {key of a batch: views}; op i of view v draws from fold_in(fold_in(row key, 2^16 + v),
-        i).
+      views: {key of a batch: `preprocessing.Views`}; op i of view v draws from
+        fold_in(fold_in(row key, 2^16 + v), i).
 
     Returns:
       transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3), and views uint8
@@ -382,7 +379,7 @@ def make_device_transform(
             image = op({"image": image}, _fold_in(keys, i), pairs)["image"]
         return image.astype(jnp.float32)
 
-    def of_views(images: jax.Array, row_keys: jax.Array, kind: Views) -> jax.Array:
+    def of_views(images: jax.Array, row_keys: jax.Array, kind: Any) -> jax.Array:
         first = kind.crops.first_view or 0
         made = [
             of_view(images[:, v], _fold_in(row_keys, _FIRST_VIEW + first + v), ops)
