@@ -9,8 +9,9 @@ from vit_jax.base.errors import InputError
 
 
 def keys_of(error):
-    """The keys of its faults: what stands before the first "=" or ":"."""
-    return [re.split("[=:]", fault)[0] for fault in error.faults]
+    """The keys of its faults: what stands before "=" or ":", after the source if that is named too."""
+    key = re.compile(r"(?:init_from='[^']*': (?=[\w.]+=))?([^=:]*)")
+    return [key.match(fault)[1] for fault in error.faults]
 
 
 @contextlib.contextmanager
