@@ -93,7 +93,7 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
 
     folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]
     assert main(folder) == 2
-    assert "multi_label=true" in capsys.readouterr().err
+    assert "multilabel" in capsys.readouterr().err
     words[-1] = f"--workdir={tmp_path / 'b'}"
     softmax = ["--config=configs/folder.py:multilabel,debug", "--config.loss.name=softmax"]
     assert main([*softmax, *words]) == 2

@@ -580,7 +580,8 @@ def test_remedies_by_calculation_compile_nothing(monkeypatch):
     *others, last = find_remedies(config, FOUR, figures, calculate=True)
     assert not figures["memory_bytes"]["fits"] and not any(row["fits"] for row in others)
     assert last["fits"] and last["change"]["global_batch_size"] < config.global_batch_size
-    assert last["peak_bytes"] > 0.9 * figures["memory_bytes"]["capacity"]
+    certain = figures["memory_bytes"]["capacity"] / (1 + calculated.UNCERTAINTY)
+    assert 0.9 * certain < last["peak_bytes"] <= certain
 
 
 def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
@@ -705,7 +706,7 @@ def test_a_teacher_needs_memory_and_work():
     assert plain["memory_bytes"]["teachers"] == 0
     assert taught["memory_bytes"]["teachers"] == weights
     more = taught["memory_bytes"]["peak"] - plain["memory_bytes"]["peak"]
-    assert more == weights
+    assert weights <= more < 3 * weights  # what it computes too
     forward = 2 * forward_macs(teacher.model)
     found = [figures["flops"]["model_per_image_by_jaxpr"] for figures in (plain, taught)]
     assert found[1] - found[0] == forward

@@ -172,11 +172,12 @@ def _try(config: ConfigDict, change: Changes, target: Target, calculate: bool) -
 
 
 def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
-    """The largest batch that fits by calculation, or None."""
+    """The largest batch that surely fits by calculation, or None."""
     memory = calculate_memory(config, target)
     ways = batch_ways(target_mesh(config, target, describe_devices(target)).shape)
     growing = memory["batch"] + memory["temporaries"]
-    room = max(memory["capacity"] - memory["peak"] + growing, 0)
+    certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
+    room = max(int(certain) - memory["peak"] + growing, 0)
     images = config.global_batch_size // ways * room // growing
     return ways * _round_down(images, num_microbatches(config)) or None
 
