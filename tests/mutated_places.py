@@ -194,7 +194,7 @@ MUTATIONS = [
     # evaluators
     M("vit_jax/evaluators/patch_features.py", "part[2] > 0", "part[2] >= 0",
       "evaluators/test_patch_features.py"
-      "::test_pictures_show_each_readable_image_beside_its_features_once_a_step"),
+      "::test_images_show_each_readable_image_beside_its_features_once_a_step"),
     M("vit_jax/evaluators/patch_features.py", "component - component.min()", "component",
       "evaluators/test_patch_features.py"
       "::test_colours_are_the_components_from_least_to_most"),
@@ -296,7 +296,7 @@ MUTATIONS = [
       "devices/test_sharding.py::"
       "test_the_step_and_the_norms_of_layers_give_gradients_their_sharding"),
     M("vit_jax/evaluators/patch_features.py", "rows[:number]", "rows",
-      "evaluators/test_patch_features.py::test_only_the_rows_with_pictures_are_gathered"),
+      "evaluators/test_patch_features.py::test_only_the_rows_with_images_are_gathered"),
     M("vit_jax/devices/kernels.py", ", multiply=multiply_on_cpu", "",
       "devices/test_kernel_choice.py::test_kernels_are_chosen_by_platform_and_key"),
     M("vit_jax/devices/flops.py", 'params["length"] * sum(inner)', "sum(inner)",
@@ -332,7 +332,7 @@ MUTATIONS = [
     M("vit_jax/studies/running.py", "if len({*values.values()}) > 1", "if False",
       "studies/test_running.py::test_members_with_other_microbatches_are_named"),
     M("vit_jax/run/sources.py", "num_classes=taught[0]", "num_classes=1",
-      "run/test_build.py::test_unlabelled_pictures_get_the_classes_of_the_teacher"),
+      "run/test_build.py::test_unlabelled_images_get_the_classes_of_the_teacher"),
     M("vit_jax/transfer/resample.py", " / max(stretch, 1.0)", "",
       "transfer/test_resample.py::test_antialiased_is_pillows_bicubic"),
     M("vit_jax/transfer/resample.py", "num_pairs[..., None] * by_place", "by_place",

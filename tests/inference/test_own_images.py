@@ -242,7 +242,7 @@ def test_other_images_are_evaluated_whole_by_the_user_s_word(run, others, opened
 
 
 def test_a_damaged_or_lost_division_is_named(run):
-    """Pictures that were trained on would be evaluated, if they were divided anew."""
+    """Images that were trained on would be evaluated, if they were divided anew."""
     said = r"images\.csv\.gz: cannot be read .*; restore it"
     (run / "images.csv.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=said):

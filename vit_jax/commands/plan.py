@@ -4,7 +4,7 @@
 
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
 TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
-pictures are only counted, no other data are read. Results are cached. Exit code 3: the run does not
+images are only counted, no other data are read. Results are cached. Exit code 3: the run does not
 fit, in any layout that the config leaves open.
 """
 

@@ -1,6 +1,6 @@
 """Classify images, or save their features.
 
-  python -m vit_jax.main predict --init_from=runs/mine cat.jpg PICTURES/
+  python -m vit_jax.main predict --init_from=runs/mine cat.jpg IMAGES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
 Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
