@@ -186,7 +186,6 @@ def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
     assert "train 16, val 2" in found["train would choose"]["found"]
 
 
-@pytest.mark.parametrize("word", ["--format=xml", "--timeout_s=0", "--config.seed=1"])
-def test_wrong_flags(capsys, word):
-    assert main(["doctor", word]) == 2
-    assert word.removesuffix("=1") in capsys.readouterr().err
+def test_a_key_without_a_config_is_refused(capsys):
+    assert main(["doctor", "--config.seed=1"]) == 2
+    assert "--config.seed" in capsys.readouterr().err

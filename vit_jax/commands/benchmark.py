@@ -26,11 +26,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vit_jax.base import files
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
+    define_format_flag,
     load_valid_config,
-    print_config,
+    positive_int,
     require_flags,
 )
 from vit_jax.devices.chips import Slice, find_slice
@@ -38,8 +39,6 @@ from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
-
-FORMATS = ("table", "json")
 
 
 def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
@@ -143,34 +142,24 @@ PLANNED = {"step": compile_step, "inference": plan_inference}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", help=", ".join(BENCHMARKS))
+    parser.add_argument("--what", choices=BENCHMARKS, help="what to measure")
     define_config_flags(parser)
     parser.add_argument("--output", metavar="FILE", help="file for the figures (JSON) or the PNG")
-    parser.add_argument("--format", default="table", help="standard output: table or json")
-    parser.add_argument("--steps", type=int, help="steps to time; default: as many as fit in 20 s")
-    parser.add_argument("--repeat", type=int, help="rounds to time; figures show their spread")
+    define_format_flag(parser)
+    parser.add_argument(
+        "--steps", type=positive_int, help="steps to time; default: as many as fit in 20 s"
+    )
+    parser.add_argument(
+        "--repeat", type=positive_int, help="rounds to time; figures show their spread"
+    )
     parser.add_argument(
         "--topology", metavar="SLICE", help="plan the step or the inference on it; nothing runs"
     )
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
-    example = "python -m vit_jax.main benchmark --what=step --config=quickstart"
+    example = "vit_jax benchmark --what=step --config=quickstart"
     require_flags(flags, ("what", "config"), example)
-    for name, known in (("what", tuple(BENCHMARKS)), ("format", FORMATS)):
-        value = getattr(flags, name)
-        if value not in known:
-            raise InputError(f"--{name}={value}: {nearest(value, known)}")
-    if flags.steps is not None and flags.what != "step":
-        raise InputError(f"--steps={flags.steps}: only for --what=step; leave it out")
-    for name in ("steps", "repeat"):
-        number = getattr(flags, name)
-        if number is not None and number < 1:
-            raise InputError(f"--{name}={number}: needs a positive number")
-        if number is not None and flags.topology is not None:
-            raise InputError(f"--{name}={number}: nothing runs with --topology; leave out one")
     if flags.topology is not None and flags.what not in PLANNED:
         raise InputError(
             f"--topology={flags.topology}: only for --what={' and '.join(PLANNED)}; leave it out"

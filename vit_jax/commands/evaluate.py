@@ -31,7 +31,6 @@ from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
     load_valid_config,
-    print_config,
     start_job,
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
@@ -49,15 +48,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", metavar="DIR", help="folder for results by class and mistakes")
     parser.add_argument("--table", metavar="FILE.csv", help="add a row with the results to a CSV")
-    define_config_flags(parser)
+    define_config_flags(parser, REQUIRED_TO_EVALUATE)
     define_process_flags(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
     of_run = flags.workdir is not None
     given = of_run, flags.init_from is not None, flags.config is not None
-    complete = [(True, False, False), (False, True, True)]
-    if given not in complete and not (flags.print_config and given == (False, False, True)):
+    if given not in [(True, False, False), (False, True, True)]:
         raise InputError(
             "give either --workdir=DIR, a run, which is evaluated by its own config; or "
             "--init_from=SOURCE and --config=NAME, e.g. --config=evaluate:fewshot,knn,probe,cifar10"
@@ -73,10 +71,8 @@ def main(flags: argparse.Namespace) -> int:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)
     else:
-        config = load_valid_config(flags, REQUIRED_TO_EVALUATE)
+        config = load_valid_config(flags)
         check_evaluates_any(config, f"--config={flags.config}")
-    if flags.print_config:
-        return print_config(config)
 
     from vit_jax import transfer
     from vit_jax.inference.evaluate import StoredModel, evaluate_model

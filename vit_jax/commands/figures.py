@@ -21,27 +21,27 @@ import sys
 from rich.console import Console
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import (
     check_image_flags,
+    define_format_flag,
     define_image_flags,
     define_source_flags,
     open_data_set,
+    positive_int,
     read_source,
 )
-from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
-FORMATS = ("table", "json")
 _LONGEST_NAME = 20  # letters
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_image_flags(parser)
+    define_image_flags(parser, batch_size=32)
     parser.add_argument("--output", metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--figures", metavar="NAME,...", help=f"any of {', '.join(NAMES)}; default: all"
@@ -49,10 +49,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare_to", metavar="SOURCE", help="second model, for `similarity` between both"
     )
-    parser.add_argument("--examples", type=int, default=128, help="images to average over")
-    parser.add_argument("--shown", type=int, default=3, help="images to draw maps of")
-    parser.add_argument("--batch_size", type=int, default=32, help="images at once, on all devices")
-    parser.add_argument("--format", default="table", help="standard output: table or json")
+    parser.add_argument("--examples", type=positive_int, default=128, help="images to average over")
+    parser.add_argument("--shown", type=positive_int, default=3, help="images to draw maps of")
+    define_format_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -107,17 +106,13 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
     """The names of the figures to draw; raises InputError that lists all faults of the flags."""
     found = Faults()
     found.need(flags.output, "--output: missing; give a folder, e.g. --output=figures")
-    found.need_known("--format", flags.format, FORMATS)
     chosen = [name.strip() for name in (flags.figures or ",".join(NAMES)).split(",")]
     for name in chosen:
         found.need_known("--figures", name, NAMES)
-    for name in ("examples", "shown", "batch_size"):
-        found.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     if flags.compare_to is not None:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
     found.check(check_image_flags, flags)
-    if found:
-        raise InputError(*found)
+    collect_faults(found)
     return [name for name in NAMES if name in chosen]
 
 

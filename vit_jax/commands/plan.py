@@ -22,8 +22,8 @@ from rich.table import Column, Table
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
+    define_format_flag,
     load_valid_config,
-    print_config,
     require_flags,
 )
 from vit_jax.devices.chips import CHIPS, find_slice
@@ -41,9 +41,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--topology", metavar="SLICE", help="TPU slice or GPUs: v5e:4x4, v5p:4x8x8 or H100:64"
     )
     parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
-    parser.add_argument(
-        "--format", default="table", choices=("table", "json"), help="of standard output"
-    )
+    define_format_flag(parser)
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
     parser.add_argument(
         "--search", nargs="?", const="layout", choices=("layout", "batch"),
@@ -58,11 +56,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
-    example = (
-        "python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
-    )
+    example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     require_flags(flags, ("config", "topology"), example)
     slice_, price = find_slice(flags.topology), flags.price_per_chip_hour
     if flags.num_slices < 1 or (flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu):
@@ -70,8 +64,6 @@ def main(flags: argparse.Namespace) -> int:
             f"--num_slices={flags.num_slices}: needs a positive number, for GPUs 1; give the "
             "number of all GPUs in --topology"
         )
-    if price is not None and not 0 <= price < float("inf"):
-        raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     config = load_valid_config(flags)
 
     from vit_jax.planning import cache_file, plan

@@ -24,27 +24,26 @@ from rich.text import Text
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.commands.flags import (
+    define_format_flag,
     define_image_flags,
     define_source_flags,
     open_data_set,
+    positive_int,
     read_source,
 )
-from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
-
-FORMATS = ("table", "json")
-TOKENS = ("pooled", "patches")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_image_flags(parser)
+    define_image_flags(parser, batch_size=64)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
-    parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
-    parser.add_argument("--format", default="table", help="table or json")
-    parser.add_argument("--top", type=int, default=5, help="classes to print per image")
-    parser.add_argument("--batch_size", type=int, default=64, help="images at once, on all devices")
+    parser.add_argument(
+        "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
+    )
+    define_format_flag(parser)
+    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per image")
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -86,10 +85,6 @@ def main(flags: argparse.Namespace) -> int:
 def _check_flags(flags: argparse.Namespace) -> None:
     """Raise one InputError that lists all faults of the flags."""
     faults = Faults()
-    faults.need_known("--format", flags.format, FORMATS)
-    faults.need_known("--tokens", flags.tokens, TOKENS)
-    for name in ("top", "batch_size"):
-        faults.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     faults.need(
         bool(flags.images) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",

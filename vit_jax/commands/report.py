@@ -25,12 +25,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
 
-FORMATS = ("table", "json")
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
 
@@ -43,12 +43,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **repeated)
     parser.add_argument("--metric", metavar="NAME", help="metric to draw", **repeated)
-    parser.add_argument("--format", default="table", help="standard output: table or json")
+    define_format_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
     faults = Faults()
-    faults.need_known("--format", flags.format, FORMATS)
     outputs, folders = ([files.absolute(x) for x in of] for of in (flags.output, flags.figures))
     for output in outputs:
         ends = ", ".join(ENDINGS)
@@ -56,8 +55,7 @@ def main(flags: argparse.Namespace) -> int:
         faults.check(files.check_output, output, "--output")
     for folder in folders:
         faults.need(folder.is_dir(), f"--figures={folder}: no such folder; give one with PNGs")
-    if faults:
-        raise InputError(*faults)
+    collect_faults(faults)
 
     # Heavy imports only after the flags are checked.
     from vit_jax.insight import plots, report, runs, tables
