@@ -686,13 +686,6 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
 
 
-@pytest.mark.parametrize(
-    ("hours", "shown"), [(2e-5, "0.072 s"), (0.25, "0.25 hours"), (1234.5, "1.23e+03 hours")]
-)
-def test_short_times_are_in_seconds(hours, shown):
-    assert plan_command._span(hours, ".3g", "hours", "s") == shown
-
-
 @pytest.mark.slow
 def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)
