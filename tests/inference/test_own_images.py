@@ -152,7 +152,7 @@ def opened(monkeypatch):
         return source
 
     monkeypatch.setattr(data, "make_source", note)
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda *_: {})
+    monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
     monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
     return splits
 
@@ -255,7 +255,7 @@ def test_a_damaged_or_lost_division_is_named(run):
 
 
 def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
+    monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
     config = read_config(epath.Path(run))
     config.data.data_dir = str(others())
     (run / "classes.json").write_text(json.dumps(["bee", "cat"]))

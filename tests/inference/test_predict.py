@@ -165,7 +165,7 @@ REFUSED = {
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
     "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),
-    "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
+    "a batch too small": (["x.png", "--batch_size=3"], "batch_size=3"),
 }  # fmt: skip
 
 

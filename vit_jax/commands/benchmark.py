@@ -84,8 +84,7 @@ def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
-    if flags.output is None:
-        raise InputError("--output: missing; name the PNG file to write")
+    require_flags(flags, ("output",), "--output=sheet.png")
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
 
     draw_contact_sheet(config, flags.output)
@@ -171,8 +170,6 @@ def _rows(figures: Mapping[str, Any], prefix: str = ""):
 
 
 def _readable(value: Any) -> str:
-    if value is None:
-        return "unknown"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

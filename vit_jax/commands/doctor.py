@@ -25,7 +25,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
-    parser.add_argument("--workdir", metavar="DIR", help="folder or bucket that must be writable")
+    parser.add_argument(
+        "--workdir", type=files.absolute, metavar="DIR", help="folder or bucket to write to"
+    )
     parser.add_argument("--data_dir", metavar="DIR", help="folder or bucket with data to read")
     parser.add_argument("--wandb", action="store_true", help="check Weights & Biases")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 that must answer")
@@ -42,10 +44,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
-    workdir = None if flags.workdir is None else files.absolute(flags.workdir)
-    names = ("data_dir", "wandb", "coordinator", "timeout_s")
-    how = {name: getattr(flags, name) for name in names}
-    findings = list(examine(config=config, workdir=workdir, **how))
+    names = ("workdir", "data_dir", "wandb", "coordinator", "timeout_s")
+    findings = [*examine(config=config, **{name: getattr(flags, name) for name in names})]
     if flags.format == "json":
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

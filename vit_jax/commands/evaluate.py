@@ -33,7 +33,7 @@ from vit_jax.commands.flags import (
     load_valid_config,
     start_job,
 )
-from vit_jax.config import REQUIRED_TO_EVALUATE
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 from vit_jax.run.validation import check_evaluates_any, load_run
@@ -46,8 +46,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init_from", metavar="SOURCE", help="or a model: workdir, file, address or name"
     )
-    parser.add_argument("--output", metavar="DIR", help="folder for results by class and mistakes")
-    parser.add_argument("--table", metavar="FILE.csv", help="add a row with the results to a CSV")
+    parser.add_argument(
+        "--output", type=files.absolute, metavar="DIR",
+        help="folder for results by class and mistakes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--table", type=files.absolute, metavar="FILE.csv",
+        help="add a row with the results to a CSV",
+    )  # fmt: skip
     define_config_flags(parser, REQUIRED_TO_EVALUATE)
     define_process_flags(parser)
 
@@ -60,13 +66,11 @@ def main(flags: argparse.Namespace) -> int:
             "give either --workdir=DIR, a run, which is evaluated by its own config; or "
             "--init_from=SOURCE and --config=NAME, e.g. --config=evaluate:fewshot,knn,probe,cifar10"
         )
-    output = None if flags.output is None else files.absolute(flags.output)
-    if output is not None:
-        files.check_folder(output, "--output")
-    table = None if flags.table is None else files.absolute(flags.table)
-    if table is not None:
-        files.check_output(table, "--table")
-        read_rows(table)  # raises unless it is a table
+    if flags.output is not None:
+        files.check_folder(flags.output, "--output")
+    if flags.table is not None:
+        files.check_output(flags.table, "--table")
+        read_rows(flags.table)  # raises unless it is a table
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)
@@ -80,23 +84,18 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal, writers
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    kinds = {entry.type for entry in config.evals.values()}
-    if output is not None and not kinds & {"classification", "multilabel"}:
-        logger.warning(
-            "--output=%s: only classification and multilabel evaluators write files there; this "
-            "config has %s",
-            flags.output,
-            ", ".join(f"{name} ({entry.type})" for name, entry in config.evals.items()),
-        )
+    kinds = [EVALUATORS.find(entry.type) for entry in config.evals.values()]
+    if flags.output is not None and not any(kind.shows_images for kind in kinds):
+        logger.warning("--output=%s: no evaluator of this config writes files there", flags.output)
     start_job(flags, config)
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    see = functools.partial(write_results, output)
+    see = functools.partial(write_results, flags.output)
     source = StoredModel(workdir, trained) if of_run else transfer.read_pretrained(flags.init_from)
     results = evaluate_model(config, source, see)
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)
         print(json.dumps(finite, indent=2))
-        if table is not None:
-            add_row(table, flags.workdir if of_run else flags.init_from, finite)
+        if flags.table is not None:
+            add_row(flags.table, flags.workdir if of_run else flags.init_from, finite)
     return exit_codes.DONE

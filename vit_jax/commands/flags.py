@@ -196,24 +196,24 @@ def define_image_flags(parser: argparse.ArgumentParser, batch_size: int) -> None
     )  # fmt: skip
 
 
-def check_image_flags(flags: argparse.Namespace) -> None:
-    """Raise InputError if images come both from files and from a data set."""
-    if flags.images and flags.data:
-        raise InputError("give either images (files, folders) or --data=NAME:SPLIT, not both")
-
-
-def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
-    """The source of --data, read as the model's own data were.
+def open_source(
+    flags: argparse.Namespace, pretrained: "Pretrained", paths: Sequence[str]
+) -> "Source":
+    """The source of --data, or of the files `paths`, read as the model's own data were.
 
     Raises:
       InputError: names the flag.
     """
     from vit_jax import data
+    from vit_jax.data.images.given import image_files
 
-    name, _, split = flags.data.partition(":")
     spec = pretrained.spec
+    how = {"exif": spec.exif is not False, "channels": spec.channels}
+    if not flags.data:
+        return image_files(paths, **how)
+    name, _, split = flags.data.partition(":")
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"exif": spec.exif is not False, "channels": spec.channels, "multi_label": None}
+    where |= {"multi_label": None, **how}
     if name in data.OWN_IMAGES:
         where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:

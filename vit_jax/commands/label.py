@@ -35,10 +35,9 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.base.errors import InputError
     from vit_jax.config import weights_source
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.inference.pseudo_labels import label, parse_unlabelled
+    from vit_jax.inference.pseudo_labels import label
     from vit_jax.run import terminal
 
-    parse_unlabelled(config)
     teacher = weights_source(config)
     if teacher is None:
         raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")

@@ -27,7 +27,7 @@ from vit_jax.commands.flags import (
     define_format_flag,
     define_image_flags,
     define_source_flags,
-    open_data_set,
+    open_source,
     positive_int,
     read_source,
 )
@@ -53,7 +53,7 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.images.given import image_files, search_images
+    from vit_jax.data.images.given import search_images
     from vit_jax.inference import predict as prediction
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
@@ -63,16 +63,13 @@ def main(flags: argparse.Namespace) -> int:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
     pretrained = read_source(flags)
-    if flags.data:
-        source = open_data_set(flags, pretrained)
-    else:
-        exif = pretrained.spec.exif is not False
-        source = image_files(paths, exif, pretrained.spec.channels)
+    source = open_source(flags, pretrained, paths)
     if output:
         for path, fault in faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
+        what = {"pooled": "features", "patches": "dense"}[flags.tokens]
         written = prediction.write_features(
-            pretrained, source, output, batch_size=flags.batch_size, what=flags.tokens
+            pretrained, source, output, batch_size=flags.batch_size, what=what
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
