@@ -194,7 +194,7 @@ MUTATIONS = [
     # evaluators
     M("vit_jax/evaluators/patch_features.py", "part[2] > 0", "part[2] >= 0",
       "evaluators/test_patch_features.py"
-      "::test_pictures_show_each_readable_image_beside_its_features_once_a_step"),
+      "::test_images_show_each_readable_image_beside_its_features_once_a_step"),
     M("vit_jax/evaluators/patch_features.py", "component - component.min()", "component",
       "evaluators/test_patch_features.py"
       "::test_colours_are_the_components_from_least_to_most"),
@@ -296,7 +296,7 @@ MUTATIONS = [
       "devices/test_sharding.py::"
       "test_the_step_and_the_norms_of_layers_give_gradients_their_sharding"),
     M("vit_jax/evaluators/patch_features.py", "rows[:number]", "rows",
-      "evaluators/test_patch_features.py::test_only_the_rows_with_pictures_are_gathered"),
+      "evaluators/test_patch_features.py::test_only_the_rows_with_images_are_gathered"),
     M("vit_jax/devices/kernels.py", ", multiply=multiply_on_cpu", "",
       "devices/test_kernel_choice.py::test_kernels_are_chosen_by_platform_and_key"),
     M("vit_jax/devices/flops.py", 'params["length"] * sum(inner)', "sum(inner)",
@@ -332,7 +332,7 @@ MUTATIONS = [
     M("vit_jax/studies/running.py", "if len({*values.values()}) > 1", "if False",
       "studies/test_running.py::test_members_with_other_microbatches_are_named"),
     M("vit_jax/run/sources.py", "num_classes=taught[0]", "num_classes=1",
-      "run/test_build.py::test_unlabelled_pictures_get_the_classes_of_the_teacher"),
+      "run/test_build.py::test_unlabelled_images_get_the_classes_of_the_teacher"),
     M("vit_jax/transfer/resample.py", " / max(stretch, 1.0)", "",
       "transfer/test_resample.py::test_antialiased_is_pillows_bicubic"),
     M("vit_jax/transfer/resample.py", "num_pairs[..., None] * by_place", "by_place",
@@ -452,7 +452,7 @@ MUTATIONS = [
     # benchmarks
     M("vit_jax/diagnosis/benchmarks/inference.py", "(memory.items())[-2:]", "(memory.items())[:2]",
       "diagnosis/benchmarks/test_benchmark.py::test_the_largest_batch_lies_on_the_line_of_the_two_largest"),
-    M("vit_jax/diagnosis/benchmarks/rounds.py", "cpu_clock() - cpu", "wall_clock() - wall",
+    M("vit_jax/diagnosis/benchmarks/rounds.py", "process_time() - cpu", "perf_counter() - wall",
       "diagnosis/benchmarks/test_rounds.py::test_calls_take_turns_and_each_is_charged_its_own_time"),
     M("vit_jax/diagnosis/benchmarks/rounds.py", "statistics.median(values)",
       "statistics.fmean(values)",
@@ -491,7 +491,7 @@ MUTATIONS = [
       "test_main.py::test_bad_command_line"),
     M("vit_jax/main.py", "return has_left", "return False",
       "test_main.py::test_reader_that_leaves"),
-    M("vit_jax/inference/predict.py", '"dense": "patches"', '"dense": "pooled"',
+    M("vit_jax/inference/predict.py", 'if what == "features" else', 'if what == "dense" else',
       "test_api.py::test_shapes_of_outputs"),
     M("vit_jax/commands/flags.py", "(flags.workdir is None) == (flags.init_from is None)",
       "flags.workdir is None and flags.init_from is None",

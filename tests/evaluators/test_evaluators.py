@@ -245,7 +245,7 @@ def test_broken_images_are_neither_learnt_from_nor_tested(evaluator):
         ("knn", {"num_neighbours": (10, 0)}), ("knn", {"temperature": 0.0}),
         ("linear_probe", {"l2": (1e-3, 0.0)}), ("mapped", {"among": "some"}),
         ("rank", {"num_images": 1}), ("rank", {"batch_size": 0}), ("rank", {"split": None}),
-        ("patch_features", {"num_pictures": 0}), ("reconstruction", {"num_pictures": -1}),
+        ("patch_features", {"num_images": 0}), ("reconstruction", {"num_images": -1}),
     ],
 )  # fmt: skip
 def test_choices_that_cannot_be(kind, choices):

@@ -640,13 +640,13 @@ def test_a_calculated_peak_near_the_capacity_may_not_fit():
     }  # fmt: skip
 
 
-def test_plan_counts_own_pictures(tmp_path, capsys):
+def test_plan_counts_own_images(tmp_path, capsys):
     for i, name in enumerate(("cat", "dog", "eel", "cat", "dog", "cat", "dog", "eel")):
-        path = tmp_path / "pictures" / ("val" if i < 3 else "train") / name / f"{i}.png"
+        path = tmp_path / "images" / ("val" if i < 3 else "train") / name / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (9, 9)).save(path)
     words = ["--config=folder:debug", "--topology=H100:1", "--config.global_batch_size=4"]
-    code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/pictures")
+    code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/images")
     data = json.loads(figures["config"])["data"]
     assert (code, data["num_classes"], data["num_examples"]) == (0, 3, 5)
     assert main(["plan", *words, f"--config.data.data_dir={tmp_path}/nothing"]) == 2
@@ -685,13 +685,6 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     monkeypatch.setattr(calculated, "calculate_plan", plan)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
-
-
-@pytest.mark.parametrize(
-    ("hours", "shown"), [(2e-5, "0.072 s"), (0.25, "0.25 hours"), (1234.5, "1.23e+03 hours")]
-)
-def test_short_times_are_in_seconds(hours, shown):
-    assert plan_command._span(hours, ".3g", "hours", "s") == shown
 
 
 @pytest.mark.slow
