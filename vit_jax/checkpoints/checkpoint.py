@@ -12,7 +12,6 @@ commit.
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,12 +20,10 @@ from etils import epath
 from vit_jax.base.files import LiteralPath
 from vit_jax.base.tree import PyTree
 from vit_jax.checkpoints.checksums import checksums
-from vit_jax.checkpoints.restore import FORMAT_VERSION, restore_newest
+from vit_jax.checkpoints.restore import FORMAT_VERSION
 from vit_jax.checkpoints.seal import complete_seal, write_seal
 
 logger = logging.getLogger("vit_jax")
-
-State = TypeVar("State")  # a pytree; restored with the structure of its description
 
 # A process reads whole chunks of a leaf, so chunks must be small compared to its share of the leaf.
 # orbax splits the two largest axes of the share about evenly.
@@ -128,29 +125,3 @@ class Checkpoints:
         """Wait until everything is on disk."""
         self.wait()
         self._manager.close()
-
-
-def start(
-    *,
-    directory: epath.Path,
-    abstract_state: State,
-    fingerprint: str,
-    from_init: Callable[[], State] | None,
-    from_scratch: Callable[[], State],
-) -> tuple[State, dict]:
-    """Start a run: resume, else `from_init`, else from scratch; logs which.
-
-    Returns:
-      The state and, if resumed, the meta saved with it, else {}.
-
-    Raises:
-      InputError: if the checkpoint was made with other data or another order.
-    """
-    restored = restore_newest(directory, abstract_state, fingerprint=fingerprint, move_aside=True)
-    if restored is not None:
-        logger.info("start: resumed at step %d from %s", restored[1]["step"], directory)
-        return restored
-    if from_init is not None:
-        return from_init(), {}
-    logger.info("start: from scratch")
-    return from_scratch(), {}

@@ -19,8 +19,9 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, Health, check_finite
+from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, check_finite
 from vit_jax.run.speed import Clock, Throughput
+from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
 from vit_jax.run.writers import MetricWriter, values_at
 
@@ -85,7 +86,11 @@ class Record:
         Raises LostLockError if the last heartbeat has found another job in the workdir.
         """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
-        self._last = check_finite(self._pending, self.saved)
+        try:
+            self._last = check_finite(self._pending, self.saved)
+        except NonFiniteError as e:
+            write_diverged(self._run, e)
+            raise
         self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 

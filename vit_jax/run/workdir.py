@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +27,12 @@ from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
 from vit_jax.job import processes
-from vit_jax.job.lock import Lock, NoLock, check_free
+from vit_jax.job.lock import Lock, NoLock, check_free, is_held
 from vit_jax.job.software import software
 from vit_jax.run.resolve import Resolved
 
 _GIT_S = 10  # git on a slow disk is not waited for
+_SHARED_WITHIN_S = 60  # a network disk may hide a new file from other hosts for this long
 
 
 class StoredRun(NamedTuple):
@@ -119,15 +121,14 @@ def _read_if_there(path: epath.Path) -> str:
 
 
 @contextlib.contextmanager
-def lock_workdir(
-    workdir: epath.Path, before: StoredRun, timeout_s: float
-) -> Iterator[Lock | NoLock]:
+def locked(workdir: epath.Path, before: StoredRun, timeout_s: float) -> Iterator[Lock | NoLock]:
     """Makes `workdir`, and keeps other jobs out of it; yields the lock, which process 0 holds.
 
     `before`: what `agree_on_run` has found there, before the run was prepared.
 
     Raises:
-      InputError: on every process: it cannot be made, or another job trains or trained there.
+      InputError: on every process: it cannot be made, another job trains or trained there, or a
+        process does not see it: a path may be another disk on another host.
     """
     locks: list[Lock] = []
     made = jax.process_index() == 0 and not workdir.exists()
@@ -145,10 +146,16 @@ def lock_workdir(
                 f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
                 "command again, or use another --workdir"
             )
-        return ""
+        return locks[0].token
 
     try:
-        processes.say_to_all("that the workdir is locked", take, timeout_s)
+        token = processes.say_to_all("that the workdir is locked", take, timeout_s)
+        until = time.monotonic() + _SHARED_WITHIN_S
+        while not (is_seen := is_held(workdir, token)) and time.monotonic() < until:
+            time.sleep(0.1)
+        own = f"{workdir} on {socket.gethostname()}, another folder than on process 0"
+        seen = {"--workdir": "shared" if is_seen else own}
+        processes.agree("workdir", seen, timeout_s + _SHARED_WITHIN_S)
         yield locks[0] if locks else NoLock()
     finally:
         for lock in locks:
@@ -232,19 +239,11 @@ def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:
 
     Both are None if `root` is not the top of a clone, or git is not there.
     """
-    top = _git(root, "rev-parse", "--show-toplevel")
-    state = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    if top is None or state is None or pathlib.Path(top).resolve() != root:
-        return {"commit": None, "clean": None}
-    commit, dirty, _ = state.partition("-")
-    return {"commit": commit, "clean": not dirty}
-
-
-def _git(root: pathlib.Path, *words: str) -> str | None:
-    """What git says of the folder `root`; None: it cannot."""
-    command = ["git", "-C", str(root), *words]
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        (root / ".git").stat()
+        said = subprocess.run(git, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "clean": None}
+    commit, dirty, _ = said.stdout.strip().partition("-")
+    return {"commit": commit, "clean": not dirty}
