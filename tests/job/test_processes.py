@@ -204,13 +204,13 @@ def test_what_process_0_finds_is_said_to_all(on_each):
 
     def find():
         assert jax.process_index() == 0
-        return "é\n"
+        return ["é\n", 1]
 
     def hear():
         found.append(processes.say_to_all("it", find, timeout_s=5))
 
     assert on_each(*[hear] * 3) == [None] * 3
-    assert found == ["é\n"] * 3
+    assert found == [["é\n", 1]] * 3
 
 
 def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
@@ -225,7 +225,7 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     first.release()
 
     def lock(text):
-        with locked(workdir, StoredRun(text), 5):
+        with locked(workdir, StoredRun(text), base_config()):
             pass
 
     processes.client().values.clear()
@@ -260,7 +260,7 @@ def test_one_workdir_is_seen_by_all_and_left_as_it_was(on_each, tmp_path, exists
         workdir.mkdir()
 
     def lock():
-        with locked(workdir, StoredRun(), 5):
+        with locked(workdir, StoredRun(), base_config()):
             assert jax.process_index() or (workdir / "held_by.json").exists()
 
     assert on_each(lock, lock) == [None, None]
@@ -271,7 +271,7 @@ def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
     mine, other = (epath.Path(tmp_path) / name for name in ("mine", "other"))
 
     def lock(workdir):
-        with locked(workdir, StoredRun(), 5):
+        with locked(workdir, StoredRun(), base_config()):
             raise AssertionError
 
     for error in on_each(*(functools.partial(lock, workdir) for workdir in (mine, other))):

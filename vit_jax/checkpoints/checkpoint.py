@@ -12,6 +12,7 @@ commit.
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,15 +39,14 @@ def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
 
 
-class _Best:
+class _Best(NamedTuple):
     """Orbax's form of a rule that keeps one step."""
 
-    def __init__(self, best_step: Callable[[], int | None]):
-        self._best_step = best_step
+    best_step: Callable[[], int | None]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         del context
-        best = self._best_step()
+        best = self.best_step()
         return [info.step == best for info in checkpoints]
 
 
@@ -105,7 +105,6 @@ class Checkpoints:
     def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Save `state` as `step`; returns once the state may be donated, and writes files later."""
         own = {"format_version": FORMAT_VERSION, "step": step, "checksums": checksums(state)}
-        meta = meta | own
         self.wait()
         self._saving = step
         try:
@@ -113,7 +112,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state)),
-                    meta=ocp.args.JsonSave(meta),
+                    meta=ocp.args.JsonSave(meta | own),
                 ),
                 force=True,
             )

@@ -153,8 +153,6 @@ def _wait_for_heartbeat(workdir: epath.Path, has_locks: bool) -> None:
     )  # fmt: skip
     while age < STALE_S:
         time.sleep(_LOOK_S)
-        if _read(workdir) is None:
-            return
         before, age = age, _heartbeat_age(workdir)
         if age < before:
             raise _refusal(workdir)

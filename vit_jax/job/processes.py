@@ -234,8 +234,8 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     return [], differences
 
 
-def say_to_all(what: str, find: Callable[[], str], timeout_s: float) -> str:
-    """The text that `find` gives on process 0, on every process.
+def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
+    """What `find` gives on process 0, on every process; on the others as JSON gives it back.
 
     Args:
       what: is found, for errors.
@@ -251,14 +251,11 @@ def say_to_all(what: str, find: Callable[[], str], timeout_s: float) -> str:
     key = f"agree/{_next_comparison()} {what}"
     if jax.process_index() == 0:
         try:
-            found = find()
+            text = json.dumps({"found": find()})
         except InputError as e:
-            client().key_value_set(key, json.dumps({"faults": e.faults}))
-            raise
-        client().key_value_set(key, json.dumps({"found": found}))
-        return found
-    text = _wait_for(key, timeout_s)
-    if text is None:
+            text = json.dumps({"faults": e.faults})
+        client().key_value_set(key, text)
+    elif (text := _wait_for(key, timeout_s)) is None:
         raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
     said = json.loads(text)
     if "faults" in said:

@@ -61,16 +61,12 @@ def train_and_evaluate(
     finished = read_summary(run)
     compare_runs(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
-        how = (
-            "stopped early at step %d; to go on, raise stop.patience"
-            if finished.get("stopped_early")
-            else "already finished at step %d; nothing to do"
-        )
-        logger.info(how, finished["step"])
+        how = "stopped early" if finished.get("stopped_early") else "finished"
+        logger.info("already %s at step %d; nothing to do", how, finished["step"])
         return finished
     describe(run)
     check_kernels(run.experiment.model, run.mesh)
-    with locked(workdir, before, asked.job.compile_deadline_s) as lock, jax.set_mesh(run.mesh):
+    with locked(workdir, before, run.config) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock)
         loop(run, state, meta, lock)
@@ -90,7 +86,7 @@ def begin(
 ) -> None:
     """Write, on process 0, what the run is and how it was started.
 
-    Checks that all processes see the same examples first.
+    Then check that all processes continue after the same step, with examples in the same order.
     """
     lock.check(fresh=True)
     if jax.process_index() == 0:
