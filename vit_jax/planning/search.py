@@ -28,7 +28,7 @@ from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.fields import REMATS
+from vit_jax.models.fields import REMAT
 from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
@@ -61,7 +61,7 @@ def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
     has_remat = "remat" in fields_of(config.model.name)
     has_remat = has_remat and not objective_of(config).watches_layers
-    return REMATS if has_remat else ("none",)
+    return REMAT["choices"] if has_remat else ("none",)
 
 
 def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
