@@ -306,7 +306,7 @@ MUTATIONS = [
     # metrics
     M("vit_jax/run/speed.py", "self._since += passed", "pass",
       "run/test_speed.py::test_throughput_counts_training_alone"),
-    M("vit_jax/run/writers.py", 'row["step"] < step', 'row["step"] <= step',
+    M("vit_jax/run/writers.py", 'row["step"] < first_step', 'row["step"] <= first_step',
       "run/test_writers.py::test_killed_again_and_again"),
     M("vit_jax/run/writers.py", "v if math.isfinite(v) else None", "v",
       "run/test_writers.py::test_not_finite_is_null_in_json_and_itself_in_tensorboard"),
@@ -427,7 +427,7 @@ MUTATIONS = [
     M("vit_jax/studies/engine.py", "or is_same or not splits & reported", "or True",
       "studies/test_grid.py::test_nothing_is_chosen_by_the_data_that_are_reported"),
     M("vit_jax/studies/running.py",
-      "            process.terminate()\n\n    before", "            pass\n\n    before",
+      "            process.terminate()\n\n    numbers", "            pass\n\n    numbers",
       "studies/test_running.py::test_a_member_is_told_to_stop"),
     M("vit_jax/studies/vtab.py", "if None not in values", "",
       "studies/test_vtab_study.py::test_no_mean_without_all_its_tasks"),

@@ -19,7 +19,7 @@ from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.metric_names import check_metrics, find_direction
 from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
-from vit_jax.run.selection import Selection, Series
+from vit_jax.run.selection import Selection, find_best
 from vit_jax.run.sources import find_absent
 from vit_jax.run.train import train_and_evaluate
 
@@ -48,8 +48,7 @@ def make_config(**overrides):
 )
 def test_the_best_of_a_series(metric, values, best, since):
     better = "higher" if metric == "val/top1" else "lower"
-    series = Series(metric, better, dict(enumerate(values, 1)))
-    assert (series.best_step, series.since_best) == (best, since)
+    assert find_best(dict(enumerate(values, 1)), better) == (best, since)
 
 
 def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
@@ -139,7 +138,7 @@ def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     config = make_config(stop__metric="test/loss", stop__patience="1")
     run = types.SimpleNamespace(config=config, evaluators={})
     monkeypatch.setattr(
-        selection.processes, "say_to_all", lambda *_: '{"stop.metric": {"5": 1.0, "10": 1.5}}'
+        selection.processes, "say_to_all", lambda *_: {"stop.metric": {"5": 1.0, "10": 1.5}}
     )
     assert selection.share_selection(run, 10).stops
 
