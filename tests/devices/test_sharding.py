@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -27,9 +28,10 @@ from vit_jax.devices.sharding import (
     state_shardings,
 )
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState, init_state
+from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.contract import ObjectiveOutput
@@ -263,13 +265,14 @@ def test_gradients_can_be_given_a_sharding(accum_steps):
         return ObjectiveOutput(outputs.sum(), batch["mask"].sum(), {}, model_state)
 
     with jax.set_mesh(mesh):
-        gradients = make_gradients(
-            objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, shardings
-        )
+        step = make_train_step(
+            objective_of(loss), watched(optax.identity()), lambda batch, keys: batch, 0,
+            accum_steps=accum_steps, shardings=shardings,
+        )  # fmt: skip
         params = {"a": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
         state = TrainState(jnp.zeros((), jnp.int32), params, {}, ())
         batch = {"image": jnp.ones((8, 4)), "mask": jnp.ones(8)}
-        grads, _ = jax.jit(gradients)(state, batch, None)
+        grads, _ = jax.jit(step)(state, batch)[0].opt_state
     assert grads["a"].sharding.spec == P(None, "fsdp")
     np.testing.assert_allclose(grads["a"], 1.0)
 

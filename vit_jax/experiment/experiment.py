@@ -9,6 +9,7 @@ from typing import TypeVar
 import flax.linen as nn
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -27,23 +28,22 @@ from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import gradient_shardings, state_shardings
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.exchange import choose_exchange
-from vit_jax.experiment.gradients import Gradients, make_gradients
-from vit_jax.experiment.layer_norms import make_layer_norms
+from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.model import (
     check_microbatches,
     in_plain_form,
     make_model,
     on_mesh,
-    without_constraints,
 )
 from vit_jax.experiment.objective import make_config_objective
 from vit_jax.experiment.optimizers import make_config_optimizer
 from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, make_train_step
+from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, Step, make_train_step
 from vit_jax.objectives.contract import Objective, Teacher
 
 Tree = TypeVar("Tree")
+TrainStep = Step[tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Experiment:
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
-    gradients: (state, batch, *frozen) -> (gradients, the objective's sums) of a step.
-    plain_gradients: freeze -> the gradients of a step without kernels, microbatches and what is
-      recomputed, to count their FLOPs.
+    watched_step: the training step with its optimizer `watched`, not jitted.
+    plain_step: freeze -> the step without optimizer, kernels, microbatches and what is recomputed,
+      to count its FLOPs.
     """
 
     model: nn.Module
@@ -78,8 +78,8 @@ class Experiment:
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     objective: Objective
-    gradients: Gradients
-    plain_gradients: Callable[[str | None], Gradients]
+    watched_step: TrainStep
+    plain_step: Callable[[str | None], TrainStep]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
 
@@ -150,7 +150,7 @@ class Experiment:
 
     def _count_per_image(self, freeze: str | None) -> int:
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arguments)
-        traced = jax.make_jaxpr(self.plain_gradients(freeze))(*args)
+        traced = jax.make_jaxpr(self.plain_step(freeze))(*args)
         return program_flops(traced.jaxpr) // len(args[1]["mask"])
 
 
@@ -176,13 +176,10 @@ def make_experiment(
 
     model = make_model(config, image_size, mesh)
     check_microbatches(model, config.model.name, accum_steps)
-    exchange = choose_exchange(model, config.objective.name, mesh, o.freeze)
-    learner = model if exchange is None else without_constraints(model)
-
     objective_of = partial(make_config_objective, config, batch, durations, teachers)
     to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
-    objective = objective_of(learner, to_mesh)
-    transform = make_transform(config, preprocessing)
+    objective = objective_of(model, to_mesh)
+    exchange = choose_exchange(model, objective, mesh, o.freeze)
 
     schedule = make_config_schedule(config, durations)
     tx = make_config_optimizer(config, schedule, total_steps)
@@ -198,25 +195,28 @@ def make_experiment(
         init_objective=objective.init,
     )
     with jax.set_mesh(mesh):
-        splits_params = exchange is not None and exchange.splits_params
-        state = with_shardings(jax.eval_shape(init), mesh, splits_params)
+        state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
-    grad_shardings = gradient_shardings(shardings[0].params, mesh)
-    join = None if exchange is None else partial(exchange.join, shardings=shardings[0].params)
-    gradients = make_gradients(
-        objective, transform, config.seed, accum_steps, o.freeze, grad_shardings, join
+    transform = make_transform(config, preprocessing)
+    make_step = partial(make_train_step, transform=transform, seed=config.seed)
+    step_with = partial(
+        make_step,
+        objective,
+        freeze=o.freeze,
+        accum_steps=accum_steps,
+        join=exchange.joins(shardings[0].params),
+        shardings=gradient_shardings(shardings[0].params, mesh),
     )
-    step, norms = make_train_step(gradients, tx, ema_decay), make_layer_norms(gradients, tx)
 
-    def plain_gradients(freeze: str | None) -> Gradients:
+    def plain_step(freeze: str | None) -> TrainStep:
         plain = objective_of(in_plain_form(model), in_plain_form)
-        return make_gradients(plain, transform, config.seed, freeze=freeze)
+        return make_step(plain, optax.identity(), freeze=freeze)
 
-    options = compiler_options(mesh) | dict(exchange.options if exchange else {})
-    jit = partial(jax.jit, compiler_options=options)
+    jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
+    train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
     return Experiment(
         model=model,
         schedule=schedule,
@@ -224,14 +224,14 @@ def make_experiment(
         batch=batch,
         init=jit(init, out_shardings=shardings[0]),
         train_step=jit(
-            step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
+            train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
         ),
-        layer_norms=jit(norms, in_shardings=shardings),
+        layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,
-        gradients=gradients,
-        plain_gradients=plain_gradients,
+        watched_step=watched_step,
+        plain_step=plain_step,
         freeze=o.freeze,
         abstract_frozen=frozen,
     )

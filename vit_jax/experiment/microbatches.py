@@ -12,16 +12,12 @@ from ml_collections import ConfigDict
 
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models import model_of
+from vit_jax.objectives import objective_of
 
 logger = logging.getLogger("vit_jax")
 
 # Bytes of a part's hidden units and attention weights in one layer, in float32.
 _PART_BYTES = 5 << 20
-
-# Objectives whose loss of a row depends on no other row; of others microbatches may be refused.
-# Those that hide patches draw them by the row of a microbatch: their number is left at 1, so that
-# every mesh hides the same patches.
-_OF_SINGLE_ROWS = ("supervised", "distillation")
 
 
 def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
@@ -45,10 +41,10 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = N
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
     """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
 
-    1 on other devices, and for objectives of plug-ins, which may couple the rows of a batch. 1 for
-    other models: parts would change batch statistics.
+    1 on other devices, for objectives that do not allow it, and for models whose batch statistics
+    parts would change.
     """
-    if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
+    if mesh.devices.flat[0].platform != "cpu" or not objective_of(config).splits_on_cpus:
         return 1
     model = model_of(config)
     if model.block_bytes is None or model.has_batch_statistics:

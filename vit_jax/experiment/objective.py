@@ -6,6 +6,7 @@ import flax.linen as nn
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import num_microbatches
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.objectives import objective_of
@@ -65,6 +66,12 @@ def _check_needs(objective: Objective, config: ConfigDict, batch: Iterable[str])
             f"first steps, and is the teacher of objective.name={name!r}; set "
             f"--config.optimizer.ema_decay_end=1.0, or {config.optimizer.ema_decay} for a constant "
             "decay"
+        )
+    accum_steps = num_microbatches(config)
+    if objective.couples_rows and accum_steps > 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
+            "its batch, so the batch cannot be computed in parts; set it to 1"
         )
     missing = sorted({*objective.needs} - {*batch})
     remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]

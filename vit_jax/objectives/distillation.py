@@ -89,6 +89,8 @@ class Distillation(ObjectivePart):
     )  # fmt: skip
     distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
 
+    splits_on_cpus = True
+
     @property
     def learns_labels(self):
         return self.weight < 1

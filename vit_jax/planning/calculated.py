@@ -153,8 +153,8 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     experiment, jaxpr = _trace(
         _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
     )
-    exchange = choose_exchange(experiment.model, alone.objective.name, mesh, alone.optimizer.freeze)
-    splits = exchange is not None and exchange.splits_params
+    chosen = experiment.model, experiment.objective, mesh, experiment.freeze
+    splits = choose_exchange(*chosen).splits_params
     experiment = dataclasses.replace(
         experiment,
         abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
@@ -222,7 +222,11 @@ def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
     mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
     experiment = planned_experiment(alone.config, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
+
+    def gradients(*args):
+        return experiment.watched_step(*args)[0].opt_state[0]
+
     with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
+        traced = jax.make_jaxpr(gradients)(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
     return experiment, live

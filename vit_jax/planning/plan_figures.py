@@ -34,7 +34,7 @@ def describe(
     ways = batch_ways(mesh.shape)
     counted, model = counted or experiment, about(experiment.model)
     by_sizes = None
-    if config.objective.name == "supervised" and experiment.freeze is None:
+    if experiment.objective.is_single_pass and experiment.freeze is None:
         by_sizes = model.flops_by_sizes
     with jax.set_mesh(mesh):
         step_flops = counted.flops_per_step
