@@ -354,7 +354,8 @@ MUTATIONS = [
       "found = stated[0] if stated else ''",
       "transfer/test_model_zoo.py::test_what_is_not_what_was_sent_is_refused"),
     # planning
-    M("vit_jax/planning/estimates.py", "chip_hours * (1 + two_cores) / 24", "chip_hours / 24",
+    M("vit_jax/planning/estimates.py", "chip_hours * (1 + chip.has_two_cores) / 24",
+      "chip_hours / 24",
       "planning/test_plan.py::test_two_core_chips_count_twice"),
     M("vit_jax/planning/exchanges.py", '(2 if kind == "all-reduce" else 1)', "1",
       "planning/test_plan.py::test_gpus_of_several_hosts_exchange_over_the_network"),

@@ -212,11 +212,9 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def bytes_per_device(state, shardings) -> int:
-    """The bytes of `state` that one device holds."""
-    shares = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
-        state,
-        shardings,
+def bytes_per_device(state) -> int:
+    """The bytes of `state`, a pytree of sharded arrays or their shapes, that one device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
     )
-    return sum(jax.tree.leaves(shares))

@@ -45,10 +45,6 @@ class Exchange(NamedTuple):
     splits_params: bool = False
     options: Mapping[str, bool] = MappingProxyType({})
 
-    def joins(self, params: PyTree) -> Callable[[Sums], Sums] | None:
-        """`join` for parameters with these shardings."""
-        return self.join and partial(self.join, shardings=params)
-
 
 # Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has. On
 # larger slices of v5e the compiler refuses to compute behind an all-to-all ("limited ICI").
@@ -105,7 +101,6 @@ def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
       shardings: not read: every device has all parameters.
       mesh: only its batch axes are larger than 1.
     """
-    del shardings
     return _on_rows(lambda *args: _add_up(sums(*args)), P(), mesh)
 
 

@@ -30,7 +30,6 @@ from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.model import (
-    check_microbatches,
     in_plain_form,
     make_model,
     on_mesh,
@@ -39,11 +38,10 @@ from vit_jax.experiment.objective import make_config_objective
 from vit_jax.experiment.optimizers import make_config_optimizer
 from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, Step, make_train_step
+from vit_jax.experiment.step import AbstractBatch, Step, make_train_step
 from vit_jax.objectives.contract import Objective, Teacher
 
 Tree = TypeVar("Tree")
-TrainStep = Step[tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +71,13 @@ class Experiment:
     durations: Mapping[str, int]
     batch: BatchSpec
     init: Callable[[], TrainState]
-    train_step: JittedStep[tuple[TrainState, Metrics]]
-    layer_norms: JittedStep[Metrics]
+    train_step: jax.stages.Wrapped
+    layer_norms: jax.stages.Wrapped
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     objective: Objective
-    watched_step: TrainStep
-    plain_step: Callable[[str | None], TrainStep]
+    watched_step: Step
+    plain_step: Callable[[str | None], Step]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
 
@@ -127,12 +125,10 @@ class Experiment:
     @property
     def num_trained(self) -> int:
         """Number of parameters that are not frozen."""
-        if self.freeze is None:
-            return self.num_params
         params = self._model_params
-        shares = tree.mask(params, self.freeze)
-        frozen = jax.tree.map(lambda leaf, share: leaf.size * np.mean(share), params, shares)
-        return self.num_params - round(sum(jax.tree.leaves(frozen)))
+        frozen = tree.mask(params, self.freeze or "")
+        sizes = jax.tree.map(lambda leaf, share: leaf.size * (1 - np.mean(share)), params, frozen)
+        return round(sum(jax.tree.leaves(sizes)))
 
     @functools.cached_property
     def flops_per_image(self) -> int:
@@ -172,10 +168,9 @@ def make_experiment(
     preprocessing = preprocessing or parse_preprocessing(config)
     image_size, batch = preprocessing.image_size, describe_batch(config, preprocessing)
     durations, o = parse_durations(config), config.optimizer
-    total_steps, accum_steps = durations["duration"], num_microbatches(config)
+    total_steps = durations["duration"]
 
     model = make_model(config, image_size, mesh)
-    check_microbatches(model, config.model.name, accum_steps)
     objective_of = partial(make_config_objective, config, batch, durations, teachers)
     to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
     objective = objective_of(model, to_mesh)
@@ -185,15 +180,8 @@ def make_experiment(
     tx = make_config_optimizer(config, schedule, total_steps)
     ema_decay = make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
 
-    init = partial(
-        init_state,
-        model,
-        tx,
-        image_size,
-        config.seed,
-        with_ema=ema_decay is not None,
-        init_objective=objective.init,
-    )
+    init = partial(init_state, model, tx, image_size, config.seed)
+    init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
         state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
@@ -206,12 +194,12 @@ def make_experiment(
         make_step,
         objective,
         freeze=o.freeze,
-        accum_steps=accum_steps,
-        join=exchange.joins(shardings[0].params),
+        accum_steps=num_microbatches(config),
+        join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
         shardings=gradient_shardings(shardings[0].params, mesh),
     )
 
-    def plain_step(freeze: str | None) -> TrainStep:
+    def plain_step(freeze: str | None) -> Step:
         plain = objective_of(in_plain_form(model), in_plain_form)
         return make_step(plain, optax.identity(), freeze=freeze)
 

@@ -22,7 +22,7 @@ def watched(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.GradientTransformation(tx.init, update)
 
 
-def make_layer_norms(step: Step[tuple[TrainState, Metrics]]) -> Step[Metrics]:
+def make_layer_norms(step: Step) -> Callable[..., Metrics]:
     """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`

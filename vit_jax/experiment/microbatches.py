@@ -4,7 +4,6 @@ A CPU computes fastest while the activations of a layer stay in its cache, so it
 parts. On accelerators the whole batch is the fastest.
 """
 
-import logging
 import math
 
 from jax.sharding import Mesh
@@ -13,8 +12,6 @@ from ml_collections import ConfigDict
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models import model_of
 from vit_jax.objectives import objective_of
-
-logger = logging.getLogger("vit_jax")
 
 # Bytes of a part's hidden units and attention weights in one layer, in float32.
 _PART_BYTES = 5 << 20
@@ -29,13 +26,7 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = N
     share = config.global_batch_size // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if recorded is None:
         return choose_accum_steps(config, mesh, share)
-    number = math.gcd(recorded, share)
-    if number != recorded:
-        logger.info(
-            "optimizer.accum_steps: %d instead of the recorded %d, which does not divide the %d "
-            "rows of a device", number, recorded, share,
-        )  # fmt: skip
-    return number
+    return math.gcd(recorded, share)
 
 
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:

@@ -54,18 +54,12 @@ def make_config_objective(
 def _check_needs(objective: Objective, config: ConfigDict, batch: Iterable[str]) -> None:
     """Raise InputError if the objective needs what batches or the state do not hold."""
     name = config.objective.name
-    if objective.needs_average and config.optimizer.ema_decay is None:
+    unset = [key for key in ("ema_decay", "ema_decay_end") if config.optimizer[key] is None]
+    if objective.needs_average and unset:
         raise InputError(
-            f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
+            f"optimizer.{unset[0]}=None: the teacher of objective.name={name!r} is the running "
             "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
-            "--config.optimizer.ema_decay_end=1.0"
-        )
-    if objective.needs_average and config.optimizer.ema_decay_end is None:
-        raise InputError(
-            f"optimizer.ema_decay_end=None: the average would follow the parameters closely in the "
-            f"first steps, and is the teacher of objective.name={name!r}; set "
-            f"--config.optimizer.ema_decay_end=1.0, or {config.optimizer.ema_decay} for a constant "
-            "decay"
+            "--config.optimizer.ema_decay_end=1.0, or the same for a constant decay"
         )
     accum_steps = num_microbatches(config)
     if objective.couples_rows and accum_steps > 1:

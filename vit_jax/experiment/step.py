@@ -1,7 +1,7 @@
 """The training step: (state, batch) -> (state, metrics)."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,9 @@ from vit_jax.objectives.contract import Objective
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, jax.Array]  # scalars
-Out = TypeVar("Out", covariant=True)
 
-
-class Step(Protocol[Out]):
-    """A pure function of a state, a batch and, if the objective has any, frozen arrays."""
-
-    def __call__(self, state: TrainState, batch: Batch, frozen: PyTree = None, /) -> Out: ...
-
-
-class JittedStep(Step[Out], Protocol[Out]):
-    """A `Step` under `jax.jit`."""
-
-    def trace(
-        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
-    ) -> jax.stages.Traced: ...
-
-    def lower(
-        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
-    ) -> jax.stages.Lowered: ...
+# A pure function of a state, a batch and, if the objective has any, frozen arrays.
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -50,7 +34,7 @@ def make_train_step(
     accum_steps: int = 1,
     join: Callable[[Sums], Sums] | None = None,
     shardings: PyTree = None,
-) -> Step[tuple[TrainState, Metrics]]:
+) -> Step:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
     Randomness depends on (seed, state.step) only; in `transform` also on the row of the global

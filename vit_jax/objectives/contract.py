@@ -193,7 +193,13 @@ class RunFacts(NamedTuple):
 
 
 class ObjectivePart(Part):
-    """What `objective.name` selects; its fields are keys of the section `objective`."""
+    """What `objective.name` selects; its fields are keys of the section `objective`.
+
+    splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
+      what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
+    """
+
+    splits_on_cpus = False
 
     @property
     def learns_labels(self) -> bool:
@@ -210,18 +216,8 @@ class ObjectivePart(Part):
         """Whether it reads the outputs of single layers, which scan and remat would hide."""
         return False
 
-    @property
-    def splits_on_cpus(self) -> bool:
-        """Whether CPUs may compute a batch in microbatches unasked.
-
-        The loss of a row, and what is drawn for it, then depend neither on other rows nor on its
-        place in a microbatch.
-        """
-        return False
-
     def find_conflicts(self, config: ConfigDict) -> list[str]:
         """Faults between its keys and other sections of the config."""
-        del config
         return []
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
