@@ -28,7 +28,7 @@ from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.fields import REMATS
+from vit_jax.models.fields import REMAT
 from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
@@ -60,7 +60,7 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
     if "remat" in fields_of(config.model.name) and not objective_of(config).watches_layers:
-        return REMATS
+        return REMAT["choices"]
     return ("none",)
 
 

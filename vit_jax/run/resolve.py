@@ -170,7 +170,7 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         return {}
     same_name, changes = _check_name(config, pretrained), Changes()
     family, model = find_family(config.model.name), pretrained.model
-    defaults = field_defaults(family.module) | family.parse(config.model.name)
+    defaults = field_defaults(family) | family.parse(config.model.name)
     own_sizes = {} if same_name else sizes_of(config.model.name)
     left = _NOT_TAKEN | own_sizes.keys() | (_OF_HEAD if config.init_head == "new" else set())
     for field in (set(fields_of(config.model.name)) & set(config.model)) - left:
