@@ -7,6 +7,7 @@ of a plug-in may declare none: its names are then known only after its first eva
 
 import logging
 import re
+from typing import get_args
 
 from ml_collections import ConfigDict
 
@@ -36,6 +37,7 @@ def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
     metrics = evaluator_of(config, name).metrics()
     if metrics is None:
         return None
+    assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
     if config.optimizer.ema_decay is None:
         return found

@@ -162,7 +162,7 @@ class Program:
         if known:
             return int(known[1])
         limits = [
-            _literal(each)
+            int(each.attributes.partition(")")[0])  # N of constant(N)
             for each in self._computations.get(condition, {}).values()
             if each.opcode == "constant" and re.match(r"[su]32\[\]", each.type)
         ]
@@ -198,11 +198,6 @@ def _called(each: Instruction, role: str) -> list[str]:
     if not match:
         return []
     return re.findall(r"[\w.\-]+", match[1]) if match[1] else [match[2]]
-
-
-def _literal(each: Instruction) -> int:
-    """N of `constant(N)`."""
-    return int(each.attributes.partition(")")[0])
 
 
 def _elements(kind: str) -> list[str]:
