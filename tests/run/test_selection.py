@@ -12,7 +12,6 @@ from at_fault import at_fault
 from etils import epath
 from opened import open_all
 
-from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.classification import Classification
@@ -77,7 +76,7 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
     ]  # fmt: skip
     assert not caplog.records
     declare({"distance": "down"})
-    with pytest.raises(InputError, match=r"evals\.test\.type='classification'.*distance='down'"):
+    with pytest.raises(AssertionError, match=r"evals\.test declares .*'distance': 'down'"):
         check_metrics(config)
 
 
