@@ -57,7 +57,7 @@ FORMS = {
     "ViT-B/16,jft=mine,fewshot,debug BiT-R152x2,jft=mine,debug R50+ViT-L/32,jft=mine,debug",
     "cifar10": "- small 5k 5k,medium1 debug small,debug 5k,strong2,debug",
     "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
-    "noisy_student": "- L2,my_pictures debug",
+    "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
     "deit": "DeiT-B/16 ViT-S/16 DeiT-S/16,debug DeiT-Ti/16,384,soft,debug",
     "efficientnet": "EfficientNet-B0 EfficientNet-L2 EfficientNet-B7,debug",
@@ -149,7 +149,7 @@ def test_config_file_says_how_to_run_it(name):
     assert re.search(rf"--config=configs/{name}\.py:(\S+,)?debug", text)
 
 
-# The kinds of data: digits, prepared pictures, a folder, and views.
+# The kinds of data: digits, prepared images, a folder, and views.
 CHECKED = ("quickstart", "cifar10", "folder", "lejepa")
 
 

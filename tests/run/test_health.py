@@ -122,7 +122,9 @@ def test_a_collapsed_run_warns_resumes_bit_for_bit_and_exports_a_vit(tmp_path, c
         summary = train_and_evaluate(c, whole)
     assert summary["rank/share"] < 0.05
     (said,) = [r.getMessage() for r in caplog.records if "the features fill" in r.getMessage()]
-    assert said.startswith("step 2: rank/rank=1") and "Raise objective.weight, now 0.05" in said
+    assert (
+        said.startswith("step 2: rank/rank=1") and "Raise objective.sigreg_weight, now 0.05" in said
+    )
 
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints/4")

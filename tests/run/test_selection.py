@@ -12,7 +12,6 @@ from at_fault import at_fault
 from etils import epath
 from opened import open_all
 
-from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.classification import Classification
@@ -77,7 +76,7 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
     ]  # fmt: skip
     assert not caplog.records
     declare({"distance": "down"})
-    with pytest.raises(InputError, match=r"evals\.test\.type='classification'.*distance='down'"):
+    with pytest.raises(AssertionError, match=r"evals\.test declares .*'distance': 'down'"):
         check_metrics(config)
 
 
@@ -98,7 +97,7 @@ def test_a_metric_that_the_evaluator_does_not_give():
         found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
 
 
-def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
+def test_a_metric_of_an_optional_split_that_the_images_lack(tmp_path):
     config = load_config("folder:ViT-mu/16")
     config.data.data_dir = str(tmp_path)
     for name in ("cat/1.png", "cat/2.png", "dog/1.png"):
@@ -112,7 +111,7 @@ def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
     open_all(config)
 
 
-def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, caplog):
+def test_a_run_is_evaluated_on_images_without_its_optional_split(tmp_path, caplog):
     caplog.set_level("INFO", logger="vit_jax")
     config = load_config("folder:ViT-mu/16")
     for name in ("cat/1.png", "dog/1.png"):

@@ -476,7 +476,7 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
 
 
-def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
+def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()

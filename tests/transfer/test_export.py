@@ -355,7 +355,7 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
             assert ops_for(spec.at(image_size), data_size) == expected
 
 
-def test_pictures_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
+def test_images_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["resolved"]["data"]["name"], config["resolved"]["evals"]["test"]["ops"] = (

@@ -206,7 +206,7 @@ def describe(run: Run) -> None:
         describe_model(run.config), f"{e.num_params:,}",
         "" if e.num_trained == e.num_params else f" ({e.num_trained:,} trained)",
         e.flops_per_image / 1e9,
-        flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
+        flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
 
 

@@ -292,7 +292,8 @@ def _class_weights(
             total * share / part.num_examples * data.count_labels(part)
             for part, share in zip(parts, shares, strict=True)
         )
-        numbers = balanced_weights(np.asarray(counts_C), total, config.loss.name)
+        excludes = config_lib.LOSSES.find(config.loss.name).excludes
+        numbers = balanced_weights(np.asarray(counts_C), total, excludes)
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
