@@ -162,7 +162,6 @@ def outputs(
         batch_size_key=batch_size_key,
         progress=progress,
         record_ids=record_ids,
-        consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
     )
     for found, batch in found_by_batch:
         kept = len(batch["mask"])
@@ -179,13 +178,12 @@ def computed(
     progress: bool = True,
     record_ids: np.ndarray | None = None,
     keys: Sequence[str] = ("mask", "label"),
-    consequence: str = "no prediction",
 ) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
     """The results of `compute`, a jitted function, for batches of the records of `source`.
 
     `compute` gets the variables and uint8 images (B, H, W, C), prepared as the model's own; the
-    last batch is padded. `keys` are those of the batch to yield. `consequence` says what happens to
-    a record that cannot be read. The other arguments are as in `outputs`.
+    last batch is padded. `keys` are those of the batch to yield. The other arguments are as in
+    `outputs`.
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
@@ -200,7 +198,6 @@ def computed(
         image_batch(batch_size, spec.image_size, _host_ops(pretrained, source), "evals.*.ops"),
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
-        consequence=consequence,
     )
     left = source.num_examples if record_ids is None else len(record_ids)
     console = Console(stderr=True)
