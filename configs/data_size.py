@@ -84,7 +84,7 @@ def get_config(arg=""):
     else:
         c.checkpoint.keep_best, c.study.point = "dev/top1", "best"
     c.study.cells = tuple(
-        f"{model} | {size} pretraining pictures: data.subset={size}; {fields}"
+        f"{model} | {size} pretraining images: data.subset={size}; {fields}"
         for model, fields in (TINY if debug else MODELS).items()
         for size in ((50, 200) if debug else (250, 1_000, 4_000, 20_000))
     )

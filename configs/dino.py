@@ -64,7 +64,7 @@ def follow_paper(c):
     splits = {"train_split": "train", "test_split": "validation"}
     c.evals.near = knn(**splits, every="100 epochs", ops=EVAL_OPS, num_neighbours=(20,))
     c.evals.rank = rank(split="train", every="10 epochs", ops=EVAL_OPS)
-    c.evals.pictures = patch_features(split="validation", every="10 epochs", ops=EVAL_OPS)
+    c.evals.images = patch_features(split="validation", every="10 epochs", ops=EVAL_OPS)
 
 
 def make_small(c):
@@ -84,7 +84,7 @@ def make_small(c):
     how = {"every": "300 steps", "ops": "decode", "batch_size": 500}
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
     c.evals.rank = rank(split="train", **how, num_images=2000)
-    c.evals.pictures = patch_features(split="test", **how)
+    c.evals.images = patch_features(split="test", **how)
 
 
 def make_tiny(c):

@@ -66,7 +66,7 @@ def get_config(arg=""):
     how = {"every": "12500 steps", "ops": EVAL_OPS}
     c.evals.near = knn(train_split="train", test_split="validation", **how, num_neighbours=(20,))
     c.evals.rank = rank(split="train", **how)
-    c.evals.pictures = patch_features(split="validation", **how)
+    c.evals.images = patch_features(split="validation", **how)
     if "debug" in chosen:
         make_tiny(c)
     return c

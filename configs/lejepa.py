@@ -65,7 +65,7 @@ def follow_paper(c):
     c.evals.near = knn(**splits, **how, every="10 epochs", num_neighbours=(20,))
     c.evals.probe = linear_probe(**splits, **how, every="100 epochs", l2=(0.001, 0.01, 0.1))
     c.evals.rank = rank(split="train", **how, every="10 epochs")
-    c.evals.pictures = patch_features(split="validation", **how, every="10 epochs")
+    c.evals.images = patch_features(split="validation", **how, every="10 epochs")
 
 
 def make_small(c):
@@ -82,7 +82,7 @@ def make_small(c):
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
     c.evals.probe = linear_probe(**splits, **how, l2=(0.01,))
     c.evals.rank = rank(split="train", **how, num_images=2000)
-    c.evals.pictures = patch_features(split="test", **how)
+    c.evals.images = patch_features(split="test", **how)
 
 
 def use_digits(c):

@@ -89,7 +89,7 @@ def pretrain(c, duration):
     c.optimizer.peak_lr, c.optimizer.b2 = 1.5e-4 * 4096 / 256, 0.95
     c.optimizer.weight_decay = 0.05
     c.optimizer.weight_decay_on = ".*/kernel|class_token|objective/mask_token"
-    c.evals.pictures = reconstruction(split="validation", every="20 epochs", ops=EVAL_OPS)
+    c.evals.images = reconstruction(split="validation", every="20 epochs", ops=EVAL_OPS)
 
 
 def finetune(c, epochs, lr_at_256, layer_decay, stochastic_depth):
@@ -118,7 +118,7 @@ def make_small(c):
     """A run of a few CPU minutes on CIFAR-10; finetune and linear take its workdir."""
     make_small_on_cifar10(c, near_every="600 steps")
     if c.objective.name == "mae":
-        c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "300 steps"
+        c.evals.images.split, c.evals.images.every = "test[:10%]", "300 steps"
         c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
         c.duration, c.schedule.warmup = "600 steps", "60 steps"
         c.optimizer.peak_lr = 2e-3

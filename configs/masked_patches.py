@@ -73,7 +73,7 @@ def pretrain(c, val, target="mean_colour"):
     set_length(c, 4096, "1000000 steps", "10000 steps", save="1000 steps", log="50 steps")
     c.objective.name, c.objective.target = "masked_patches", target
     c.data.image_size, c.optimizer.peak_lr = 224, 2e-4
-    c.evals.pictures = reconstruction(split=val, every="10000 steps", ops=EVAL_OPS)
+    c.evals.images = reconstruction(split=val, every="10000 steps", ops=EVAL_OPS)
 
 
 def finetune(c, val, row):
@@ -89,7 +89,7 @@ def make_small(c):
     """A run of a few CPU minutes on CIFAR-10; finetune takes its workdir."""
     make_small_on_cifar10(c, near_every="400 steps")
     if c.objective.name == "masked_patches":
-        c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "200 steps"
+        c.evals.images.split, c.evals.images.every = "test[:10%]", "200 steps"
         c.global_batch_size, c.duration, c.schedule.warmup = 64, "400 steps", "40 steps"
         c.optimizer.peak_lr = 1e-3
 

@@ -63,7 +63,7 @@ def get_config(arg=""):
     ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
     how = {"every": "500 steps", "ops": ops}
     c.evals.rank = rank(split="train", **how, num_images=2000)
-    c.evals.pictures = patch_features(split="train", **how)
+    c.evals.images = patch_features(split="train", **how)
     if "folder" in chosen:
         c.evals.near = knn(train_split="train", test_split="val", **how, num_neighbours=(20,))
     if "debug" in chosen:

@@ -64,10 +64,22 @@ def config_keys() -> str:
         own = _keys_of(section.declared(), prefix)
         pieces += [f"## {name or 'The run'}", "", _text(section), "", own, ""]
         for choice in registries.get(name, ()):
-            part = registries[name].find(choice)
-            pieces += [f"### {choice}", "", _text(part), ""]
-            pieces += [_keys_of(part.declared(), prefix), ""] if part.declared() else []
+            pieces += [f"### {choice}", "", *_part(registries[name], choice, prefix)]
     return "\n".join(pieces)
+
+
+def _part(registry, name: str, prefix: str) -> list[str]:
+    """What the part called `name` says of itself, and its keys that no part it extends has."""
+    part = registry.find(name)
+    bases = [n for n in registry if n != name and issubclass(part, registry.find(n))]
+    taken = [item for base in bases for item in registry.keys_of(registry.find(base)).items()]
+    keys = {k: key for k, key in registry.keys_of(part).items() if (k, key) not in taken}
+    says = _text(part)
+    if registry.section == "model":  # the rest is for those who call it in Python
+        says = says.partition("\n\n")[0]
+    also = f" It has the keys of {' and '.join(bases)}" if bases else ""
+    ending = (" too, and these:" if keys else " too.") if bases else ""
+    return [says + also + ending, "", *([_keys_of(keys, prefix), ""] if keys else [])]
 
 
 def evaluator_keys() -> str:

@@ -9,7 +9,7 @@ from vit_jax.base.errors import InputError
 
 
 def keys_of(error):
-    """The keys of its faults: what stands before "=" or ":", after the source if that is named too."""
+    """The keys of its faults: what stands before "=" or ":", after a source if there is one."""
     key = re.compile(r"(?:init_from='[^']*': (?=[\w.]+=))?([^=:]*)")
     return [key.match(fault)[1] for fault in error.faults]
 

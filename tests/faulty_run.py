@@ -48,15 +48,15 @@ def before(function, then):
 def arm(fault):
     kind, _, number = fault.partition(":")
     if kind == "loader":
-        batches = loop.train_batches
+        batches = loop.data.train_batches
 
-        def stuck(run, start):
-            for step, batch in enumerate(batches(run, start), start + 1):
+        def stuck(*args, steps, **kwargs):
+            for step, batch in enumerate(batches(*args, steps=steps, **kwargs), steps.start + 1):
                 if step == int(number):
                     time.sleep(1e6)
                 yield batch
 
-        loop.train_batches = stuck
+        loop.data.train_batches = stuck
     elif kind == "bit":
         compile_step = loop.compile_step
 

@@ -52,18 +52,18 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
     image = load_image(paths[0], source.spec)
     by_hand = jax.jit(source.model.apply)({"params": params_of(source)}, image[None])
     np.testing.assert_allclose(expected[:1], by_hand, rtol=1e-4, atol=1e-5)
-    pictures = [Image.open(path) for path in paths]
+    images = [Image.open(path) for path in paths]
     folder = tmp_path / "two"
     folder.mkdir()
     for path in paths[1:]:
         (folder / path.name).symlink_to(path)
-    mixed = [*pictures, *kinds.values(), str(paths[0]), folder]
+    mixed = [*images, *kinds.values(), str(paths[0]), folder]
     found = predict(mixed, source, output="logits", batch_size=8)
     in_folder = [paths.index(path) for path in sorted(paths[1:])]
     np.testing.assert_allclose(found, expected[[0, 1, 2, 0, 1, 2, 0, *in_folder]], rtol=1e-5)
-    for one in (pictures[0], kinds["a.png"][None]):
+    for one in (images[0], kinds["a.png"][None]):
         np.testing.assert_array_equal(predict(one, source, output="logits"), expected[:1])
-    rows = predict([pictures[0], folder], source, batch_size=8)
+    rows = predict([images[0], folder], source, batch_size=8)
     assert [row["file"] for row in rows] == [
         "image 0", *(f"{folder}/{path.name}" for path in sorted(paths[1:]))
     ]  # fmt: skip
@@ -71,16 +71,16 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
     assert open_images(folder, True, 3).num_examples == 2
 
 
-def test_a_picture_is_turned_as_its_file_is(source, tmp_path):
+def test_an_image_is_turned_as_its_file_is(source, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     path = tmp_path / "turned.jpg"
     Image.fromarray(pixels(32, 48, 3)).save(path, exif=exif)
     of_file = predict(path, source, output="logits")
-    picture = Image.open(path)
-    np.testing.assert_allclose(predict(picture, source, output="logits"), of_file, atol=1e-5)
+    image = Image.open(path)
+    np.testing.assert_allclose(predict(image, source, output="logits"), of_file, atol=1e-5)
     older = source._replace(spec=source.spec._replace(exif=False))
-    assert np.abs(predict(picture, older, output="logits") - of_file).max() > 1e-4
+    assert np.abs(predict(image, older, output="logits") - of_file).max() > 1e-4
 
 
 def test_classes_and_what_cannot_be_read(source, tmp_path):

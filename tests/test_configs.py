@@ -14,6 +14,7 @@ from opened import open_all, with_known_facts
 from PIL import Image
 
 from vit_jax.config import (
+    FAMILIES,
     REQUIRED_TO_EVALUATE,
     base_config,
     eval_splits,
@@ -33,7 +34,7 @@ from vit_jax.experiment.recipes import hyper_rule, make_tiny
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
-from vit_jax.models import MODELS, create_model, fields_of, token_stride
+from vit_jax.models import create_model, fields_of, token_stride
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
@@ -56,7 +57,7 @@ FORMS = {
     "ViT-B/16,jft=mine,fewshot,debug BiT-R152x2,jft=mine,debug R50+ViT-L/32,jft=mine,debug",
     "cifar10": "- small 5k 5k,medium1 debug small,debug 5k,strong2,debug",
     "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
-    "noisy_student": "- L2,my_pictures debug",
+    "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
     "deit": "DeiT-B/16 ViT-S/16 DeiT-S/16,debug DeiT-Ti/16,384,soft,debug",
     "efficientnet": "EfficientNet-B0 EfficientNet-L2 EfficientNet-B7,debug",
@@ -148,7 +149,7 @@ def test_config_file_says_how_to_run_it(name):
     assert re.search(rf"--config=configs/{name}\.py:(\S+,)?debug", text)
 
 
-# The kinds of data: digits, prepared pictures, a folder, and views.
+# The kinds of data: digits, prepared images, a folder, and views.
 CHECKED = ("quickstart", "cifar10", "folder", "lejepa")
 
 
@@ -567,7 +568,7 @@ def test_words_of_pretraining_in_any_place():
     [
         ("", "ViT-Ti/8", 64),
         ("debug,ViT-B/32", "ViT-mu/32", 64),
-        *((family.names[-1], family.names[-1], 224) for family in MODELS.values()),
+        *((name, name, 224) for name in (FAMILIES.find(key).names[-1] for key in FAMILIES)),
         *((f"{name},debug", None, None)
           for name in ("EfficientNet-B0", "BiT-R50x1", "T2T-ViT-7", "Axial-ViT-B/32")),
     ],

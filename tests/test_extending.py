@@ -12,7 +12,16 @@ from worked_parts import write_parts
 
 from vit_jax import models, transfer
 from vit_jax.base.errors import InputError
-from vit_jax.config import EVALUATORS, LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, plugins
+from vit_jax.config import (
+    EVALUATORS,
+    FAMILIES,
+    LOSSES,
+    OBJECTIVES,
+    OPS,
+    OPTIMIZERS,
+    SOURCES,
+    plugins,
+)
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -36,7 +45,7 @@ from vit_jax.transfer.pretrained import Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    models.MODELS, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    FAMILIES, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 

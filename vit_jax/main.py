@@ -21,6 +21,7 @@ from typing import NoReturn
 import vit_jax
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.commands import COMMANDS, find_command
+from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
 from vit_jax.job.first_process import run_in_child_of_first_process
 
@@ -122,6 +123,8 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         from vit_jax.config import plugins  # imported late, so that wrong flags fail at once
 
         with plugins.using(flags.plugins, trusted=flags.trust_plugins):
+            if getattr(flags, "print_config", False):
+                return print_config(flags), None
             return find_command(command).main(flags), None
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)

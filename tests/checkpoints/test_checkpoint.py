@@ -4,6 +4,7 @@ import json
 import pathlib
 import random
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Timetable
+from vit_jax.run.train import start_state
 
 META = {"data_fingerprint": "abc", "seconds": 1.0}
 
@@ -244,30 +246,29 @@ def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):
 
 
 def test_another_order_of_data_is_refused(directory):
+    assert restored_step(directory, fingerprint=META["data_fingerprint"]) == 2
     with pytest.raises(InputError, match="data set differs"):
-        checkpoint.start(
-            directory=directory,
-            abstract_state=abstract(make_state(0)),
-            fingerprint="another",
-            from_init=None,
-            from_scratch=None,
-        )
+        restored_step(directory, fingerprint="another")
 
 
-@pytest.mark.parametrize(
-    ("has_checkpoint", "has_init", "expected"),
-    [(True, True, "resumed"), (False, True, "init"), (False, False, "scratch")],
-)
-def test_a_run_resumes_before_it_initialises_before_it_starts_anew(
-    directory, has_checkpoint, has_init, expected
-):
-    if not has_checkpoint:
-        directory.rmtree()
-    state, meta = checkpoint.start(
-        directory=directory,
-        abstract_state=abstract(make_state(0)),
+def test_a_run_resumes_before_it_initialises_before_it_starts_anew(directory):
+    params = {"layer/bias": np.arange(24, dtype=np.float32)}
+    run = types.SimpleNamespace(
+        workdir=directory.parent,
+        config=base_config(),
         fingerprint=META["data_fingerprint"],
-        from_init=(lambda: "init") if has_init else None,
-        from_scratch=lambda: "scratch",
+        experiment=types.SimpleNamespace(
+            abstract_state=abstract(make_state(0)), init=lambda: make_state(0)
+        ),
+        initial_params=params,
+        initial_model_state={},
     )
-    assert ("resumed" if meta else state) == expected
+    state, meta = start_state(run)
+    assert int(state.step) == meta["step"] == 2
+    directory.rmtree()
+    state, meta = start_state(run)
+    assert int(state.step) == 0 and not meta
+    np.testing.assert_array_equal(state.params["layer"]["bias"], params["layer/bias"])
+    run.initial_params = None
+    state, meta = start_state(run)
+    assert not meta and not np.any(state.params["layer"]["bias"])

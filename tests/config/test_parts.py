@@ -69,17 +69,19 @@ def test_one_key_has_one_meaning_and_no_part_declares_a_key_of_its_section():
     for registry in REGISTRIES:
         found = {}
         for name in registry:
-            for k, declared in registry.find(name).declared().items():
+            for k, declared in registry.keys_of(registry.find(name)).items():
                 same = (declared.kind, declared.meaning)
                 assert found.setdefault(k, same) == same, f"{registry.section}.{k}"
                 assert k not in registry.common.declared()
 
 
 def test_every_key_says_what_it_means_and_its_default_is_valid():
-    declarations = [*SECTIONS.values(), *(part for _, part in all_parts())]
-    for declaration in declarations:
+    declarations = [(section, section.declared()) for section in SECTIONS.values()]
+    declarations += [(part, registry.keys_of(part)) for registry, part in all_parts()]
+    for declaration, keys in declarations:
         assert declaration.__doc__.strip().endswith(".")
-        for k, declared in declaration.declared().items():
+        for k, declared in keys.items():
+            assert not declared.meaning.startswith("field of"), k
             assert declared.meaning and not declared.meaning.endswith("."), k
             if declared.default is not ...:
                 assert declared.find_fault(declared.default) is None, k
@@ -93,7 +95,7 @@ def test_a_config_has_every_declared_key():
             assert node.get_type(k) is declared.kind, f"{name}.{k}"
     for registry, part in all_parts():
         node = config[registry.section]
-        for k, declared in part.declared().items():
+        for k, declared in registry.keys_of(part).items():
             assert node[k] is None and node.get_type(k) is declared.kind, f"{registry.section}.{k}"
 
 

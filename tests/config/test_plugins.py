@@ -12,7 +12,7 @@ from opened import config_json
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
-from vit_jax.config.registries import SOURCES
+from vit_jax.config.registries import FAMILIES, SOURCES
 from vit_jax.config.stored import (
     changed_keys,
     from_json,
@@ -24,7 +24,6 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.config.upgrades import FORMAT
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
-from vit_jax.models import MODELS
 from vit_jax.run import agreement
 from vit_jax.run.validation import find_faults
 from vit_jax.transfer import load_pretrained
@@ -35,8 +34,7 @@ import logging
 
 import flax.linen as nn
 from vit_jax.config import Part, key
-from vit_jax.config.registries import SOURCES
-from vit_jax.models import MODELS, Family
+from vit_jax.config.registries import FAMILIES, SOURCES
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
 
@@ -46,6 +44,8 @@ class Net(nn.Module):
     image_size: tuple[int, int]
     token_dim: int = 3
 
+    names, parse = (), dict
+
 
 class Rings(Part):
     """Rings."""
@@ -54,7 +54,7 @@ class Rings(Part):
     notes: str = key("none", "about them")
 
 
-MODELS["Net"] = Family(Net, dict, ())
+FAMILIES["Net"] = Net
 SOURCES["rings"] = Rings
 '''
 OTHER = """
@@ -79,9 +79,9 @@ def fresh(tmp_path, monkeypatch):
     before = {*sys.modules}
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    ours = dict(MODELS), dict(SOURCES)
+    ours = dict(FAMILIES), dict(SOURCES)
     yield
-    for registry, parts in zip((MODELS, SOURCES), ours, strict=True):
+    for registry, parts in zip((FAMILIES, SOURCES), ours, strict=True):
         registry.clear()
         registry.update(parts)
     for name in {*sys.modules} - before:
@@ -110,6 +110,7 @@ def ran(caplog):
 def forget():
     """As in another process."""
     plugins._PLUGINS.clear()
+    FAMILIES.pop("Net", None)
     for name in ("rings", "other"):
         SOURCES.pop(name, None)
     for name in [name for name in sys.modules if name.startswith(("vit_jax_plugins", "part"))]:

@@ -16,7 +16,6 @@ from vit_jax.data.batch import Crops
 from vit_jax.data.device_ops import Pairs, symmetric_beta, turn_hue
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
-from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.objectives.contract import Objective, ObjectiveOutput
@@ -341,7 +340,7 @@ def test_a_step_moves_no_image_between_devices():
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
     augment = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
-    step = make_train_step(make_gradients(Objective(objective_of_mean), augment, seed=0), tx)
+    step = make_train_step(Objective(objective_of_mean), tx, augment, seed=0)
     sharding = sharded_over({"data": 2, "fsdp": 2, "tensor": 2})
     shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
               "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip

@@ -9,13 +9,13 @@ from opened import open_all
 from prepared import prepare
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SplitKey, train_split
+from vit_jax.config import SplitKey, train_split, with_values
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
-from vit_jax.run.sources import open_training, training_order
+from vit_jax.run.sources import training_order
 
 
 def test_notation():
@@ -123,7 +123,7 @@ def test_a_mixture_in_a_config():
 def mixed_tiny(root, mix="sixes=0.25", **overrides):
     """The pixels of the first batches, and the sources."""
     config = config_of(name="tens", data_dir=str(root), mix=mix, **overrides)
-    config, sources = open_training(config)
+    config, sources = open_all(with_values(config, {"evals.test": None}))
     mixture = sources[train_split(config)]
     batches = pipeline.host_batches(
         mixture, image_batch(16, (8, 8)), steps=range(3), seed=0, rows=np.arange(16),
@@ -154,10 +154,10 @@ def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(t
     }
     prepare(tiny, "tall", features, [{"image": np.zeros((9, 8, 3), np.uint8), "label": 0}])
     how = {"name": "tens", "data_dir": str(tiny), "mix": "tall=0.25"}
-    config, sources = open_training(config_of(**how))
+    config, sources = open_all(with_values(config_of(**how), {"evals.test": None}))
     assert sources[train_split(config)].encoded
     with pytest.raises(InputError, match=r"pixels \(8, 8, 3\) .* pixels \(9, 8, 3\); needed: "):
-        open_training(config_of(**how, reader="memory"))
+        open_all(config_of(**how, reader="memory"))
 
 
 def test_without_a_mixture_the_order_is_resolved():

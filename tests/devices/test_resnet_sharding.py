@@ -15,6 +15,7 @@ from test_sharding import count_constraints
 from vit_jax.base import tree
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
+from vit_jax.experiment.experiment import with_shardings
 from vit_jax.models import create_model
 from vit_jax.planning.hlo import Program
 from vit_jax.transfer.shapes import abstract_params
@@ -89,7 +90,7 @@ def test_every_layout_computes_alike(kind, layout):
     for leaf in jax.tree.leaves(split):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
-    assert bytes_per_device(params, shardings) == max(held.values())
+    assert bytes_per_device(split) == max(held.values())
     for name, grad in tree.flatten_names(expected).items():
         ours = np.asarray(tree.flatten_names(found)[name])
         # That of keys' biases is zero but for rounding.
@@ -108,13 +109,12 @@ def test_every_layout_computes_alike(kind, layout):
 )
 def test_no_device_holds_much_of_the_parameters(name, layout, caplog):
     shapes = tree.unflatten_names(abstract_params(create_model(name)))
-    mesh = mesh_of(layout)
-    shardings = state_shardings(shapes, mesh)
+    split = with_shardings(shapes, mesh_of(layout))
     assert not caplog.records
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     # Over tensor neither projections nor the head are split.
     most = {"fsdp 8": 0.13, "tensor 8": 0.32}[layout]
-    assert bytes_per_device(shapes, shardings) < most * whole
+    assert bytes_per_device(split) < most * whole
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

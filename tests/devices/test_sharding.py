@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -26,10 +27,11 @@ from vit_jax.devices.sharding import (
     gradient_shardings,
     state_shardings,
 )
-from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.experiment import make_experiment, with_shardings
+from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState, init_state
+from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.contract import ObjectiveOutput
@@ -263,13 +265,14 @@ def test_gradients_can_be_given_a_sharding(accum_steps):
         return ObjectiveOutput(outputs.sum(), batch["mask"].sum(), {}, model_state)
 
     with jax.set_mesh(mesh):
-        gradients = make_gradients(
-            objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, shardings
-        )
+        step = make_train_step(
+            objective_of(loss), watched(optax.identity()), lambda batch, keys: batch, 0,
+            accum_steps=accum_steps, shardings=shardings,
+        )  # fmt: skip
         params = {"a": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
         state = TrainState(jnp.zeros((), jnp.int32), params, {}, ())
         batch = {"image": jnp.ones((8, 4)), "mask": jnp.ones(8)}
-        grads, _ = jax.jit(gradients)(state, batch, None)
+        grads, _ = jax.jit(step)(state, batch)[0].opt_state
     assert grads["a"].sharding.spec == P(None, "fsdp")
     np.testing.assert_allclose(grads["a"], 1.0)
 
@@ -323,18 +326,17 @@ def test_constraints_that_do_nothing_are_noticed(monkeypatch):
 )
 def test_the_state_is_donated(layout):
     experiment, step = compiled(layout, True)
-    state = bytes_per_device(experiment.abstract_state, experiment.shardings)
+    state = bytes_per_device(experiment.abstract_state)
     assert step.memory_analysis().alias_size_in_bytes >= state
 
 
 def test_bytes_per_device():
     _, state = trained("data 2, fsdp 2, tensor 2")
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     held = {device: 0 for device in jax.devices()}
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
-    assert bytes_per_device(state, shardings) == max(held.values())
+    assert bytes_per_device(state) == max(held.values())
 
 
 def count_constraints(jaxpr):
@@ -445,11 +447,10 @@ def test_every_leaf_of_every_variant_has_a_rule(variant, optimizer, pool, caplog
     model = create_model(f"ViT-{variant}/14", 1000, pool=pool, hidden_head=True, scan=True)
     tx = make_optimizer(optimizer, schedule=lambda step: 0.1, weight_decay=0.1)
     shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0))
-    mesh = mesh_of("fsdp 8")
-    shardings = state_shardings(shapes, mesh)
+    split = with_shardings(shapes, mesh_of("fsdp 8"))
     assert not caplog.records
-    whole = bytes_per_device(shapes, jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes))
-    assert bytes_per_device(shapes, shardings) < 0.25 * whole
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    assert bytes_per_device(split) < 0.25 * whole
 
 
 @pytest.mark.parametrize(
@@ -519,17 +520,12 @@ def test_every_optimizers_state_is_split(name, scan, caplog):
         name, schedule=lambda step: 0.1, momentum_dtype="bfloat16", freeze="embedding/.*"
     )
     shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0, with_ema=True))
-    mesh = mesh_of("fsdp 8")
-    shardings = state_shardings(shapes, mesh)
+    split = with_shardings(shapes, mesh_of("fsdp 8"))
     assert not caplog.records
-    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes)
-    for field in ("opt_state", "ema"):
-        share, whole = (
-            bytes_per_device(getattr(shapes, field), getattr(s, field))
-            for s in (shardings, replicated)
-        )
-        assert share < 0.16 * whole, field
-    assert shardings.ema == shardings.params
+    for part in (split.opt_state, split.ema):
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+        assert bytes_per_device(part) < 0.16 * whole
+    assert split.ema == split.params
 
 
 def test_factored_moments_keep_what_is_left_of_their_parameters_layout():

@@ -39,8 +39,6 @@ def test_first_steps_agree_to_a_thousandth():
     bias = "param_norm/head/bias"
     agreeing = places(**{"loss": [2.0019, 0.9991], bias: [5e-7, 0.5]})
     assert twins.find_departures(limits, agreeing) == []
-    off, place = twins.largest_difference(limits, agreeing)
-    assert (round(off, 6), place) == (0.00095, (1, "loss"))
 
     left = twins.find_departures(limits, places(**{"loss": [2.0, math.nan], bias: [0.0, 0.501]}))
     assert [(d.step, d.name) for d in left] == [(2, "loss"), (2, bias)]
@@ -55,7 +53,6 @@ def test_first_steps_agree_to_a_thousandth():
     shorter = places(**{"loss": [2.0], bias: [0.0]})  # of a shorter run
     left = twins.find_departures(limits, shorter)
     assert [(d.step, d.name, d.value) for d in left] == [(2, "loss", None), (2, bias, None)]
-    assert twins.largest_difference(limits, shorter)[0] == 0
 
 
 def test_the_band_is_the_prediction_interval_of_a_further_seed():
@@ -137,7 +134,6 @@ def test_command(monkeypatch, capsys, tmp_path):
     for words, said in (
         (["check"], "--list"),
         (["check", "quickstrt"], "quickstart"),
-        (["check", "quickstart", "--record", "--config.seed=1"], "--record"),
         (["check", "quickstart", "--first_steps", "--config.seed=x"], "seed"),
     ):
         assert main(words) == 2

@@ -45,7 +45,7 @@ def test_the_file_of_a_map(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"stool": [1]}, r"has 1 classes that the data lack: 'stool'; rename"),
+        ({"stool": [1]}, r"has classes that the data lack: \['stool'\]; rename"),
         ({"chair": [1000]}, r"has the labels \[1000\]; the model has 0 to 999"),
         ({"chair": 3}, r"needs JSON such as"),
         ({"chair": []}, r"maps no class"),

@@ -1,4 +1,4 @@
-"""Mean average precision by its definition, and a whole run on pictures with several labels."""
+"""Mean average precision by its definition, and a whole run on images with several labels."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def test_mean_average_precision_of_the_classes_that_are_shown():
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     rows, rng = [], np.random.default_rng(0)
     for i in range(20):
         Image.fromarray(rng.integers(0, 256, (8, 12, 3), np.uint8)).save(tmp_path / f"{i}.png")
@@ -61,8 +61,8 @@ def pictures(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
-    where = f"--config.data.data_dir={pictures}"
+def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
+    where = f"--config.data.data_dir={images}"
     words = [where, "--config.data.image_size=8", "--config.model.patch_size=4",
              "--config.duration=1 steps", "--config.schedule.warmup=0 steps",
              "--config.model.depth=1",
@@ -93,7 +93,7 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
 
     folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]
     assert main(folder) == 2
-    assert "multi_label=true" in capsys.readouterr().err
+    assert "multilabel" in capsys.readouterr().err
     words[-1] = f"--workdir={tmp_path / 'b'}"
     softmax = ["--config=configs/folder.py:multilabel,debug", "--config.loss.name=softmax"]
     assert main([*softmax, *words]) == 2

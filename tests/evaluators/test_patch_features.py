@@ -1,4 +1,4 @@
-"""Colours of patch features whose components are known, and the pictures that are written."""
+"""Colours of patch features whose components are known, and the images that are written."""
 
 import types
 
@@ -16,7 +16,7 @@ from vit_jax.experiment.state import TrainState
 AXES = np.eye(5, dtype=np.float32)
 
 
-def bind(features, images, mask, folder, num_pictures):
+def bind(features, images, mask, folder, num_images):
     """On one batch, whose patches have `features` (B, R, S, D) of the state and the images."""
     inputs = make_inputs(
         [{"image": images, "mask": mask}],
@@ -25,7 +25,7 @@ def bind(features, images, mask, folder, num_pictures):
         folder=epath.Path(folder),
         source=lambda: types.SimpleNamespace(num_examples=len(images)),
     )
-    return PatchFeatures(**OF_SPLIT, num_pictures=num_pictures).bind(inputs)
+    return PatchFeatures(**OF_SPLIT, num_images=num_images).bind(inputs)
 
 
 def test_colours_are_the_components_from_least_to_most():
@@ -43,7 +43,7 @@ def test_colours_are_the_components_from_least_to_most():
         assert abs(found) > 0.95, channel
 
 
-def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_path):
+def test_images_show_each_readable_image_beside_its_features_once_a_step(tmp_path):
     images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1), np.uint8)
     mask = np.array([1, 0, 1, 1], np.float32)
 
@@ -72,7 +72,7 @@ def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_p
 
 
 @pytest.mark.parametrize(("channels", "shown"), [(1, [0, 0, 0]), (3, [0, 1, 2]), (4, [0, 1, 2])])
-def test_only_the_rows_with_pictures_are_gathered(channels, shown, tmp_path, monkeypatch):
+def test_only_the_rows_with_images_are_gathered(channels, shown, tmp_path, monkeypatch):
     images = np.arange(8 * 4 * 4 * channels, dtype=np.uint8).reshape(8, 4, 4, channels)
     mask = (np.arange(8) < 2).astype(np.float32)
     scale = {"factor": np.float32(np.nan)}

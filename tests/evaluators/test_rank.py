@@ -49,8 +49,8 @@ def test_broken_images_do_not_count():
     assert found == {"rank": found["rank"], "share": found["rank"] / 12}
 
 
-def test_evaluators_of_a_run_on_pictures_without_classes(tmp_path):
-    """Rank on those pictures; neighbours and a probe on another data set, which has labels."""
+def test_evaluators_of_a_run_on_images_without_classes(tmp_path):
+    """Rank on those images; neighbours and a probe on another data set, which has labels."""
     for i in range(18):
         pixels = RNG.integers(0, 256, (9, 9, 3), np.uint8)
         PIL.Image.fromarray(pixels).save(tmp_path / f"{i}.png")

@@ -61,11 +61,11 @@ def evaluator(root, labels_file, names=None, ops="decode|resize"):
         colour = np.zeros((8, 8, 3), np.uint8)
         colour[..., i % 3] = 255
         name = (names or "ILSVRC2012_val_{:08d}.png").format(number)
-        path = root / "pictures/val" / "abc"[number % 3] / name
+        path = root / "images/val" / "abc"[number % 3] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(colour).save(path)
-        (root / "pictures/train" / path.parent.name).mkdir(parents=True, exist_ok=True)
-    data_dir = str(root / "pictures")
+        (root / "images/train" / path.parent.name).mkdir(parents=True, exist_ok=True)
+    data_dir = str(root / "images")
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size, c.data.data_dir = 8, "folder", 8, data_dir
     c.evals.real = real(split="val", every="1 epochs", ops=ops, labels_file=str(labels_file))
@@ -92,8 +92,8 @@ def test_faults_name_the_key(tmp_path, labels_file):
     with pytest.raises(InputError, match=r"evals\.real\.split: folder val has a record .*cat3.png"):
         evaluator(tmp_path / "names", labels_file, names="cat{}.png")
     # Only one of several processes may read such a name; all report it after the exchange.
-    (tmp_path / "later/pictures/val/c").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "later/pictures/val/c/zebra.png")
+    (tmp_path / "later/images/val/c").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "later/images/val/c/zebra.png")
     later = evaluator(tmp_path / "later", labels_file)
     with pytest.raises(NothingToMeasureError, match=r"evals\.real\.split: .*zebra.png"):
         evaluate("real", later, TrainState(0, {}, {}, ()))
@@ -106,7 +106,7 @@ def test_faults_name_the_key(tmp_path, labels_file):
     with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* use real\.json from https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
     labels_file.write_text(json.dumps([[], []]))
-    with pytest.raises(InputError, match=r"labels_file=.* \(no image has a label\); use real"):
+    with pytest.raises(InputError, match=r"labels_file=.*; use real"):
         evaluator(tmp_path / "empty", labels_file)
     labels_file.write_text(json.dumps([[3]]))
     with pytest.raises(InputError, match=r"labels_file=.* has class 3, but the model has 3 class"):

@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,15 +19,19 @@ from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.experiment import experiment
 from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
-from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import ObjectiveOutput, Term
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, Term
+from vit_jax.objectives.losses import make_loss
+from vit_jax.objectives.supervised import Supervised
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
+SUPERVISED = Supervised().bind(Model(), make_loss("softmax"), RunFacts((), ()))
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
 
@@ -39,32 +44,40 @@ def loss(params, model_state, batch, rng):
     return ObjectiveOutput(rows, batch["mask"].sum(), {"top1": out[:, 0].sum()}, model_state)
 
 
-def gradients_of(mesh, accum_steps, **kwargs):
-    gradients = make_gradients(
-        objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, **kwargs
-    )
+def gradients_of(mesh, accum_steps, join=None):
+    """The gradients, the metrics and the model's state of a step, and its program."""
+    step = make_train_step(
+        objective_of(loss), watched(optax.identity()), lambda batch, keys: batch, 0,
+        accum_steps=accum_steps, join=join,
+    )  # fmt: skip
+
+    def found(state, batch):
+        state, metrics = step(state, batch)
+        metrics = {name: metrics[name] for name in metrics.keys() - {"masked", "grad_norm"}}
+        return state.opt_state[0], metrics, state.model_state
+
     params = jax.tree.map(jnp.float32, WEIGHTS)
     state = TrainState(jnp.zeros((), jnp.int32), params, STATE, ())
     rng = np.random.default_rng(0)
     batch = {"image": rng.normal(size=(16, 4)), "mask": np.arange(16) % 3}
     batch = jax.device_put(jax.tree.map(np.float32, batch), batch_sharding(mesh))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(gradients).lower(state, batch, None).compile()
-    return compiled(state, batch, None), compiled.as_text()
+        compiled = jax.jit(found).lower(state, batch).compile()
+    return compiled(state, batch), compiled.as_text()
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     mesh = make_mesh(replica=2, data=4, fsdp=1, tensor=1)
-    exchange = lambda sums: join_devices(sums, mesh)  # noqa: E731
-    (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
-    (expected, expected_sums), _ = gradients_of(mesh, 1)
+    join = functools.partial(join_devices, shardings=None, mesh=mesh)
+    (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
+    (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
     assert program.count(" all-reduce(") == 1
     for name, value in expected.items():
         np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
-    np.testing.assert_allclose(sums.metric_sums["top1"], expected_sums.metric_sums["top1"], 1e-5)
-    assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    assert state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
 SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
@@ -78,15 +91,15 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
     mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
-    exchange = functools.partial(share_gradients, shardings=shardings, model=Model())
-    (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
-    (expected, expected_sums), _ = gradients_of(mesh, 1)
+    join = functools.partial(share_gradients, shardings=shardings, model=Model())
+    (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
+    (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
     assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
     for name, value in expected.items():
         assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
         np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
-    assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+    assert state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
 def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
@@ -97,16 +110,16 @@ def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
     monkeypatch.setitem(globals(), "loss", drawn)
     mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
     shardings = dict.fromkeys(WEIGHTS, NamedSharding(mesh, P()))
-    exchange = functools.partial(share_gradients, shardings=shardings, model=Model())
-    (grads, sums), _ = gradients_of(mesh, 1, exchange=exchange)
-    mean, squares = float(grads["c"][0, 0]), float(sums.metric_sums["squares"]) / 4
+    join = functools.partial(share_gradients, shardings=shardings, model=Model())
+    (grads, metrics, _), _ = gradients_of(mesh, 1, join)
+    mean, squares = float(grads["c"][0, 0]), float(metrics["squares"])
     assert squares - mean**2 > 0.001
 
 
 def test_chips_do_not_share_the_gradients_of_a_tiny_model(monkeypatch):
     monkeypatch.setattr(sharding, "SPLIT_FROM", 32 * 64 + 1)
     vit = create_model("ViT-Ti/4", 10, (8, 8), **SMALL)
-    assert choose_exchange(vit, "supervised", processes("tpu")) is None
+    assert choose_exchange(vit, SUPERVISED, processes("tpu")) == Exchange()
 
 
 def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
@@ -127,7 +140,7 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
     vit = create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
     exchange = Exchange(functools.partial(share_gradients, model=vit), splits_params=True)
     norms, states = [], []
-    for chosen in (None, exchange):
+    for chosen in (Exchange(), exchange):
         monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)
         made = experiment.make_experiment(config, mesh)
         rng = np.random.default_rng(0)
@@ -160,8 +173,8 @@ def test_further_terms_are_not_exchanged(monkeypatch):
     plain = loss
     with_term = lambda *args: plain(*args)._replace(terms={"more": term})  # noqa: E731
     monkeypatch.setitem(globals(), "loss", with_term)
-    with pytest.raises(ValueError, match="leave the objective out of choose_exchange"):
-        gradients_of(mesh, 1, exchange=lambda sums: join_devices(sums, mesh))
+    with pytest.raises(AssertionError, match="the weights of its rows only"):
+        gradients_of(mesh, 1, functools.partial(join_devices, shardings=None, mesh=mesh))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +198,10 @@ def test_further_terms_are_not_exchanged(monkeypatch):
 )
 def test_when_chips_share_their_gradients(shares, mesh, model):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
-    exchange = choose_exchange(vit, "supervised", processes("tpu", **mesh))
-    assert (exchange is not None and exchange.splits_params) == shares
-    assert choose_exchange(vit, "supervised", processes("tpu", **mesh), freeze="head") is None
+    exchange = choose_exchange(vit, SUPERVISED, processes("tpu", **mesh))
+    assert (exchange.join is not None) == exchange.splits_params == shares
+    frozen = choose_exchange(vit, SUPERVISED, processes("tpu", **mesh), freeze="head")
+    assert frozen == Exchange()
 
 
 def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):
@@ -202,24 +216,26 @@ SMALL = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("joins", "mesh", "model", "objective"),
+    ("joins", "mesh", "model"),
     [
-        (True, {}, {}, "supervised"),
-        (True, {"replica": 2, "data": 1}, {}, "supervised"),
-        (False, {"indices": (0, 0)}, {}, "supervised"),
-        (False, {"platform": "gpu"}, {}, "supervised"),
-        (False, {"data": 1, "fsdp": 2}, {}, "supervised"),
-        (False, {"data": 1, "tensor": 2}, {}, "supervised"),
-        (False, {}, {}, "distillation"),
-        (False, {}, {"dropout": 0.1}, "supervised"),
-        (False, {}, {"attention_dropout": 0.1}, "supervised"),
-        (False, {}, {"stochastic_depth": 0.1}, "supervised"),
-        (False, {}, {"head_batch_norm": True}, "supervised"),
+        (True, {}, {}),
+        (True, {"replica": 2, "data": 1}, {}),
+        (False, {"indices": (0, 0)}, {}),
+        (False, {"platform": "gpu"}, {}),
+        (False, {"data": 1, "fsdp": 2}, {}),
+        (False, {"data": 1, "tensor": 2}, {}),
+        (False, {}, {"dropout": 0.1}),
+        (False, {}, {"attention_dropout": 0.1}),
+        (False, {}, {"stochastic_depth": 0.1}),
+        (False, {}, {"head_batch_norm": True}),
     ],
 )
-def test_when_processes_join_their_gradients(joins, mesh, model, objective):
+def test_when_processes_join_their_gradients(joins, mesh, model):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
-    assert (choose_exchange(vit, objective, processes(**mesh)) is not None) == joins
+    exchange = choose_exchange(vit, SUPERVISED, processes(**mesh))
+    assert (exchange.join is not None) == joins and not exchange.splits_params
+    other = Objective(loss)  # which may have terms, states or passes of its own
+    assert choose_exchange(vit, other, processes(**mesh)) == Exchange()
 
 
 def test_processes_do_not_join_the_gradients_of_a_plugins_model():
@@ -229,5 +245,5 @@ def test_processes_do_not_join_the_gradients_of_a_plugins_model():
         pass
 
     fields = {"num_classes": 10, "image_size": (8, 8), "patch_size": (4, 4), "dropout": 0.0}
-    assert choose_exchange(ViT(**SMALL, **fields), "supervised", processes()) is not None
-    assert choose_exchange(Other(**SMALL, **fields), "supervised", processes()) is None
+    assert choose_exchange(ViT(**SMALL, **fields), SUPERVISED, processes()) != Exchange()
+    assert choose_exchange(Other(**SMALL, **fields), SUPERVISED, processes()) == Exchange()

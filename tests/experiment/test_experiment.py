@@ -1,6 +1,5 @@
 """From config to experiment: every key takes effect."""
 
-import logging
 import types
 
 import jax
@@ -351,19 +350,16 @@ def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chose
     with monkeypatch.context() as patch:
         patch.setattr(ViT, "has_batch_statistics", True, raising=False)
         assert choose_accum_steps(config, mesh, rows) == 1
-    config.objective.name = "of_a_plugin"  # may couple the rows of a batch
+    config.objective.name = "mae"  # hides other patches in other parts of a batch
     assert choose_accum_steps(config, mesh, rows) == 1
 
 
-def test_a_recorded_number_of_parts_changes_only_on_other_devices(caplog):
-    caplog.set_level(logging.INFO)
+def test_a_recorded_number_of_parts_changes_only_on_other_devices():
     config = small_config()
     config.global_batch_size = 24
     for ways, number in ((1, 8), (4, 2)):
         mesh = types.SimpleNamespace(shape={axis: 1 for axis in BATCH_AXES} | {"data": ways})
         assert settle_microbatches(config, mesh, recorded=8) == number
-    (record,) = caplog.records
-    assert "2 instead of the recorded 8, which does not divide the 6 rows" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_features_know_no_classes(published, tmp_path):
 
 @pytest.mark.usefixtures("without_checks")
 def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
+    monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
     pretrained = read_pretrained(published)
     config = evaluation_config("classification,knn,debug")
 

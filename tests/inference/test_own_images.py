@@ -152,7 +152,7 @@ def opened(monkeypatch):
         return source
 
     monkeypatch.setattr(data, "make_source", note)
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda *_: {})
+    monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
     monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
     return splits
 
@@ -242,7 +242,7 @@ def test_other_images_are_evaluated_whole_by_the_user_s_word(run, others, opened
 
 
 def test_a_damaged_or_lost_division_is_named(run):
-    """Pictures that were trained on would be evaluated, if they were divided anew."""
+    """Images that were trained on would be evaluated, if they were divided anew."""
     said = r"images\.csv\.gz: cannot be read .*; restore it"
     (run / "images.csv.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=said):
@@ -255,7 +255,7 @@ def test_a_damaged_or_lost_division_is_named(run):
 
 
 def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
+    monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
     config = read_config(epath.Path(run))
     config.data.data_dir = str(others())
     (run / "classes.json").write_text(json.dumps(["bee", "cat"]))

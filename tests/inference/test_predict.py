@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     """A folder with three images, one that is none, and a text."""
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     (folder / "more").mkdir(parents=True)
     rng = np.random.default_rng(0)
     for name, size in (("a.png", (32, 32)), ("b.JPG", (50, 40)), ("more/c.jpeg", (40, 50))):
@@ -42,14 +42,14 @@ def predict(capsys, *words, code=0):
     return out
 
 
-def test_images_and_folders(golden, pictures, one_device, capsys, monkeypatch):
+def test_images_and_folders(golden, images, one_device, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight, for five images
     source = golden / "hf_vit"
-    words = [f"--init_from={source}", "--format=json", "--top=2", pictures, "no.png",
-             pictures / "a.png"]  # fmt: skip
+    words = [f"--init_from={source}", "--format=json", "--top=2", images, "no.png",
+             images / "a.png"]  # fmt: skip
     rows = [json.loads(line) for line in predict(capsys, *words, code=1).splitlines()]
     names = ["a.png", "b.JPG", "broken.png", "more/c.jpeg", "a.png"]
-    assert [row["file"] for row in rows[:5]] == [str(pictures / name) for name in names]
+    assert [row["file"] for row in rows[:5]] == [str(images / name) for name in names]
     assert rows[2]["error"].startswith("not a readable image (it holds no image; needed: JPEG")
     model, variables = load_pretrained(source)
     apply = jax.jit(model.apply)
@@ -76,29 +76,29 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
     assert all(words in small for words in ("9 x 8 pixels", "'central_crop'", "takes 32 x 32"))
 
 
-def test_a_table(golden, pictures, capsys):
-    out = predict(capsys, f"--init_from={golden / 'hf_vit'}", "--top=1", pictures / "a.png")
+def test_a_table(golden, images, capsys):
+    out = predict(capsys, f"--init_from={golden / 'hf_vit'}", "--top=1", images / "a.png")
     assert "class " in out
     assert "%" in out
 
 
-def test_pixels_of_an_image(pictures):
-    pixels = np.asarray(Image.open(pictures / "a.png"), np.float32)
+def test_pixels_of_an_image(images):
+    pixels = np.asarray(Image.open(images / "a.png"), np.float32)
     spec = Spec((32, 32), "antialiased", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     expected = (pixels / 255 - spec.mean) / spec.std
-    found = load_image(pictures / "a.png", spec)
+    found = load_image(images / "a.png", spec)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=1e-6)
     # Squeezed, or cut out of its middle.
-    assert load_image(pictures / "b.JPG", spec._replace(image_size=(8, 24))).shape == (8, 24, 3)
-    inner = load_image(pictures / "a.png", spec._replace(image_size=(16, 16), cut=Cut(0.5)))
+    assert load_image(images / "b.JPG", spec._replace(image_size=(8, 24))).shape == (8, 24, 3)
+    inner = load_image(images / "a.png", spec._replace(image_size=(16, 16), cut=Cut(0.5)))
     np.testing.assert_allclose(inner, expected[8:24, 8:24], atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [pytest.param("pooled", marks=pytest.mark.slow), "patches"])
-def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
+def test_features_of_files(golden, images, tmp_path, capsys, tokens):
     source, output = golden / "hf_deit", tmp_path / "features.npz"
-    words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", pictures]
+    words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", images]
     assert main(["predict", "--batch_size=8", *map(str, words), "no.png"]) == 1  # one is broken
     out, err = capsys.readouterr()
     said = json.loads(out)
@@ -135,12 +135,12 @@ def test_features_of_a_data_set(golden, tmp_path, capsys):
         assert sorted(set(file["label"])) == list(range(10))
 
 
-def test_features_of_a_list_with_several_labels(golden, pictures, tmp_path, capsys):
-    (pictures / "list.csv").write_text("file,labels\na.png,cat;dog\nb.JPG,\n")
+def test_features_of_a_list_with_several_labels(golden, images, tmp_path, capsys):
+    (images / "list.csv").write_text("file,labels\na.png,cat;dog\nb.JPG,\n")
     words = [
         f"--init_from={golden / 'hf_vit'}",
         "--data=list:all",
-        f"--data_dir={pictures / 'list.csv'}",
+        f"--data_dir={images / 'list.csv'}",
     ]
     predict(capsys, *words, f"--features={tmp_path / 'f.npz'}")
     with np.load(tmp_path / "f.npz") as file:
@@ -152,8 +152,7 @@ REFUSED = {
     "a pipe": (["pipe.jpg"], "pipe.jpg: no file, but a pipe or a device"),
     "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
-    "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
-    "two faults": (["x.png", "--top=0", "--tokens=all"], "--top=0", "--tokens="),
+    "two faults": (["x.png", "--data=digits:test"], "give either images", "--data: needs"),
     "nothing to read or write": (["no.png", "--features=f.npy"], "no.png: no such", "in .npz"),
     "data without features": (["--data=digits:test"], "--data: needs --features"),
     "features of another kind": (["x.png", "--features=f.npy"], "end in .npz"),
@@ -163,10 +162,8 @@ REFUSED = {
     ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
-    "a size that is no number": (["x.png", "--image_size=²"], "--image_size=²: needs an int"),
     "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),
-    "a batch too large": (["x.png", f"--batch_size={10**20}"], "--batch_size=1", "16,777,216"),
-    "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
+    "a batch too small": (["x.png", "--batch_size=3"], "batch_size=3"),
 }  # fmt: skip
 
 
@@ -201,6 +198,8 @@ def test_an_image_that_cannot_be_read(tmp_path):
     ):
         with pytest.raises(InputError, match=f"{name}: not a readable {why}"):
             load_image(tmp_path / name, Spec((8, 8), "antialiased"))
+    with pytest.raises(FileNotFoundError):
+        load_image(tmp_path / "none.png", Spec((8, 8), "antialiased"))
 
 
 def test_names_of_classes():
@@ -214,10 +213,10 @@ def test_names_of_classes():
     assert imagenet[999].startswith("toilet tissue")
 
 
-def test_a_head_that_was_never_trained_is_named(golden, pictures, caplog):
+def test_a_head_that_was_never_trained_is_named(golden, images, caplog):
     found = read_pretrained(golden / "hf_vit")
     head = {name: np.zeros_like(found.params[name]) for name in ("head/kernel", "head/bias")}
-    source = image_files([str(pictures / "a.png")], True, 3)
+    source = image_files([str(images / "a.png")], True, 3)
     for params, warns in ((found.params, False), (found.params | head, True)):
         caplog.clear()
         next(classify(found._replace(params=params), source, batch_size=8, top=1))

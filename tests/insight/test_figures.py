@@ -237,7 +237,6 @@ def test_parameters_need_no_image(golden, tmp_path, capsys):
 REFUSED = {
     "output": (["--init_from=x"], "--output: missing"),
     "figure": (["--output=new", "--figures=rolout"], "did you mean rollout"),
-    "number": (["--output=new", "--shown=0"], "--shown=0: needs a positive number"),
     "images": (["--output=new", "a.png", "--data=digits:test"], "not both"),
     "of one": (
         ["--output=new", "--compare_to=b", "a.png", "--figures=norms"],

@@ -98,7 +98,7 @@ REFUSED = {
     "no run": ([], "no workdir"),
     "twice": (["run", "run"], "run, run"),
     "empty": (["."], "has no config.json or study.json"),
-    "endings": (["run", "--output=x.pdf", "--output=no/x.png", "--format=xml"], "3 faults"),
+    "endings": (["run", "--output=x.pdf", "--output=no/x.png"], "2 faults"),
     "figures": (["run", "--figures=no"], "--figures="),
     "metric": (["run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
 }

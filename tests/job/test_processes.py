@@ -25,11 +25,11 @@ from vit_jax.job.processes import (
     ProcessError,
     agree,
     check_devices,
-    check_one_workdir,
     start,
 )
+from vit_jax.run import workdir as run_workdir
 from vit_jax.run.agreement import compare_findings
-from vit_jax.run.workdir import StoredRun, agree_on_run, lock_workdir
+from vit_jax.run.workdir import StoredRun, agree_on_run, locked
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
@@ -139,7 +139,7 @@ def on_each(monkeypatch):
     store, number = Store(), threading.local()
     monkeypatch.setattr(processes, "client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: number.value)
-    monkeypatch.setattr(processes, "_SHARED_WITHIN_S", 0.2)
+    monkeypatch.setattr(run_workdir, "_SHARED_WITHIN_S", 0.2)
 
     def on_each(*calls, num_processes=None):
         monkeypatch.setattr(jax, "process_count", lambda: num_processes or len(calls))
@@ -204,13 +204,13 @@ def test_what_process_0_finds_is_said_to_all(on_each):
 
     def find():
         assert jax.process_index() == 0
-        return "é\n"
+        return ["é\n", 1]
 
     def hear():
         found.append(processes.say_to_all("it", find, timeout_s=5))
 
     assert on_each(*[hear] * 3) == [None] * 3
-    assert found == ["é\n"] * 3
+    assert found == [["é\n", 1]] * 3
 
 
 def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
@@ -225,7 +225,7 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     first.release()
 
     def lock(text):
-        with lock_workdir(workdir, StoredRun(text), 5):
+        with locked(workdir, StoredRun(text), base_config()):
             pass
 
     processes.client().values.clear()
@@ -258,14 +258,23 @@ def test_one_workdir_is_seen_by_all_and_left_as_it_was(on_each, tmp_path, exists
     workdir = epath.Path(tmp_path) / "run"
     if exists:
         workdir.mkdir()
-    assert on_each(*[lambda: check_one_workdir(workdir, 5)] * 2) == [None, None]
-    assert not [*workdir.iterdir()]
+
+    def lock():
+        with locked(workdir, StoredRun(), base_config()):
+            assert jax.process_index() or (workdir / "held_by.json").exists()
+
+    assert on_each(lock, lock) == [None, None]
+    assert workdir.exists() == exists and not [*workdir.glob("*")]
 
 
 def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
     mine, other = (epath.Path(tmp_path) / name for name in ("mine", "other"))
-    errors = on_each(lambda: check_one_workdir(mine, 5), lambda: check_one_workdir(other, 5))
-    for error in errors:
+
+    def lock(workdir):
+        with locked(workdir, StoredRun(), base_config()):
+            raise AssertionError
+
+    for error in on_each(*(functools.partial(lock, workdir) for workdir in (mine, other))):
         assert isinstance(error, InputError)
         assert "--workdir: 'shared' on process 0; '" in str(error)
         assert f"{other} on " in str(error) and "another folder than on process 0" in str(error)

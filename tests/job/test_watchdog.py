@@ -41,7 +41,7 @@ class Run:
         self.now, self.ended = 0.0, []
         self.board = Others({int(i[1:]): Report(1, *place) for i, place in others.items()})
         self.watchdog = Watchdog(
-            DEADLINES,
+            deadlines=DEADLINES,
             process=0,
             num_processes=1 + len(others),
             board=self.board if others else None,

@@ -15,7 +15,6 @@ from numpy_vit import random_params
 
 from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.flops import program_flops
-from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
@@ -169,7 +168,7 @@ def test_microbatches_divide_every_term_by_its_own_weight():
     state = TrainState(jnp.int32(0), params, {}, tx.init(params), objective_state=objective_state)
     batch = {"image": images, "label": np.array([1, 6, 0, 3]), "mask": np.float32([1, 1, 0, 1])}
     steps = [
-        jax.jit(make_train_step(make_gradients(objective, lambda x, keys: x, 0, parts), tx))
+        jax.jit(make_train_step(objective, tx, lambda x, keys: x, 0, accum_steps=parts))
         for parts in (1, 2)
     ]
     (one, metrics), (two, others) = [step(state, batch, objective.frozen) for step in steps]

@@ -290,7 +290,7 @@ def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
         name="own", folder=epath.Path(tmp_path), batches=lambda: batches,
         replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
     )  # fmt: skip
-    evaluator = ReconstructionLoss(split="test", every="1 epochs", num_pictures=1)
+    evaluator = ReconstructionLoss(split="test", every="1 epochs", num_images=1)
     measure = evaluator.bind_to(inputs, reconstruct)
     state = SimpleNamespace(step=np.int32(7), params=np.float32(2))
     found = measure(state)

@@ -192,6 +192,6 @@ def test_class_weights():
 
 def test_balanced_weights():
     counts = np.array([6, 3, 1, 0])
-    by_class = balanced_weights(counts, 10, "softmax")
+    by_class = balanced_weights(counts, 10, True)
     np.testing.assert_allclose(by_class, [10 / 24, 10 / 12, 2.5, 1])
-    np.testing.assert_allclose(balanced_weights(counts, 10, "sigmoid"), [4 / 6, 7 / 3, 9, 1])
+    np.testing.assert_allclose(balanced_weights(counts, 10, False), [4 / 6, 7 / 3, 9, 1])

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 from opened import with_known_facts
 
-from vit_jax.config import base_config
+from vit_jax.config import FAMILIES, base_config
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
-from vit_jax.models import MODELS
 from vit_jax.models.vit import ViT
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
 from vit_jax.planning.kept import Leaf, peak_bytes
@@ -176,8 +175,9 @@ def test_a_model_of_a_plug_in_is_counted(monkeypatch):
     class Other(ViT):
         pass
 
-    monkeypatch.setitem(MODELS, "ViT", MODELS["ViT"]._replace(module=Other))
-    narrow, wide = (calculate_memory(tiny(**{"model.width": n}), ONE) for n in (64, 96))
+    monkeypatch.setitem(FAMILIES, "Other", Other)
+    other = {"model.name": "Other-mu/4"}
+    narrow, wide = (calculate_memory(tiny(**other, **{"model.width": n}), ONE) for n in (64, 96))
     assert 0 < narrow["temporaries"] < wide["temporaries"]
 
 

@@ -165,7 +165,7 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
                 "bytes": sent_bytes, "sent_bytes": sent_bytes}  # fmt: skip
     figures = {
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
-        "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": None,
+        "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": 0,
         "compiler_cycles": None, "collectives": [exchange],
     }  # fmt: skip
     found = estimate(figures, None)
@@ -580,7 +580,8 @@ def test_remedies_by_calculation_compile_nothing(monkeypatch):
     *others, last = find_remedies(config, FOUR, figures, calculate=True)
     assert not figures["memory_bytes"]["fits"] and not any(row["fits"] for row in others)
     assert last["fits"] and last["change"]["global_batch_size"] < config.global_batch_size
-    assert last["peak_bytes"] > 0.9 * figures["memory_bytes"]["capacity"]
+    certain = figures["memory_bytes"]["capacity"] / (1 + calculated.UNCERTAINTY)
+    assert 0.9 * certain < last["peak_bytes"] <= certain
 
 
 def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
@@ -639,13 +640,13 @@ def test_a_calculated_peak_near_the_capacity_may_not_fit():
     }  # fmt: skip
 
 
-def test_plan_counts_own_pictures(tmp_path, capsys):
+def test_plan_counts_own_images(tmp_path, capsys):
     for i, name in enumerate(("cat", "dog", "eel", "cat", "dog", "cat", "dog", "eel")):
-        path = tmp_path / "pictures" / ("val" if i < 3 else "train") / name / f"{i}.png"
+        path = tmp_path / "images" / ("val" if i < 3 else "train") / name / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (9, 9)).save(path)
     words = ["--config=folder:debug", "--topology=H100:1", "--config.global_batch_size=4"]
-    code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/pictures")
+    code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/images")
     data = json.loads(figures["config"])["data"]
     assert (code, data["num_classes"], data["num_examples"]) == (0, 3, 5)
     assert main(["plan", *words, f"--config.data.data_dir={tmp_path}/nothing"]) == 2
@@ -686,13 +687,6 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
 
 
-@pytest.mark.parametrize(
-    ("hours", "shown"), [(2e-5, "0.072 s"), (0.25, "0.25 hours"), (1234.5, "1.23e+03 hours")]
-)
-def test_short_times_are_in_seconds(hours, shown):
-    assert plan_command._span(hours, ".3g", "hours", "s") == shown
-
-
 @pytest.mark.slow
 def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)
@@ -705,7 +699,7 @@ def test_a_teacher_needs_memory_and_work():
     assert plain["memory_bytes"]["teachers"] == 0
     assert taught["memory_bytes"]["teachers"] == weights
     more = taught["memory_bytes"]["peak"] - plain["memory_bytes"]["peak"]
-    assert more == weights
+    assert weights <= more < 3 * weights  # what it computes too
     forward = 2 * forward_macs(teacher.model)
     found = [figures["flops"]["model_per_image_by_jaxpr"] for figures in (plain, taught)]
     assert found[1] - found[0] == forward

@@ -87,15 +87,14 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
         config=c,
         fingerprint={},
         experiment=types.SimpleNamespace(
-            objective=objective, schedule=lambda step: 0.0, flops_per_image=None
+            objective=objective, schedule=lambda step: 0.0, flops_per_image=1
         ),
         mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
         evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},
     )
     c.global_batch_size, c.data.num_examples = 8, 100
-    clock = types.SimpleNamespace(read=lambda: {})
     silent = types.SimpleNamespace(update=lambda *_: None)
-    record = Record(run, 0, {}, clock, MetricWriter("", writes=False), silent, NoLock())
+    record = Record(run, 0, {}, 0.0, MetricWriter("", writes=False), silent, NoLock())
     state = types.SimpleNamespace(step=5, ema={}, replace=lambda **_: None)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for step in range(1, 6):
@@ -123,7 +122,9 @@ def test_a_collapsed_run_warns_resumes_bit_for_bit_and_exports_a_vit(tmp_path, c
         summary = train_and_evaluate(c, whole)
     assert summary["rank/share"] < 0.05
     (said,) = [r.getMessage() for r in caplog.records if "the features fill" in r.getMessage()]
-    assert said.startswith("step 2: rank/rank=1") and "Raise objective.weight, now 0.05" in said
+    assert (
+        said.startswith("step 2: rank/rank=1") and "Raise objective.sigreg_weight, now 0.05" in said
+    )
 
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints/4")

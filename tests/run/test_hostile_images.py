@@ -43,7 +43,7 @@ READ = {
     b"plain.jpg": image(),
     b"UPPER.JPG": image(),
     b"other.jpeg": image(),
-    b"picture.png": image("PNG"),
+    b"image.png": image("PNG"),
     b"modern.webp": image("WEBP"),
     b"windows.bmp": image("BMP"),
     b"moving.gif": animated(),
@@ -88,7 +88,7 @@ SKIPPED = (b"a.heic", b"b.HEIC", b"c.svg", b"notes.txt", b"README", b".hidden.jp
 def root(tmp_path_factory):
     root = os.fsencode(tmp_path_factory.mktemp("hostile"))
     for i, class_name in enumerate((b"one thing", b"\xff other")):
-        folder = root + b"/pictures/" + class_name
+        folder = root + b"/images/" + class_name
         for name, content in [*READ.items(), *BROKEN.items(), *((n, b"x") for n in SKIPPED)]:
             path = folder + b"/" + name
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -104,9 +104,9 @@ def root(tmp_path_factory):
             with open(folder + b"/" + hidden + b"/1.jpg", "wb") as file:
                 file.write(image())
         assert i < 2
-    os.mkdir(root + b"/pictures/empty class")
-    os.mkdir(root + b"/pictures/__MACOSX")
-    with open(root + b"/pictures/beside.jpg", "wb") as file:
+    os.mkdir(root + b"/images/empty class")
+    os.mkdir(root + b"/images/__MACOSX")
+    with open(root + b"/images/beside.jpg", "wb") as file:
         file.write(image())
     assert len({*READ, *BROKEN, *SKIPPED}) + 11 >= 40  # kinds
     return os.fsdecode(root)
@@ -116,7 +116,7 @@ def root(tmp_path_factory):
 def words(root):
     return [
         "--config=configs/folder.py:debug",
-        f"--config.data.data_dir={root}/pictures",
+        f"--config.data.data_dir={root}/images",
         "--config.data.image_size=16",
         "--config.data.max_corrupt_fraction=1",
         "--config.duration=4 steps",
@@ -126,7 +126,7 @@ def words(root):
 
 @pytest.fixture(scope="module")
 def run(root, words, request):
-    """The workdir of a run on the pictures, and what it said."""
+    """The workdir of a run on the images, and what it said."""
     capture = request.getfixturevalue("capsys_of_module")
     workdir = f"{root}/run"
     assert main([*words, f"--workdir={workdir}"]) == 0
@@ -174,10 +174,10 @@ def test_evaluation(run, capsys):
 
 
 def test_prediction(root, run, capsys):
-    words = ["predict", f"--init_from={run[0]}", f"{root}/pictures"]
+    words = ["predict", f"--init_from={run[0]}", f"{root}/images"]
     assert main([*words, "--format=json"]) == 1  # some cannot be read
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    by_name = {row["file"].removeprefix(f"{root}/pictures/"): row for row in rows}
+    by_name = {row["file"].removeprefix(f"{root}/images/"): row for row in rows}
     assert len(by_name) == len(rows) == 2 * (len(READ) + len(BROKEN) + 3) + 1
     for name in BROKEN:
         assert "not a readable image" in by_name[f"one thing/{os.fsdecode(name)}"]["error"]
@@ -185,13 +185,13 @@ def test_prediction(root, run, capsys):
     assert sum("error" in row for row in rows) == 2 * (len(BROKEN) + 2)
     assert r"one thing/latin_\udce9t\udce9.jpg" in by_name
     features = f"{root}/features.npz"
-    assert main([*words[:2], f"{root}/pictures", f"--features={features}"]) == 1
+    assert main([*words[:2], f"{root}/images", f"--features={features}"]) == 1
     assert int(np.load(features)["valid"].sum()) == len(rows) - 2 * (len(BROKEN) + 2)
 
 
 def test_a_name_with_markup_is_shown_as_it_is(root, run, capsys):
-    picture = f"{root}/pictures/one thing/[bold]markup[red].jpg"
-    assert main(["predict", f"--init_from={run[0]}", picture]) == 0
+    path = f"{root}/images/one thing/[bold]markup[red].jpg"
+    assert main(["predict", f"--init_from={run[0]}", path]) == 0
     assert "[bold]" in capsys.readouterr().out
 
 

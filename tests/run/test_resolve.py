@@ -57,9 +57,9 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """A folder with 40 pictures of two classes."""
-    path, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+def folder(tmp_path_factory):
+    """A folder with 40 images of two classes."""
+    path, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for i in range(40):
         file = path / ("cat", "dog")[i % 2] / f"{i}.png"
         file.parent.mkdir(exist_ok=True)
@@ -67,9 +67,9 @@ def pictures(tmp_path_factory):
     return path
 
 
-def make(pictures, source, words="ViT-mu/8,folder", **overrides):
+def make(folder, source, words="ViT-mu/8,folder", **overrides):
     config = load_config(f"finetune:{words}")
-    values = {"data.data_dir": pictures, "init_from": source, "model.dtype": "float32"}
+    values = {"data.data_dir": folder, "init_from": source, "model.dtype": "float32"}
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
     assert apply_overrides(config, [(key, str(value)) for key, value in values.items()]) == []
     assert find_faults(config) == []
@@ -77,8 +77,8 @@ def make(pictures, source, words="ViT-mu/8,folder", **overrides):
 
 
 @pytest.mark.slow
-def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path):
-    run = prepare(make(pictures, source), tmp_path / "run")
+def test_one_command_takes_everything_from_the_source(folder, source, tmp_path):
+    run = prepare(make(folder, source), tmp_path / "run")
     model = {key: value for key, value in run.config.model.items() if value is not None}
     assert model == {"name": "ViT-mu/8", "dtype": "float32", "kernels": "auto", **FIELDS}
     assert run.config.data.image_size == 16
@@ -92,35 +92,35 @@ def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
+def test_the_user_decides_what_he_sets(folder, source, tmp_path):
     """Also where that is the default."""
-    given = make(pictures, source, schedule__warmup="0 steps")
+    given = make(folder, source, schedule__warmup="0 steps")
     by_user = ("schedule.warmup", "data.mean")
     config = prepare(given, tmp_path, by_user=by_user).config
     assert config.schedule.warmup == "0 steps" and config.data.mean == given.data.mean
     keys = {"data__image_size": 24, "duration": "3 epochs", "optimizer__peak_lr": 0.1}
     keys |= {"data__mean": "0.1,0.2,0.3"}
-    config = prepare(make(pictures, source, **keys), tmp_path).config
+    config = prepare(make(folder, source, **keys), tmp_path).config
     assert (config.data.image_size, config.data.mean) == (24, (0.1, 0.2, 0.3))
     assert (config.duration, config.optimizer.peak_lr) == ("3 epochs", 0.1)
     assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
 
 
 @pytest.mark.parametrize("name", ["ViT-S/8", "ViT-mu/16", "DeiT-Ti/8"])
-def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, name):
+def test_another_model_than_the_sources_is_refused(folder, source, tmp_path, name):
     with at_fault("model.name") as error:
-        prepare(make(pictures, source, f"{name},folder"), tmp_path)
+        prepare(make(folder, source, f"{name},folder"), tmp_path)
     assert "finetune:ViT-mu/8,folder" in str(error.value)
 
 
-def test_sizes_that_no_name_has_are_set_by_flags(pictures, golden, tmp_path):
+def test_sizes_that_no_name_has_are_set_by_flags(folder, golden, tmp_path):
     with pytest.raises(InputError) as error:
-        prepare(make(pictures, golden / "hf_vit"), tmp_path)
+        prepare(make(folder, golden / "hf_vit"), tmp_path)
     sizes = {"depth": 2, "mlp_dim": 64, "num_heads": 4}
     for field, size in sizes.items():
         assert f"--config.model.{field}={size}" in str(error.value)
     sizes = {f"model__{field}": size for field, size in sizes.items()}
-    config = prepare(make(pictures, golden / "hf_vit", **sizes), tmp_path).config
+    config = prepare(make(folder, golden / "hf_vit", **sizes), tmp_path).config
     assert (config.model.gelu, config.model.norm_eps, config.data.image_size) == (
         "exact",
         1e-12,
@@ -201,13 +201,13 @@ def test_faults_that_need_no_file(key, value, says):
 
 
 @pytest.mark.slow
-def test_lora_from_start_to_export(pictures, source, tmp_path):
+def test_lora_from_start_to_export(folder, source, tmp_path):
     """Trains, resumes without its source, and is evaluated, predicted, merged and exported."""
     own, workdir = tmp_path / "vit", tmp_path / "run"
     shutil.copytree(source, own)
     keys = {"duration": "3 steps", "model__scan": "true", "global_batch_size": 8}
     keys |= {"evals__val__every": "3 steps", "schedule__warmup": "1 steps"}
-    config = make(pictures, own, "ViT-mu/8,folder,lora4", **keys)
+    config = make(folder, own, "ViT-mu/8,folder,lora4", **keys)
 
     run = prepare(config, workdir)
     before = read_pretrained(own)
@@ -248,12 +248,12 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
     found = evaluate_run(stored, workdir)
     assert found["val/top1"] == summary["val/top1"]
     entry = load_config("evaluate:classification,folder")
-    apply_overrides(entry, [("data.data_dir", str(pictures)), ("global_batch_size", "8")])
+    apply_overrides(entry, [("data.data_dir", str(folder)), ("global_batch_size", "8")])
     for name in entry.evals:
         entry.evals[name].split = "val"
     merged = evaluate_model(entry, after)
     assert merged["classification/loss"] == pytest.approx(found["val/loss"], abs=1e-5)
-    files = find_images([str(pictures / "cat")])
+    files = find_images([str(folder / "cat")])
     rows = list(classify(after, image_files(files), top=1, batch_size=8))
     assert {row["classes"][0]["name"] for row in rows} <= {"cat", "dog"}
     export(after, tmp_path / "exported", "timm")
@@ -263,23 +263,23 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
     assert json.loads((workdir / "classes.json").read_text()) == ["cat", "dog"]
 
 
-def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
+def test_a_resumed_run_compares_what_was_decided(folder, source, tmp_path):
     keys = {"duration": "3 steps", "global_batch_size": 8}
-    run = prepare(make(pictures, source, **keys), tmp_path)
+    run = prepare(make(folder, source, **keys), tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
-    again = prepare(make(pictures, source, **keys), tmp_path).config
+    again = prepare(make(folder, source, **keys), tmp_path).config
     assert again.to_dict() == run.config.to_dict()
-    said = make(pictures, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
+    said = make(folder, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
     assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
     with at_fault("optimizer.peak_lr"):
-        prepare(make(pictures, source, **keys, optimizer__peak_lr=0.1), tmp_path)
+        prepare(make(folder, source, **keys, optimizer__peak_lr=0.1), tmp_path)
     with at_fault("model.pool"):
-        prepare(make(pictures, source, **keys, model__pool="token"), tmp_path)
+        prepare(make(folder, source, **keys, model__pool="token"), tmp_path)
 
 
-def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
+def test_config_json_says_who_decided_each_key(folder, source, tmp_path):
     keys = {"duration": "3 steps", "data__order": "record"}
-    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys)
+    asked = make(folder, source, words="ViT-mu/8,folder,last1", **keys)
     run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     stored = read_stored(epath.Path(tmp_path))
@@ -292,7 +292,7 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
         "optimizer.accum_steps": "devices",
     }  # fmt: skip
     assert {key: stored.decided_by[key] for key in expected} == expected
-    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys, log__every="2 steps")
+    asked = make(folder, source, words="ViT-mu/8,folder,last1", **keys, log__every="2 steps")
     again = prepare(asked, tmp_path, by_user=("log.every",))
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
@@ -317,13 +317,13 @@ def test_changed_keys_are_named_before_anything_is_opened(tmp_path):
 
 
 def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
-    pictures, source, tmp_path
+    folder, source, tmp_path
 ):
-    asked = make(pictures, source, duration="3 steps", global_batch_size=8)
+    asked = make(folder, source, duration="3 steps", global_batch_size=8)
     run = prepare(asked, tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     (tmp_path / "config.json").unlink()
-    more = shutil.copytree(pictures, tmp_path / "more")
+    more = shutil.copytree(folder, tmp_path / "more")
     shutil.copy(more / "cat/0.png", more / "cat/new.png")
     asked.data.data_dir = str(more)
     again = prepare(asked, tmp_path, before=StoredRun(saved_steps=(1,)))

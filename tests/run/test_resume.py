@@ -110,15 +110,15 @@ def test_sigterm_saves_and_exits_75(tmp_path):
 
 @pytest.mark.slow
 def test_started_again_after_the_end_nothing_changes(uninterrupted):
-    def picture():
+    def snapshot():
         return {
             p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None)
             for p in sorted(uninterrupted.rglob("*"))
         }
 
-    before = picture()
+    before = snapshot()
     assert "already finished" in complete("quickstart.py:debug", uninterrupted)
-    assert picture() == before
+    assert snapshot() == before
 
 
 @pytest.mark.slow

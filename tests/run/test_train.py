@@ -373,14 +373,14 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
     if process == 0:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in written))
     ran = []
-    broadcast = []
+    said = []
 
-    def broadcast_one_to_all(flags):
-        broadcast.append(flags.tolist())
-        return np.array([0, 1, 1], np.int32)
+    def say_to_all(what, find, timeout_s):
+        said.append(find())
+        return ["few_more", "knn"]
 
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(record.multihost_utils, "broadcast_one_to_all", broadcast_one_to_all)
+    monkeypatch.setattr(record.processes, "say_to_all", say_to_all)
     monkeypatch.setattr(
         record, "evaluate", lambda name, *_: ran.append(name) or {f"{name}/top1": 0.25}
     )
@@ -394,7 +394,7 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
     )
     assert ran == ["few_more", "knn"]
     if process == 0:
-        assert broadcast == [[0, 1, 1]]
+        assert said == [["few_more", "knn"]]
         assert rows(tmp_path) == [
             *written[:2], {"step": 10, "few_more/top1": 0.25}, {"step": 10, "knn/top1": 0.25},
         ]  # fmt: skip
@@ -476,7 +476,7 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
 
 
-def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
+def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()

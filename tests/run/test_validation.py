@@ -3,14 +3,15 @@
 import pathlib
 import re
 import shlex
+from typing import Any
 
+import flax.linen as nn
 import pytest
 from ml_collections import ConfigDict
 
 import vit_jax.config
-from vit_jax import models
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, fewshot
+from vit_jax.config import FAMILIES, base_config, classification, fewshot
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
@@ -137,26 +138,31 @@ def test_faults_of_overrides_and_of_the_config_in_one_error(config):
 def test_field_that_the_family_lacks(config, monkeypatch):
     """ViT has every key of base_config(), so a family with fewer keys is used."""
 
-    def fewer(num_classes, image_size, patch_size, width, dropout, dtype):
-        raise AssertionError("only its signature counts")
+    class Fewer(nn.Module):
+        num_classes: int
+        image_size: tuple[int, int]
+        patch_size: tuple[int, int]
+        dropout: float = 0.0
+        dtype: Any = None
 
-    monkeypatch.setitem(models.MODELS, "ViT", models.Family(fewer, fewer, ()))
+        names, parse = (), staticmethod(lambda name: {})
+
+    monkeypatch.setitem(FAMILIES, "Fewer", Fewer)
+    config.model.name = "Fewer-mu/4"
     config.model.dropout = 0.1
     config.model.head_bias, config.model.hidden_head = -10.0, True
     head_bias, hidden_head = sorted(find_faults(config))
-    assert head_bias.startswith("model.head_bias: fewer has no such field")
-    assert hidden_head.startswith("model.hidden_head: fewer has no such field")
+    assert head_bias.startswith("model.head_bias: Fewer has no such field")
+    assert hidden_head.startswith("model.hidden_head: Fewer has no such field")
     config.model.head_bias = config.model.hidden_head = None
-    monkeypatch.undo()
+    config.model.name = "ViT-mu/4"
     assert find_faults(config) == []
 
 
 def test_every_field_of_config_is_one_of_some_family():
     fields = set(base_config().model) - {"name", "kernels"}
-    known = set()
-    for family in models.MODELS.values():
-        known |= set(family.module.__dataclass_fields__)
-    assert fields <= known
+    known = [set(FAMILIES.keys_of(FAMILIES.find(start))) for start in FAMILIES]
+    assert fields == set().union(*known) | {"dtype"}
 
 
 @pytest.mark.parametrize("name", ["train", "time", "a/b"])

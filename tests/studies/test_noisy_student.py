@@ -249,13 +249,12 @@ def test_what_label_refuses(labelled, tmp_path):
     (run / "config.json").write_text("{}")
     with at_fault("--workdir"):
         pseudo_labels.label(debug_config(), teacher, run)
-    with at_fault("study.per_class"):
-        pseudo_labels.label(debug_config(per_class=-5), teacher, tmp_path)
+    assert find_faults(debug_config(per_class=-5))[0].startswith("study.per_class=-5")
     several = teacher._replace(run={"config": {"data": {"multi_label": True}}})
     with at_fault("init_from"):
         pseudo_labels.label(debug_config(), several, tmp_path)
     without = teacher._replace(model=teacher.model.clone(num_classes=None))
-    with pytest.raises(InputError, match="has no classes; label with another teacher"):
+    with pytest.raises(InputError, match="has no classes; save its features"):
         pseudo_labels.label(debug_config(), without, tmp_path)
 
 

@@ -65,7 +65,8 @@ class Faults(list[str]):
         try:
             return fn(*args, **kwargs)
         except InputError as e:
-            self.extend(f"{prefix}{fault}" for fault in e.faults)
+            faults = [f"{prefix}{fault}" for fault in e.faults]
+            self.extend(fault for fault in faults if fault not in self)
             return None
 
 

@@ -12,7 +12,7 @@ commit.
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,12 +21,10 @@ from etils import epath
 from vit_jax.base.files import LiteralPath
 from vit_jax.base.tree import PyTree
 from vit_jax.checkpoints.checksums import checksums
-from vit_jax.checkpoints.restore import FORMAT_VERSION, restore_newest
+from vit_jax.checkpoints.restore import FORMAT_VERSION
 from vit_jax.checkpoints.seal import complete_seal, write_seal
 
 logger = logging.getLogger("vit_jax")
-
-State = TypeVar("State")  # a pytree; restored with the structure of its description
 
 # A process reads whole chunks of a leaf, so chunks must be small compared to its share of the leaf.
 # orbax splits the two largest axes of the share about evenly.
@@ -41,15 +39,14 @@ def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
 
 
-class _Best:
+class _Best(NamedTuple):
     """Orbax's form of a rule that keeps one step."""
 
-    def __init__(self, best_step: Callable[[], int | None]):
-        self._best_step = best_step
+    best_step: Callable[[], int | None]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         del context
-        best = self._best_step()
+        best = self.best_step()
         return [info.step == best for info in checkpoints]
 
 
@@ -108,7 +105,6 @@ class Checkpoints:
     def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Save `state` as `step`; returns once the state may be donated, and writes files later."""
         own = {"format_version": FORMAT_VERSION, "step": step, "checksums": checksums(state)}
-        meta = meta | own
         self.wait()
         self._saving = step
         try:
@@ -116,7 +112,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state)),
-                    meta=ocp.args.JsonSave(meta),
+                    meta=ocp.args.JsonSave(meta | own),
                 ),
                 force=True,
             )
@@ -128,29 +124,3 @@ class Checkpoints:
         """Wait until everything is on disk."""
         self.wait()
         self._manager.close()
-
-
-def start(
-    *,
-    directory: epath.Path,
-    abstract_state: State,
-    fingerprint: str,
-    from_init: Callable[[], State] | None,
-    from_scratch: Callable[[], State],
-) -> tuple[State, dict]:
-    """Start a run: resume, else `from_init`, else from scratch; logs which.
-
-    Returns:
-      The state and, if resumed, the meta saved with it, else {}.
-
-    Raises:
-      InputError: if the checkpoint was made with other data or another order.
-    """
-    restored = restore_newest(directory, abstract_state, fingerprint=fingerprint, move_aside=True)
-    if restored is not None:
-        logger.info("start: resumed at step %d from %s", restored[1]["step"], directory)
-        return restored
-    if from_init is not None:
-        return from_init(), {}
-    logger.info("start: from scratch")
-    return from_scratch(), {}

@@ -48,12 +48,10 @@ def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
         by_device = dict(zip(mesh.devices.flat, values, strict=True))
         differing += _describe(name, leaf.sharding, leaf.shape, by_device)
     if differing:
-        more = len(differing) - _NAMED_AT_MOST
         raise DivergedError(
-            "copies of the state differ between devices; one of these devices has computed or "
-            "stored wrong bits, and should be taken out of service:\n  "
-            + "\n  ".join(differing[:_NAMED_AT_MOST])
-            + (f"\n  and {more} more" if more > 0 else "")
+            f"copies of {len(differing)} arrays or their shards differ between devices; one of "
+            "these devices has computed or stored wrong bits, and should be taken out of service:"
+            + "".join(f"\n  {each}" for each in differing[:_NAMED_AT_MOST])
         )
 
 

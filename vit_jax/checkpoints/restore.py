@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -18,9 +17,11 @@ from vit_jax.base.files import LiteralPath
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
+from vit_jax.job import processes
 
 logger = logging.getLogger("vit_jax")
 
+_LISTED_WITHIN_S = 600  # by process 0; a store may be slow
 FORMAT_VERSION = 2  # of a step, stored in its meta as `format_version`
 
 
@@ -38,12 +39,7 @@ def saved_steps(directory: epath.Path) -> list[int]:
 
 def _steps_of_first(directory: epath.Path) -> list[int]:
     """`saved_steps` as seen by process 0; a shared disk may show others an older listing."""
-    steps = saved_steps(directory)
-    if jax.process_count() == 1:
-        return steps
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    as_many = np.resize(np.array(steps, np.int32), count)
-    return multihost_utils.broadcast_one_to_all(as_many).tolist()
+    return processes.say_to_all("the saved steps", lambda: saved_steps(directory), _LISTED_WITHIN_S)
 
 
 def read_meta(step_dir: epath.Path) -> dict:
@@ -170,6 +166,5 @@ def _move_aside(directory: epath.Path, step: int) -> None:
         if aside.exists():
             aside.rmtree()
         (directory / str(step)).rename(aside)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"moved aside {step}")
+    multihost_utils.sync_global_devices(f"moved aside {step}")
     logger.warning("moved checkpoint %d aside to %s", step, aside)

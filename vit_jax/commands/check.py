@@ -26,8 +26,6 @@ from vit_jax.job import exit_codes
 if TYPE_CHECKING:
     from vit_jax.diagnosis.twins import Departure, Twin
 
-_SHOWN = 5  # numbers that left at the same step
-
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="twins to run")
@@ -59,9 +57,6 @@ def main(flags: argparse.Namespace) -> int:
         return exit_codes.DONE
     if bool(flags.names) == flags.all:
         raise InputError("give NAMEs or --all, e.g. check quickstart; --list lists the twins")
-    if flags.record and (flags.first_steps or flags.overrides):
-        raise InputError("--record: stores all numbers of the twin itself; give only NAMEs, --all "
-                         "and --data_dir with it")  # fmt: skip
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
     start_backend(dict(flags.overrides).get("mesh.platform", "cpu"))
     codes = {exit_codes.DONE}
@@ -89,13 +84,8 @@ def check_twin(name: str, twin: "Twin", flags: argparse.Namespace) -> bool:
     config = twins.twin_config(twin, twins.SEEDS[0], flags.overrides, flags.data_dir)
     found = trace.trace_runs([config], curve=not flags.first_steps)
     limits = twins.first_limits(twin)
-    largest, (step, where) = twins.largest_difference(limits, found.first_steps)
-    inside = show(
-        f"{name}: first steps",
-        twins.find_departures(limits, found.first_steps),
-        f"inside {twins.TOLERANCE:.1%}; the largest difference is {largest:.4%}, of {where} at "
-        f"step {step}",
-    )
+    left = twins.find_departures(limits, found.first_steps)
+    inside = show(f"{name}: first steps", left, f"inside {twins.TOLERANCE:.1%}")
     if flags.first_steps:
         return inside
     curve = {place: value for place, (value,) in found.curve.items()}
@@ -111,8 +101,6 @@ def show(what: str, departures: Sequence["Departure"], fine: str) -> bool:
     step = departures[0].step
     first = [departure for departure in departures if departure.step == step]
     print(f"{what}: LEFT at step {step}, the first of {len(departures)} values")
-    for departure in first[:_SHOWN]:
+    for departure in first:
         print(f"  {departure}")
-    if len(first) > _SHOWN:
-        print(f"  and {len(first) - _SHOWN} more at this step")
     return False

@@ -16,51 +16,40 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax.base import files
-from vit_jax.base.errors import InputError, nearest
-from vit_jax.commands.flags import define_config_flags, load_valid_config, print_config
+from vit_jax.base.errors import InputError
+from vit_jax.commands.flags import define_config_flags, define_format_flag, load_valid_config
 from vit_jax.job import exit_codes
 
-FORMATS = ("table", "json")
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
-    parser.add_argument("--workdir", metavar="DIR", help="folder or bucket that must be writable")
+    parser.add_argument(
+        "--workdir", type=files.absolute, metavar="DIR", help="folder or bucket to write to"
+    )
     parser.add_argument("--data_dir", metavar="DIR", help="folder or bucket with data to read")
     parser.add_argument("--wandb", action="store_true", help="check Weights & Biases")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 that must answer")
     parser.add_argument("--timeout_s", type=float, default=15.0, help="limit of each check")
-    parser.add_argument("--format", default="table", help="table or json")
+    define_format_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.format not in FORMATS:
-        raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
-    if not flags.timeout_s > 0:
-        raise InputError(f"--timeout_s={flags.timeout_s}: needs a positive number of seconds")
     if flags.overrides and flags.config is None:
         raise InputError(f"--config.{flags.overrides[0][0]}: needs --config=NAME too")
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
     config = None if flags.config is None else load_valid_config(flags)
 
     from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last
     from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
-    workdir = None if flags.workdir is None else files.absolute(flags.workdir)
-    names = ("data_dir", "wandb", "coordinator", "timeout_s")
-    how = {name: getattr(flags, name) for name in names}
-    findings, console = [], Console()
-    for finding in examine(config=config, workdir=workdir, **how):
-        findings.append(finding)
-        if console.is_terminal and flags.format == "table":
-            console.print(f"{finding.subject} ...", end="\r", markup=False)  # some take seconds
+    names = ("workdir", "data_dir", "wandb", "coordinator", "timeout_s")
+    findings = [*examine(config=config, **{name: getattr(flags, name) for name in names})]
     if flags.format == "json":
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        console.print(as_table(findings))
+        Console().print(as_table(findings))
     failed = any(finding.state == FAILED for finding in findings)
     return exit_codes.FAILED if failed else exit_codes.DONE
 

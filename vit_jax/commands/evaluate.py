@@ -31,10 +31,9 @@ from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
     load_valid_config,
-    print_config,
     start_job,
 )
-from vit_jax.config import REQUIRED_TO_EVALUATE
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 from vit_jax.run.validation import check_evaluates_any, load_run
@@ -47,36 +46,37 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init_from", metavar="SOURCE", help="or a model: workdir, file, address or name"
     )
-    parser.add_argument("--output", metavar="DIR", help="folder for results by class and mistakes")
-    parser.add_argument("--table", metavar="FILE.csv", help="add a row with the results to a CSV")
-    define_config_flags(parser)
+    parser.add_argument(
+        "--output", type=files.absolute, metavar="DIR",
+        help="folder for results by class and mistakes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--table", type=files.absolute, metavar="FILE.csv",
+        help="add a row with the results to a CSV",
+    )  # fmt: skip
+    define_config_flags(parser, REQUIRED_TO_EVALUATE)
     define_process_flags(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
     of_run = flags.workdir is not None
     given = of_run, flags.init_from is not None, flags.config is not None
-    complete = [(True, False, False), (False, True, True)]
-    if given not in complete and not (flags.print_config and given == (False, False, True)):
+    if given not in [(True, False, False), (False, True, True)]:
         raise InputError(
             "give either --workdir=DIR, a run, which is evaluated by its own config; or "
             "--init_from=SOURCE and --config=NAME, e.g. --config=evaluate:fewshot,knn,probe,cifar10"
         )
-    output = None if flags.output is None else files.absolute(flags.output)
-    if output is not None:
-        files.check_folder(output, "--output")
-    table = None if flags.table is None else files.absolute(flags.table)
-    if table is not None:
-        files.check_output(table, "--table")
-        read_rows(table)  # raises unless it is a table
+    if flags.output is not None:
+        files.check_folder(flags.output, "--output")
+    if flags.table is not None:
+        files.check_output(flags.table, "--table")
+        read_rows(flags.table)  # raises unless it is a table
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)
     else:
-        config = load_valid_config(flags, REQUIRED_TO_EVALUATE)
+        config = load_valid_config(flags)
         check_evaluates_any(config, f"--config={flags.config}")
-    if flags.print_config:
-        return print_config(config)
 
     from vit_jax import transfer
     from vit_jax.inference.evaluate import StoredModel, evaluate_model
@@ -84,23 +84,18 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal, writers
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    kinds = {entry.type for entry in config.evals.values()}
-    if output is not None and not kinds & {"classification", "multilabel"}:
-        logger.warning(
-            "--output=%s: only classification and multilabel evaluators write files there; this "
-            "config has %s",
-            flags.output,
-            ", ".join(f"{name} ({entry.type})" for name, entry in config.evals.items()),
-        )
+    kinds = [EVALUATORS.find(entry.type) for entry in config.evals.values()]
+    if flags.output is not None and not any(kind.shows_images for kind in kinds):
+        logger.warning("--output=%s: no evaluator of this config writes files there", flags.output)
     start_job(flags, config)
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    see = functools.partial(write_results, output)
+    see = functools.partial(write_results, flags.output)
     source = StoredModel(workdir, trained) if of_run else transfer.read_pretrained(flags.init_from)
     results = evaluate_model(config, source, see)
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)
         print(json.dumps(finite, indent=2))
-        if table is not None:
-            add_row(table, flags.workdir if of_run else flags.init_from, finite)
+        if flags.table is not None:
+            add_row(flags.table, flags.workdir if of_run else flags.init_from, finite)
     return exit_codes.DONE

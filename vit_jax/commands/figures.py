@@ -21,51 +21,47 @@ import sys
 from rich.console import Console
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import (
-    check_image_flags,
+    define_format_flag,
     define_image_flags,
     define_source_flags,
-    open_data_set,
+    open_source,
+    positive_int,
     read_source,
 )
-from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
-FORMATS = ("table", "json")
-_LONGEST_NAME = 20  # letters
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_image_flags(parser)
-    parser.add_argument("--output", metavar="DIR", help="folder to write to")
+    define_image_flags(parser, batch_size=32)
+    parser.add_argument("--output", type=files.absolute, metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--figures", metavar="NAME,...", help=f"any of {', '.join(NAMES)}; default: all"
     )
     parser.add_argument(
         "--compare_to", metavar="SOURCE", help="second model, for `similarity` between both"
     )
-    parser.add_argument("--examples", type=int, default=128, help="images to average over")
-    parser.add_argument("--shown", type=int, default=3, help="images to draw maps of")
-    parser.add_argument("--batch_size", type=int, default=32, help="images at once, on all devices")
-    parser.add_argument("--format", default="table", help="standard output: table or json")
+    parser.add_argument("--examples", type=positive_int, default=128, help="images to average over")
+    parser.add_argument("--shown", type=positive_int, default=3, help="images to draw maps of")
+    define_format_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
     names = _check_flags(flags)
-    output = files.absolute(flags.output)
-    files.check_folder(output, "--output")
+    files.check_folder(flags.output, "--output")
 
     from vit_jax import transfer  # heavy imports only after the flags are checked
     from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.images.given import image_files, search_images
+    from vit_jax.data.images.given import search_images
     from vit_jax.insight import figures
     from vit_jax.insight.measured import measure
 
@@ -73,13 +69,9 @@ def main(flags: argparse.Namespace) -> int:
     if faults and not paths:
         raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
     pretrained = read_source(flags)
-    subject = figures.Subject(pretrained, name=_name(flags.init_from or flags.workdir))
+    subject = figures.Subject(pretrained)
     if (paths or flags.data) and figures.needs_images(names):
-        if flags.data:
-            source = open_data_set(flags, pretrained)
-        else:
-            spec = pretrained.spec
-            source = image_files(paths, spec.exif is not False, spec.channels)
+        source = open_source(flags, pretrained, paths)
         how = {name: getattr(flags, name) for name in ("examples", "batch_size", "shown")}
         how["progress"] = not flags.quiet
         subject.seen = measure(pretrained, source, **how)
@@ -88,11 +80,11 @@ def main(flags: argparse.Namespace) -> int:
             if other.spec.image_size is None:
                 other = transfer.with_image_size(other, pretrained.spec.image_size)
             subject.other = measure(other, source, **how)
-            subject.other_name = _name(flags.compare_to)
-    written, reasons = figures.write_figures(subject, names, output)
+            subject.other_name = flags.compare_to
+    written, reasons = figures.write_figures(subject, names, flags.output)
     if flags.format == "json":
-        found = {"output": os.fspath(output), "figures": written, "left_out": reasons}
-        print(json.dumps(found))
+        said = {"output": os.fspath(flags.output), "figures": written, "left_out": reasons}
+        print(json.dumps(said))
     else:
         for name, made in written.items():
             print(f"{name}: {', '.join(made)}")
@@ -107,23 +99,12 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
     """The names of the figures to draw; raises InputError that lists all faults of the flags."""
     found = Faults()
     found.need(flags.output, "--output: missing; give a folder, e.g. --output=figures")
-    found.need_known("--format", flags.format, FORMATS)
     chosen = [name.strip() for name in (flags.figures or ",".join(NAMES)).split(",")]
     for name in chosen:
         found.need_known("--figures", name, NAMES)
-    for name in ("examples", "shown", "batch_size"):
-        found.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     if flags.compare_to is not None:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
-    found.check(check_image_flags, flags)
-    if found:
-        raise InputError(*found)
+    both = flags.images and flags.data
+    found.need(not both, "give either images (files, folders) or --data=NAME:SPLIT, not both")
+    collect_faults(found)
     return [name for name in NAMES if name in chosen]
-
-
-def _name(source: str) -> str:
-    """A short name of a source, for labels."""
-    *above, name = source.rstrip("/").split("/")
-    if len(above) > 1 and above[-1] == "checkpoints":
-        name = f"{above[-2]} at {name}"
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
@@ -21,8 +21,14 @@ def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str)
         raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
 
 
-def define_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command that takes a config."""
+def define_config_flags(
+    parser: argparse.ArgumentParser, required: Sequence[str] | None = None
+) -> None:
+    """Add the flags of a command that takes a config.
+
+    `required`: keys that must be set; None: those that a training run needs.
+    """
+    parser.set_defaults(required=required)
     parser.add_argument(
         "--config", metavar="NAME[:words]", help="name from `configs`, or a .py file, and its words"
     )
@@ -32,6 +38,20 @@ def define_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config.KEY", metavar="VALUE", help="set any key of the config, e.g. --config.mesh.fsdp=8"
     )
+
+
+def define_format_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses between a table for readers and JSON for programs."""
+    parser.add_argument(
+        "--format", default="table", choices=("table", "json"), help="of standard output"
+    )
+
+
+def positive_int(text: str) -> int:
+    """The `type` of a flag that takes a positive int32; raises ValueError for another text."""
+    if not 0 < int(text) < 2**31:
+        raise ValueError
+    return int(text)
 
 
 def define_process_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +83,10 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
     watchdog.start(config.job)
 
 
-def load_valid_config(
-    flags: argparse.Namespace, required: Sequence[str] | None = None, *, of_run: bool = False
-) -> "ConfigDict":
+def load_valid_config(flags: argparse.Namespace, *, of_run: bool = False) -> "ConfigDict":
     """Load the config given by `--config`, apply the overrides and validate it.
 
     Args:
-      required: keys that must be set; None: those that a training run needs.
       of_run: take what the run in `--workdir` was last started with instead of `--config`.
 
     Raises:
@@ -94,7 +111,7 @@ def load_valid_config(
             f"stop.patience={config.stop.patience}: has no effect without stop.metric; set that "
             "too, e.g. --config.stop.metric=val/top1"
         )
-    validate(config, faults, where, required or REQUIRED)
+    validate(config, faults, where, flags.required or REQUIRED)
     return config
 
 
@@ -109,15 +126,14 @@ def is_run(workdir: str | None) -> bool:
     return (files.absolute(workdir) / "config.json").exists()
 
 
-def print_config(config: "ConfigDict") -> int:
-    """Print `config` as JSON, for `--print_config`; return the exit code.
+def print_config(flags: argparse.Namespace) -> int:
+    """Print the config as JSON, for `--print_config`; return the exit code.
 
     Keys that depend on the data or the devices are null unless they are set.
     """
-
     from vit_jax.config.stored import to_json
 
-    print(to_json(config), end="")
+    print(to_json(load_valid_config(flags)), end="")
     return exit_codes.DONE
 
 
@@ -129,8 +145,12 @@ def define_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init_from", metavar="SOURCE", help="or another model: workdir, file, address or name"
     )
-    parser.add_argument("--weights", help="average or raw, if the run keeps a running average")
-    parser.add_argument("--image_size", metavar="SIZE", help="new image size: 384, or 384,256")
+    parser.add_argument(
+        "--weights", choices=("average", "raw"), help="if the run keeps a running average"
+    )
+    parser.add_argument(
+        "--image_size", type=image_size, metavar="SIZE", help="new image size: 384, or 384,256"
+    )
     parser.add_argument("--resize", help="how to resample positions to --image_size; default: as "
                         "the model's own library does")  # fmt: skip
 
@@ -143,57 +163,57 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
     """
     if (flags.workdir is None) == (flags.init_from is None):
         raise InputError("give either --workdir=DIR or --init_from=SOURCE")
-    if flags.weights not in (None, "average", "raw"):
-        raise InputError(f"--weights={flags.weights}: {nearest(flags.weights, ['average', 'raw'])}")
     if flags.resize is not None and flags.image_size is None:
         raise InputError(f"--resize={flags.resize}: needs --image_size; give it, or leave out both")
 
     from vit_jax import transfer  # imports orbax, so only after the flags are checked
     from vit_jax.config import image_hw
 
-    source = flags.init_from
-    if source is None:
-        source = flags.workdir
-        transfer.check_workdir(source)
+    if flags.workdir is not None:
+        transfer.check_workdir(flags.workdir)
     averaged = {None: None, "average": True, "raw": False}[flags.weights]
-    pretrained = transfer.read_pretrained(source, averaged=averaged)
+    pretrained = transfer.read_pretrained(flags.init_from or flags.workdir, averaged=averaged)
     if flags.image_size is None:
         return pretrained
-    try:
-        sides = [int(side) for side in flags.image_size.split(",")]
-    except ValueError:
-        raise InputError(
-            f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH"
-        ) from None
-    size = image_hw(sides if len(sides) > 1 else sides[0], "--image_size")
+    size = image_hw(flags.image_size, "--image_size")
     return transfer.with_image_size(pretrained, size, flags.resize)
 
 
-def define_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select images."""
+def image_size(text: str) -> int | list[int]:
+    """`type` of --image_size: an int, or HEIGHT,WIDTH."""
+    sides = [int(side) for side in text.split(",")]
+    return sides if len(sides) > 1 else sides[0]
+
+
+def define_image_flags(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    """Add the flags that select images; `batch_size`: the default."""
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
     parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
     parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
+    parser.add_argument(
+        "--batch_size", type=positive_int, default=batch_size,
+        help="images at once, on all devices",
+    )  # fmt: skip
 
 
-def check_image_flags(flags: argparse.Namespace) -> None:
-    """Raise InputError if images come both from files and from a data set."""
-    if flags.images and flags.data:
-        raise InputError("give either images (files, folders) or --data=NAME:SPLIT, not both")
-
-
-def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
-    """The source of --data, read as the model's own data were.
+def open_source(
+    flags: argparse.Namespace, pretrained: "Pretrained", paths: Sequence[str]
+) -> "Source":
+    """The source of --data, or of the files `paths`, read as the model's own data were.
 
     Raises:
       InputError: names the flag.
     """
     from vit_jax import data
+    from vit_jax.data.images.given import image_files
 
-    name, _, split = flags.data.partition(":")
     spec = pretrained.spec
+    how = {"exif": spec.exif is not False, "channels": spec.channels}
+    if not flags.data:
+        return image_files(paths, **how)
+    name, _, split = flags.data.partition(":")
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"exif": spec.exif is not False, "channels": spec.channels, "multi_label": None}
+    where |= {"multi_label": None, **how}
     if name in data.OWN_IMAGES:
         where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:

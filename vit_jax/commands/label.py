@@ -17,7 +17,6 @@ from rich.console import Console
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
-    print_config,
     require_flags,
 )
 from vit_jax.job import exit_codes
@@ -29,23 +28,16 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
-    example = (
-        "python -m vit_jax.main label --config=noisy_student --config.init_from=runs/teacher "
-        "--workdir=runs/labels"
-    )
-    require_flags(flags, ("config", "workdir"), example)
+    require_flags(flags, ("config", "workdir"), "--config=noisy_student --workdir=runs/labels")
     config = load_valid_config(flags)
 
     from vit_jax import transfer
     from vit_jax.base.errors import InputError
     from vit_jax.config import weights_source
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.inference.pseudo_labels import label, parse_unlabelled
+    from vit_jax.inference.pseudo_labels import label
     from vit_jax.run import terminal
 
-    parse_unlabelled(config)
     teacher = weights_source(config)
     if teacher is None:
         raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")

@@ -20,11 +20,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     from vit_jax.devices.flops import forward_macs
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.models import MODELS, create_model, translate_name
+    from vit_jax.models import create_model, known_names, translate_name
     from vit_jax.models.contract import with_known
     from vit_jax.transfer.shapes import abstract_params
 
-    known = [name for family in MODELS.values() for name in family.names]
+    known = known_names()
     names = [name for name in known if not flags.words or any(w in name for w in flags.words)]
     if not names:
         hint = translate_name(flags.words[0]) or nearest(flags.words[0], known)

@@ -4,7 +4,7 @@
 
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
 TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
-pictures are only counted, no other data are read. Results are cached. Exit code 3: the run does not
+images are only counted, no other data are read. Results are cached. Exit code 3: the run does not
 fit, in any layout that the config leaves open.
 """
 
@@ -22,8 +22,8 @@ from rich.table import Column, Table
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
+    define_format_flag,
     load_valid_config,
-    print_config,
     require_flags,
 )
 from vit_jax.devices.chips import CHIPS, find_slice
@@ -41,9 +41,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--topology", metavar="SLICE", help="TPU slice or GPUs: v5e:4x4, v5p:4x8x8 or H100:64"
     )
     parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
-    parser.add_argument(
-        "--format", default="table", choices=("table", "json"), help="of standard output"
-    )
+    define_format_flag(parser)
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
     parser.add_argument(
         "--search", nargs="?", const="layout", choices=("layout", "batch"),
@@ -58,11 +56,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
-    example = (
-        "python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
-    )
+    example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     require_flags(flags, ("config", "topology"), example)
     slice_, price = find_slice(flags.topology), flags.price_per_chip_hour
     if flags.num_slices < 1 or (flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu):
@@ -70,14 +64,12 @@ def main(flags: argparse.Namespace) -> int:
             f"--num_slices={flags.num_slices}: needs a positive number, for GPUs 1; give the "
             "number of all GPUs in --topology"
         )
-    if price is not None and not 0 <= price < float("inf"):
-        raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     config = load_valid_config(flags)
 
     from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
-    from vit_jax.planning.search import find_layouts, plan_layouts, rank_layouts
+    from vit_jax.planning.search import find_layouts, find_remedies, plan_layouts, rank_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
     from vit_jax.run.opener import Tables
@@ -98,31 +90,25 @@ def main(flags: argparse.Namespace) -> int:
     config, figures = plan_layouts(layouts, functools.partial(plan, target=target))
     figures |= {"estimate": estimate(figures, price)}
     fits = figures["memory_bytes"]["fits"]
-    if not fits and target.is_compiled_for:
-        logger.info("%s; trying changes that may make it fit", answer(figures))
-    _add_remedies(figures, config, target, calculate=not target.is_compiled_for)
+    if not fits:
+        by_calculation = not target.is_compiled_for
+        figures["remedies"] = find_remedies(config, target, figures, calculate=by_calculation)
     return _show(flags, figures, print_plan, fits)
-
-
-def _add_remedies(figures: dict[str, Any], config: ConfigDict, target: Any, **how: bool) -> None:
-    """Add changes with which it may fit to a plan that does not."""
-    from vit_jax.planning.search import find_remedies
-
-    if not figures["memory_bytes"]["fits"]:
-        figures["remedies"] = find_remedies(config, target, figures, **how)
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     from vit_jax.planning.calculated import calculate_plan
     from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.search import find_remedies
 
     try:
         figures = calculate_plan(config, target)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
     figures |= {"estimate": estimate(figures, price)}
-    _add_remedies(figures, config, target, calculate=True)
+    if not figures["memory_bytes"]["fits"]:
+        figures["remedies"] = find_remedies(config, target, figures, calculate=True)
     return f"{answer(figures)}. The compiler's figures follow."
 
 
@@ -155,31 +141,22 @@ def answer(figures: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _span(hours: float, digits: str, unit: str, unit_of_seconds: str) -> str:
-    """`hours` as text, in seconds if they are less than 36."""
-    if hours < 0.01:
-        return f"{hours * 3600:,{digits}} {unit_of_seconds}"
-    return f"{hours:,{digits}} {unit}"
-
-
 def _time(run: dict[str, Any]) -> str:
     """Time of a step, MFU, and hours and cost of the run: the figures to budget."""
     cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
     return (
         f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
-        f"{_span(run['hours'], '.3g', 'hours', 's')}, "
-        f"{_span(run['chip_hours'], '.4g', 'chip-hours', 'chip-seconds')}{cost}"
+        f"{run['hours']:,.3g} hours, {run['chip_hours']:,.4g} chip-hours{cost}"
     )
 
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
-    """The change to make, of those that `find_remedies` has tried."""
-    for remedy in remedies:
-        if remedy["fits"]:
-            return f"fits with {_as_flags(remedy['change'])} ({_bytes(remedy['peak_bytes'])})"
-    if remedies and remedies[-1]["fits"] is None:
-        return f"nothing tried fits; try {_as_flags(remedies[-1]['change'])}"
-    return "nothing tried fits"
+    """The change to make: the last one that `find_remedies` gives."""
+    last = remedies[-1] if remedies else {"fits": False}
+    if last["fits"]:
+        return f"fits with {_as_flags(last['change'])} ({_bytes(last['peak_bytes'])})"
+    suggested = f"; try {_as_flags(last['change'])}" if last["fits"] is None else ""
+    return f"nothing tried fits{suggested}"
 
 
 def _as_flags(change: dict[str, Any]) -> str:
@@ -205,16 +182,11 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         if estimate[kind] is not None:
             assumptions = "; ".join(estimate[kind]["assumptions"])
             parts.append(f"{kind.replace('_', ' ')}: assumes {assumptions}.")
-    for remedy in figures.get("remedies", []):
-        verdict = {True: "fits", False: "does not fit", None: "not tried"}[remedy["fits"]]
-        peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
-        parts.append(f"with {_as_flags(remedy['change'])}: {verdict}{peak}")
     return parts
 
 
 def run_table(figures: dict[str, Any]) -> Table:
     """Table of the run that is planned."""
-    from vit_jax.models.dropout import kept_share
     from vit_jax.planning.targets import readable_mesh
 
     hosts = figures["num_hosts"]
@@ -230,8 +202,6 @@ def run_table(figures: dict[str, Any]) -> Table:
         "steps": f"{figures['total_steps']:,}",
         "by": f"{_BY[figures['by']]}{took}",
     }
-    if rate := figures["dropout"]:
-        rows["dropout"] = f"{rate:g}, drawn as {256 * (1 - kept_share(rate)):.0f}/256"
     return _pairs(f"{figures['model']} on {figures['topology']}", rows)
 
 
@@ -301,9 +271,8 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
         rows["cost"] = f"{run['cost']:,.2f}"
     rows = {f"{name}, {by}": value for name, value in rows.items()}
     bound = f"bound by {roofline['bound_by']}"
-    least, most = (", at least", ", at most") if roofline["is_minimum"] else ("", "")
-    rows[f"step by the roofline{least}"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
-    rows[f"MFU by the roofline{most}"] = f"{roofline['mfu']:.1%}"
+    rows["step by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
+    rows["MFU by the roofline"] = f"{roofline['mfu']:.1%}"
     return _pairs("Estimates", rows)
 
 
@@ -326,8 +295,7 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
         table.add_row(*cells)
     if not rows[0]["fits"]:
         return [table]
-    words = " ".join(f"--config.{key}={value}" for key, value in rows[0]["changes"].items())
-    return [table, f"the fastest: {words}" if words else "the fastest: as the config has it"]
+    return [table, f"the fastest: {_as_flags(rows[0]['changes']) or 'as the config has it'}"]
 
 
 def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:

@@ -1,6 +1,6 @@
 """Classify images, or save their features.
 
-  python -m vit_jax.main predict --init_from=runs/mine cat.jpg PICTURES/
+  python -m vit_jax.main predict --init_from=runs/mine cat.jpg IMAGES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
 Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
@@ -24,27 +24,26 @@ from rich.text import Text
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.commands.flags import (
+    define_format_flag,
     define_image_flags,
     define_source_flags,
-    open_data_set,
+    open_source,
+    positive_int,
     read_source,
 )
-from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
-
-FORMATS = ("table", "json")
-TOKENS = ("pooled", "patches")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_image_flags(parser)
+    define_image_flags(parser, batch_size=64)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
-    parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
-    parser.add_argument("--format", default="table", help="table or json")
-    parser.add_argument("--top", type=int, default=5, help="classes to print per image")
-    parser.add_argument("--batch_size", type=int, default=64, help="images at once, on all devices")
+    parser.add_argument(
+        "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
+    )
+    define_format_flag(parser)
+    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per image")
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -54,7 +53,7 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.images.given import image_files, search_images
+    from vit_jax.data.images.given import search_images
     from vit_jax.inference import predict as prediction
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
@@ -64,16 +63,13 @@ def main(flags: argparse.Namespace) -> int:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
     pretrained = read_source(flags)
-    if flags.data:
-        source = open_data_set(flags, pretrained)
-    else:
-        exif = pretrained.spec.exif is not False
-        source = image_files(paths, exif, pretrained.spec.channels)
+    source = open_source(flags, pretrained, paths)
     if output:
         for path, fault in faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
+        what = {"pooled": "features", "patches": "dense"}[flags.tokens]
         written = prediction.write_features(
-            pretrained, source, output, batch_size=flags.batch_size, what=flags.tokens
+            pretrained, source, output, batch_size=flags.batch_size, what=what
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
@@ -86,10 +82,6 @@ def main(flags: argparse.Namespace) -> int:
 def _check_flags(flags: argparse.Namespace) -> None:
     """Raise one InputError that lists all faults of the flags."""
     faults = Faults()
-    faults.need_known("--format", flags.format, FORMATS)
-    faults.need_known("--tokens", flags.tokens, TOKENS)
-    for name in ("top", "batch_size"):
-        faults.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     faults.need(
         bool(flags.images) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",

@@ -25,12 +25,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
 
-FORMATS = ("table", "json")
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
 
@@ -38,26 +38,24 @@ _CURVES = 4  # panels, unless metrics are chosen
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of runs and studies")
     repeated = {"action": "append", "default": []}
+    paths = repeated | {"type": files.absolute}
     parser.add_argument(
-        "--output", metavar="FILE", help="FILE.html, FILE.png for curves, FILE.csv", **repeated
+        "--output", metavar="FILE", help="FILE.html, FILE.png for curves, FILE.csv", **paths
     )
-    parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **repeated)
+    parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **paths)
     parser.add_argument("--metric", metavar="NAME", help="metric to draw", **repeated)
-    parser.add_argument("--format", default="table", help="standard output: table or json")
+    define_format_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
     faults = Faults()
-    faults.need_known("--format", flags.format, FORMATS)
-    outputs, folders = ([files.absolute(x) for x in of] for of in (flags.output, flags.figures))
-    for output in outputs:
+    for output in flags.output:
         ends = ", ".join(ENDINGS)
         faults.need(output.suffix in ENDINGS, f"--output={output}: needs a name ending in {ends}")
         faults.check(files.check_output, output, "--output")
-    for folder in folders:
+    for folder in flags.figures:
         faults.need(folder.is_dir(), f"--figures={folder}: no such folder; give one with PNGs")
-    if faults:
-        raise InputError(*faults)
+    collect_faults(faults)
 
     # Heavy imports only after the flags are checked.
     from vit_jax.insight import plots, report, runs, tables
@@ -69,7 +67,7 @@ def main(flags: argparse.Namespace) -> int:
     config, last = runs.differences(found), runs.last_values(found)
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
-    if not curves and any(output.suffix == ".png" for output in outputs):
+    if not curves and any(output.suffix == ".png" for output in flags.output):
         raise InputError("no run has a metric yet; wait for the first line of one")
     rows = [
         (kind, name, *values)
@@ -77,11 +75,11 @@ def main(flags: argparse.Namespace) -> int:
         for name, values in table.items()
     ]
     make = {
-        ".html": lambda: report.write(found, studies, folders, flags.metric),
+        ".html": lambda: report.write(found, studies, flags.figures, flags.metric),
         ".png": lambda: plots.as_png(plots.draw_runs(found, curves)),
         ".csv": lambda: tables.as_csv([("kind", "name", *names), *rows]),
     }
-    for output in outputs:
+    for output in flags.output:
         files.write_whole(output, make[output.suffix]())
         logger.info("written: %s", output)
     if flags.format == "json":

@@ -41,7 +41,6 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
-    print_config,
     require_flags,
 )
 from vit_jax.devices.chips import find_slice
@@ -52,10 +51,6 @@ if TYPE_CHECKING:
 
     from vit_jax.studies import Study
     from vit_jax.studies.running import Call
-
-_EXAMPLE = (
-    "python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 --workdir=runs/cifar10"
-)
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +71,6 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
     if flags.again and flags.launcher is None:
         raise InputError("--again: only works with --launcher=COMMAND; leave it out")
 
@@ -96,9 +89,7 @@ def main(flags: argparse.Namespace) -> int:
 
 def plan_study(flags: argparse.Namespace) -> int:
     """Print what the members of a study cost on the chips of --plan; nothing is written."""
-    target_slice, price = find_slice(flags.plan, "--plan"), flags.price_per_chip_hour
-    if price is not None and not 0 <= price < float("inf"):
-        raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
+    target_slice = find_slice(flags.plan, "--plan")
     flags.workdir = flags.workdir or "WORKDIR"  # stands in commands only
 
     from vit_jax.planning.estimates import USUAL_SHARE
@@ -110,7 +101,7 @@ def plan_study(flags: argparse.Namespace) -> int:
     target = Target(target_slice)
     start_planning(target)
     title = f"{study.config.study.name} on {target_slice.name}"
-    print_table(plan_members(study, Planner(target, price)), title)
+    print_table(plan_members(study, Planner(target, flags.price_per_chip_hour)), title)
     Console().print(
         f"By calculation: steps at {USUAL_SHARE:.0%} of the peak, or less where memory or the "
         "network bind; no start-up, input, evaluation or saving.", soft_wrap=True,
@@ -126,7 +117,8 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
     Raises:
       InputError: it is none, or naming what is wrong with it.
     """
-    require_flags(flags, ("config", "workdir"), _EXAMPLE)
+    example = "vit_jax study --config=finetune_study:ViT-B/16,cifar10 --workdir=runs/cifar10"
+    require_flags(flags, ("config", "workdir"), example)
     launcher = None if flags.launcher is None else shlex.split(flags.launcher)
     if launcher == []:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")

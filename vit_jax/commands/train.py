@@ -22,7 +22,6 @@ from vit_jax.commands.flags import (
     define_process_flags,
     is_run,
     load_valid_config,
-    print_config,
     require_flags,
     start_job,
 )
@@ -37,8 +36,6 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    if flags.print_config:
-        return print_config(load_valid_config(flags))
     goes_on = flags.config is None and is_run(flags.workdir)
     example = "python -m vit_jax.main --config=quickstart --workdir=runs/quickstart"
     require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)

@@ -38,6 +38,7 @@ from vit_jax.config.base import (
 from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
 from vit_jax.config.parts import Key, Part, Section, key
 from vit_jax.config.registries import (
+    FAMILIES,
     LOSSES,
     OBJECTIVES,
     OPS,
@@ -56,6 +57,7 @@ from vit_jax.config.stored import (
 
 __all__ = [
     "EVALUATORS",
+    "FAMILIES",
     "FREE_ON_RESUME",
     "FROM_0",
     "LAYOUT_KEYS",

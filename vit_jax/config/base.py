@@ -17,7 +17,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
-from vit_jax.config.registries import FAMILIES, REGISTRIES
+from vit_jax.config.registries import REGISTRIES
 from vit_jax.config.sections import SECTIONS
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
@@ -74,7 +74,6 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
             continue
         module = plugins_lib.find_plugin(name).module
         config.unlock()
-        add_keys(config.model, FAMILIES.keys_of_parts(module))
         for registry in REGISTRIES:
             keys = registry.keys_of_parts(module)
             collect_faults(_type_faults(config, registry.section, keys), f"the plug-in {name}")
@@ -104,10 +103,8 @@ def declared_keys(config: ConfigDict) -> dict[str, Key]:
     keys = {f"{name}.{k}".lstrip("."): declared for name, section in SECTIONS.items()
             for k, declared in section.declared().items()}  # fmt: skip
     for registry in REGISTRIES:
-        name = config[registry.section].name
-        if name in registry:
-            own = registry.find(name).declared().items()
-            keys |= {f"{registry.section}.{k}": declared for k, declared in own}
+        own = registry.chosen_keys(config[registry.section].name).items()
+        keys |= {f"{registry.section}.{k}": declared for k, declared in own}
     for name, entry in config.evals.items():
         known = EVALUATORS.find(entry.type).declared() if entry.get("type") in EVALUATORS else {}
         keys |= {f"evals.{name}.{k}": declared for k, declared in known.items()}

@@ -29,6 +29,7 @@ class Evaluator(Part):
       them or needs none; all others need data with the model's classes.
     output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
+    shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
     every: str = key(
@@ -44,6 +45,7 @@ class Evaluator(Part):
     learns_classes: ClassVar[bool] = False
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
+    shows_images: ClassVar[bool] = False
 
     def metrics(self) -> Mapping[str, Better] | None:
         """The metrics that it may report, and which of their values are better.

@@ -97,46 +97,54 @@ class Section:
     def declared(cls) -> dict[str, Key]:
         """{name: declaration}, in the order of the fields."""
         hints = typing.get_type_hints(cls)
-        return {f.name: _declared(f, hints[f.name]) for f in dataclasses.fields(cls)}  # type: ignore[arg-type] # every subclass is a dataclass
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type] # every subclass is a dataclass
+        return {field.name: _declared(field, hints[field.name], field.metadata) for field in fields}
 
 
 _KINDS = (bool, int, float, str, tuple, object)
-_OF_EVERY_MODEL = ("name", "parent", "num_classes", "image_size")
 
 
-def _declared(field: dataclasses.Field, hint: Any) -> Key:
-    if "meaning" not in field.metadata:
+def _declared(field: dataclasses.Field, hint: Any, about: Mapping[str, Any]) -> Key:
+    if "meaning" not in about:
         raise TypeError(f"{field.name}: declare it as `{field.name}: TYPE = key(DEFAULT, MEANING)`")
     kind, item = _kind_of(hint)
     if kind not in _KINDS:
         raise TypeError(f"{field.name}: {hint} is no type of a key")
     default = ... if field.default is dataclasses.MISSING else field.default
-    return Key(kind, default, **field.metadata, item=item)
+    return Key(kind, default, **about, item=item)
 
 
 def _kind_of(hint: Any) -> tuple[Any, type | None]:
-    """(the type of a key with this annotation, the type of a tuple's items)."""
-    kinds = [kind for kind in _options(hint) if kind is not types.NoneType]
-    kind = kinds[0] if len(kinds) == 1 else object
-    items = typing.get_args(kind)
-    return typing.get_origin(kind) or kind, items[0] if items else None
+    """(the type of a key with this annotation, the type of a tuple's items).
 
-
-def keys_of_fields(module: type) -> dict[str, Key]:
-    """Optional keys for the fields of a Linen module, but those of every model."""
-    hints = typing.get_type_hints(module)
-    kinds = {f.name: _kind_of(hints[f.name])[0] for f in dataclasses.fields(module)}
-    meaning = f"field of {module.__name__}"
-    return {
-        k: Key(kind, None, meaning, within="", choices=(), form="", item=None)
-        for k, kind in kinds.items()
-        if kind in _KINDS[:-1] and k not in _OF_EVERY_MODEL
-    }
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
+    A pair of ints is an `object`: a config may also give one int for both.
+    """
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+    options = typing.get_args(hint) if is_union else (hint,)
+    kinds = [kind for kind in options if kind is not types.NoneType]
+    if len(kinds) > 1 or typing.get_args(kinds[0]) == (int, int):
+        return object, None
+    items = typing.get_args(kinds[0])
+    return typing.get_origin(kinds[0]) or kinds[0], items[0] if items else None
+
+
+@functools.cache
+def keys_of_fields(module: Any) -> dict[str, Key]:
+    """The keys that the fields of a Linen module declare, by `key` or by their type alone.
+
+    A subclass that gives a field another default keeps the rest of its declaration.
+    """
+    hints = typing.get_type_hints(module)
+    declared: dict[str, Mapping[str, Any]] = {}
+    for ancestor in reversed(module.__mro__):
+        fields = vars(ancestor).get("__dataclass_fields__", {}).values()
+        declared |= {f.name: f.metadata for f in fields if "meaning" in f.metadata}
+    plain = key(..., f"field of {module.__name__}").metadata
+    return {
+        field.name: _declared(field, hints[field.name], declared.get(field.name, plain))
+        for field in dataclasses.fields(module)
+        if field.name not in ("name", "parent") and _kind_of(hints[field.name])[0] in _KINDS
+    }
 
 
 class Part(Section):
@@ -226,12 +234,23 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         collect_faults([f"{prefix}{fault}" for fault in find_faults(made)])
         return made
 
+    def keys_of(self, part: type[P]) -> dict[str, Key]:
+        """{key: declaration} of a part."""
+        return part.declared()
+
+    def chosen_keys(self, name: str | None) -> dict[str, Key]:
+        """`keys_of` the part called `name`; no keys if there is none."""
+        try:
+            return self.keys_of(self.find(name))  # type: ignore[arg-type] # None finds no part
+        except InputError:
+            return {}
+
     def keys_of_parts(self, module: str | None = None) -> dict[str, Key]:
         """The keys of the parts that `module`, or one in it, defines (None: any), as optional."""
         parts = [p for p in map(self.find, self)
                  if module is None or f"{p.__module__}.".startswith(f"{module}.")]  # fmt: skip
         return {k: declared._replace(default=None) for part in parts
-                for k, declared in part.declared().items()}  # fmt: skip
+                for k, declared in self.keys_of(part).items()}  # fmt: skip
 
 
 def add_keys(node: ConfigDict, keys: Mapping[str, Key]) -> None:

@@ -3,11 +3,12 @@
 A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.config import sections
-from vit_jax.config.parts import Key, Registry, Section, keys_of_fields, load
+from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -119,17 +120,38 @@ OPS: Registry[Any] = Registry(
 )
 
 
-class _Families:
-    """The families of models, `models.MODELS`; the fields of a family's module are its keys."""
+class Families(Registry[Any]):
+    """A part is a Linen module, whose fields are its keys; see `models.contract.Model`.
 
-    section = "model"
+    Its name is what the names of its models have before the first dash; for hybrids, without the
+    ResNet's number of layers.
+    """
 
-    def keys_of_parts(self, module: str) -> dict[str, Key]:
-        """The fields, as optional keys, of the families that `module`, or one in it, defines."""
-        families = load("vit_jax.models:MODELS").values()
-        modules = [f.module for f in families if f"{f.module.__module__}.".startswith(f"{module}.")]
-        return {k: declared for m in modules for k, declared in keys_of_fields(m).items()}
+    def find(self, name: str) -> type[Any]:
+        """The family called `name`, or that of the model called `name`."""
+        if name in self:
+            return super().find(name)
+        return super().find(re.sub(r"^R\d+\+", "R+", str(name).partition("-")[0]))
 
+    def keys_of(self, part: type[Any]) -> dict[str, Key]:
+        from_data = ("num_classes", "image_size", "channels")
+        keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
+        return {k: declared for k, declared in keys.items() if k not in from_data}
+
+
+FAMILIES = Families(
+    "model.name",
+    sections.Model,
+    {
+        "ViT": "vit_jax.models.vit:ViT",
+        "DeiT": "vit_jax.models.deit:DeiT",
+        "T2T": "vit_jax.models.t2t:T2TViT",
+        "Axial": "vit_jax.models.axial:AxialViT",
+        "R+ViT": "vit_jax.models.hybrid:HybridViT",
+        "BiT": "vit_jax.models.bit:BiT",
+        "EfficientNet": "vit_jax.models.efficientnet:EfficientNet",
+    },
+)
 
 STUDIES: Registry[Any] = Registry(
     "study.name",
@@ -145,8 +167,8 @@ STUDIES: Registry[Any] = Registry(
     },
 )
 
-FAMILIES = _Families()
 REGISTRIES = (
+    FAMILIES,
     SOURCES,
     OBJECTIVES,
     LOSSES,

@@ -48,7 +48,7 @@ class Run(Section):
 
 
 class Model(Section):
-    """The model. For all keys after `dtype`, None means the default of the model family."""
+    """The model. Its family adds keys; None means the family's default, or as the name says."""
 
     name: str | None = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0")
     kernels: str = key(
@@ -58,44 +58,6 @@ class Model(Section):
         choices=("auto", "plain"),
     )
     dtype: str = key("float32", "for computations; parameters are always float32")
-    patch_size: Size = key(None, "int or (height, width); None: taken from the name")
-    stages: tuple[int, ...] | None = key(None, "ResNet: units per stage")
-    stem_width: int | None = key(None, "ResNet: channels of the root")
-    width_factor: float | None = key(None, "EfficientNet: channels / those of B0")
-    depth_factor: float | None = key(None, "EfficientNet: blocks / those of B0")
-    width: int | None = key(None, "of a token")
-    depth: int | None = key(None, "number of layers")
-    mlp_dim: int | None = key(None, "width of the hidden layer of each MLP")
-    token_module: str | None = key(None, "T2T-ViT: performer or transformer")
-    token_width: int | None = key(None, "T2T-ViT: width of its tokens")
-    num_heads: int | None = key(None, "heads of attention in each layer")
-    pool: str | None = key(None, "token, gap or map")
-    class_token: bool | None = key(None, "None: if `pool` needs one")
-    norm_pooled: bool | None = key(None, "final norm after pooling instead of before")
-    hidden_head: bool | None = key(None, "a hidden layer before the last linear layer")
-    head_bias: float | None = key(None, "initial bias of the last linear layer")
-    head_batch_norm: bool | None = key(None, "normalise the head's input over the batch")
-    distillation_head: bool | None = key(None, "DeiT: False leaves out the second head")
-    pos_embed: str | None = key(
-        None, "none, learned_1d, learned_2d, relative or sincos_2d; T2T-ViT: sincos_1d too"
-    )
-    pos_embed_at: str | None = key(None, "stem, layers or layers_shared; None: set by pos_embed")
-    pos_embed_class_token: bool | None = key(None, "False: only patches have positions")
-    gelu: str | None = key(None, "tanh or exact")
-    dropout: float | None = key(None, "rate, rounded to 1/256")
-    attention_dropout: float | None = key(None, "rate of dropout on attention weights")
-    parallel: bool | None = key(None, "attention and MLP in parallel")
-    norm: str | None = key(None, "layer or rms")
-    norm_eps: float | None = key(None, "epsilon of the norms")
-    norm_momentum: float | None = key(None, "EfficientNet: of the running batch statistics")
-    qk_norm: bool | None = key(None, "norms of queries and keys")
-    qkv_bias: bool | None = key(None, "biases of the projections to queries, keys and values")
-    layer_scale: float | None = key(None, "initial value of a learned scale of each branch")
-    lora_rank: int | None = key(None, "rank of the LoRA adapters on query and value; None: none")
-    stochastic_depth: float | None = key(None, "rate in the last layer; grows linearly from 0")
-    scan: bool | None = key(None, "one scan over the layers, which compiles faster")
-    remat: str | None = key(None, "none, dots or full: what the backward pass recomputes")
-    remat_layers: int | None = key(None, "it does so in the first so many layers; None: in all")
 
 
 class Data(Section):

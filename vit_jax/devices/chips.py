@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError
 
 GIB, GB = 2**30, 10**9
 
@@ -48,6 +48,11 @@ class Chip(NamedTuple):
     def is_gpu(self) -> bool:
         """Whether the chip is a GPU; otherwise it is a TPU."""
         return self.device_kinds[0].startswith("NVIDIA")
+
+    @property
+    def has_two_cores(self) -> bool:
+        """Whether it is a TPU chip with two TensorCores, which Google's figures count."""
+        return self.device_kinds[0] in ("TPU v4", "TPU v5", "TPU7x")
 
     @property
     def fast_network(self) -> str:
@@ -191,22 +196,15 @@ SLICES: dict[str, Slice] = {
 }
 
 
-# What the numbers of Google Cloud's accelerator types ("v5litepod-16", "v4-32") count: chips, or
-# the TensorCores of chips that have two each.
-_ACCELERATOR_TYPES = {
-    "v4": ("v4", 2), "v5litepod": ("v5e", 1), "v5e": ("v5e", 1), "v5p": ("v5p", 2),
-    "v6e": ("v6e", 1),
-}  # fmt: skip
-
-
-def _slice_of_type(name: str) -> Slice | None:
-    """The slice of an accelerator type, v5e:4x4 for "v5e-16"; None if `name` is none."""
-    kind, _, number = name.rpartition("-")
-    if kind not in _ACCELERATOR_TYPES or not number.isdecimal():
-        return None
-    chip, cores = _ACCELERATOR_TYPES[kind]
-    slices = (s for s in SLICES.values() if s.chip == chip)
-    return next((s for s in slices if s.num_chips * cores == int(number)), None)
+# Google Cloud's accelerator types ("v5litepod-16", "v4-32"), whose numbers count chips, or the
+# TensorCores of chips that have two each.
+_TYPES = {"v4": "v4", "v5litepod": "v5e", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e"}
+_SLICES_BY_TYPE = {
+    f"{kind}-{tpu.num_chips * (1 + CHIPS[chip].has_two_cores)}": tpu
+    for kind, chip in _TYPES.items()
+    for tpu in SLICES.values()
+    if tpu.chip == chip
+}
 
 
 def find_slice(name: str, flag: str = "--topology") -> Slice:
@@ -220,11 +218,9 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
     Raises:
       InputError: no slice has that name.
     """
-    by_type = _slice_of_type(name)
-    if by_type is not None:
-        return by_type
-    if name in SLICES:
-        return SLICES[name]
+    known = SLICES | _SLICES_BY_TYPE
+    if name in known:
+        return known[name]
     chip, _, shape = name.partition(":")
     gpus = [kind for kind, facts in CHIPS.items() if facts.is_gpu]
     if chip in gpus:
@@ -235,14 +231,6 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
             f"{flag}={name}: needs 1, 2, 4 or a multiple of {GPUS_PER_HOST} GPUs, e.g. "
             f"{chip}:{GPUS_PER_HOST}"
         )
-    if chip in _SHAPES:
-        raise InputError(
-            f"{flag}={name}: no such slice is rented; known: "
-            + ", ".join(known for known in SLICES if known.startswith(f"{chip}:"))
-        )
-    hint = nearest(name, [*SLICES])
-    raise InputError(
-        f"{flag}={name}: {hint if hint.startswith('did') else 'unknown'} (known: "
-        + "; ".join(f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items())
-        + f"; {', '.join(f'{gpu}:NUMBER' for gpu in gpus)})"
-    )
+    tpus = {kind: f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items()}
+    every = "; ".join([*tpus.values(), *(f"{gpu}:NUMBER" for gpu in gpus)])
+    raise InputError(f"{flag}={name}: no such slice; known: {tpus.get(chip, every)}")

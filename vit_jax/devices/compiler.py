@@ -1,5 +1,6 @@
 """Options of XLA's compilers by platform, each with the measurement behind it; their cache."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -40,11 +41,8 @@ def keep_programs() -> None:
         return
     backend = jax.default_backend()
     folder = files.cache_folder("compiled") / (_cpu_kind() if backend == "cpu" else backend)
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        logger.debug("compiled programs are not kept: %s", e)
-        return
     if not os.access(folder, os.W_OK | os.X_OK):
         logger.debug("compiled programs are not kept: %s is not writable", folder)
         return

@@ -129,13 +129,8 @@ def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
     if jax.sharding.get_abstract_mesh().manual_axes:
         return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
-    return jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(images, heads)[:num_args],
-        out_specs=images,
-        check_vma=False,
-    )
+    specs = {"in_specs": (images, heads)[:num_args], "out_specs": images}
+    return jax.shard_map(attend, mesh=mesh, **specs, check_vma=False)
 
 
 def _short_attention(qkv, biases, *, num_keys: int):

@@ -159,6 +159,17 @@ def gradient_shardings(params, mesh: Mesh):
     return jax.tree.map(lambda sharding: sharding if "fsdp" in sharding.spec else None, params)
 
 
+def constrain_params(params, shardings):
+    """`params` with the given shardings, which their gradients get too; None leaves them open."""
+
+    def constrain(sharding, leaf):
+        return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+    if shardings is None:
+        return params
+    return jax.tree.map(constrain, shardings, params, is_leaf=lambda x: x is None)
+
+
 def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | None, ...]:
     """The `axes` of a parameter of `shape` that remain in its `moment`, of shape `left`."""
     if left == shape:
@@ -192,17 +203,18 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     Raises:
       RuntimeError: outside `jax.set_mesh`, where the constraint would silently do nothing.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         raise RuntimeError("no mesh is set; call a sharded model under jax.set_mesh(mesh)")
+    if mesh.manual_axes:  # each device computes its own rows
+        return x
     spec = P(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def bytes_per_device(state, shardings) -> int:
-    """The bytes of `state` that one device holds."""
-    shares = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
-        state,
-        shardings,
+def bytes_per_device(state) -> int:
+    """The bytes of `state`, a pytree of sharded arrays or their shapes, that one device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
     )
-    return sum(jax.tree.leaves(shares))

@@ -189,16 +189,3 @@ def find_departures(limits: Limits, values: Mapping[Place, float]) -> list[Depar
         if not (known and low <= value <= high):  # also if it is not a number
             found.append(Departure(*place, value, low, high))
     return found
-
-
-def largest_difference(limits: Limits, values: Mapping[Place, float]) -> tuple[float, Place]:
-    """(relative difference, place) of the number that is farthest from the middle of its limits.
-
-    Numbers that are 0 but for rounding are left out.
-    """
-    found = [(0.0, (1, "loss"))]
-    for place in limits.keys() & values.keys():
-        middle = sum(limits[place]) / 2
-        if abs(middle) > _TINY:
-            found.append((abs(values[place] - middle) / abs(middle), place))
-    return max(found)

@@ -108,15 +108,11 @@ def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, i
     Raises:
       InputError: naming each evaluator that it cannot serve.
     """
-    by_method: dict[str, list[str]] = {}
-    for name, entry in config.evals.items():
-        method = EVALUATORS.find(entry.type).output
-        by_method.setdefault(method, []).append(f"evals.{name}.type={entry.type!r}")
+    find_fault = functools.cache(functools.partial(_find_output_fault, model, image_size))
     faults = Faults()
-    for method, entries in by_method.items():
-        fault = _find_output_fault(model, image_size, method)
-        remedy = "leave it out" if len(entries) == 1 else "leave them out"
-        faults.need(not fault, f"{', '.join(entries)}: {fault}; {remedy}")
+    for name, entry in config.evals.items():
+        fault = find_fault(EVALUATORS.find(entry.type).output)
+        faults.need(not fault, f"evals.{name}.type={entry.type!r}: {fault}; leave it out")
     collect_faults(faults)
 
 

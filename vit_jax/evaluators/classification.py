@@ -52,6 +52,8 @@ class Classification(SplitEvaluator):
     (arXiv:1706.04599), section 2, equations 2 and 3.
     """
 
+    shows_images = True
+
     def metrics(self):
         better = {"top1": "higher", "top5": "higher", "loss": "lower", "ece": "lower"}
         return better | {"num_examples": "neither"}

@@ -5,7 +5,6 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.1, "Metrics".
 """
 
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,8 +24,6 @@ from vit_jax.evaluators.features import (
 )
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
-
-logger = logging.getLogger("vit_jax")
 
 # Of big_vision's few-shot evaluator; so large that the bias, its weight, is hardly regularised.
 _CONSTANT = 100.0
@@ -145,7 +142,12 @@ class FewShot(FeatureEvaluator):
 
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, source = make_gather(inputs), inputs.source("train_split")
-        draws = functools.cache(lambda: self._draw(gather_labels(source), source.num_classes))
+
+        @functools.cache
+        def draws() -> list[np.ndarray]:
+            labels, most = gather_labels(source), max(self.shots)
+            seeds = range(self.num_draws)
+            return [draw_support(labels, source.num_classes, most, seed) for seed in seeds]
 
         def measure(state: TrainState) -> dict[str, float]:
             chosen = np.unique(draws())
@@ -153,10 +155,8 @@ class FewShot(FeatureEvaluator):
             test = gather(state, "test_split")
             results = {}
             for shots in self.shots:
-                top1 = np.array([
-                    self._top1(drawn[:, :shots], support, test, source.num_classes)
-                    for drawn in draws()
-                ])  # fmt: skip
+                drawn = [ids[:, :shots] for ids in draws()]
+                top1 = np.array([self._top1(d, support, test, source.num_classes) for d in drawn])
                 best = top1.mean(axis=0).argmax()
                 results[f"{shots}shot_top1"] = float(top1[:, best].mean())
                 if self.num_draws > 1:
@@ -167,29 +167,12 @@ class FewShot(FeatureEvaluator):
 
         return measure
 
-    def _draw(self, labels: np.ndarray, num_classes: int) -> list[np.ndarray]:
-        """Record ids of each draw, (C, k) for the largest k."""
-        most = max(self.shots)
-        draws = [draw_support(labels, num_classes, most, seed) for seed in range(self.num_draws)]
-        short = int((draws[0] < 0).any(axis=1).sum())
-        if short:
-            logger.warning(
-                "few-shot: %d of %d classes have fewer than %d images in the support split; "
-                "using all that they have", short, num_classes, most,
-            )  # fmt: skip
-        return draws
-
     def _top1(
         self, drawn: np.ndarray, support: Features, test: Features, num_classes: int
     ) -> list[float]:
         """Accuracy for each weight in `l2`."""
         rows = np.isin(support.id_N, drawn)
         need_images(rows.sum(), "train_split")
-        predictions = predict(
-            support.x_ND[rows],
-            support.label_N[rows],
-            test.x_ND,
-            num_classes=num_classes,
-            l2=self.l2,
-        )
+        x_ND, label_N = support.x_ND[rows], support.label_N[rows]
+        predictions = predict(x_ND, label_N, test.x_ND, num_classes=num_classes, l2=self.l2)
         return [float((predicted == test.label_N).mean()) for predicted in predictions]

@@ -6,6 +6,7 @@ Axes: K rows, M columns, H height, W width, C channels.
 import io
 
 import numpy as np
+from einops import rearrange
 from PIL import Image
 
 from vit_jax.base.files import write_whole
@@ -16,15 +17,12 @@ _SMALLEST_SIDE, _GAP = 96, 4  # pixels of the table; small images are enlarged
 
 def as_table(images_KMHWC: np.ndarray) -> Image.Image:
     """The uint8 images as a table with K rows of M images, with white lines between them."""
-    rows, columns, height, width, channels = images_KMHWC.shape
+    *_, height, width, channels = images_KMHWC.shape
     scale = max(1, -(-_SMALLEST_SIDE // min(height, width)))
-    cell = np.array([height, width]) * scale + _GAP
-    table = np.full((rows * cell[0] + _GAP, columns * cell[1] + _GAP, channels), 255, np.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            large = images_KMHWC[row, column].repeat(scale, axis=0).repeat(scale, axis=1)
-            top, left = row * cell[0] + _GAP, column * cell[1] + _GAP
-            table[top : top + large.shape[0], left : left + large.shape[1]] = large
+    large = images_KMHWC.repeat(scale, axis=2).repeat(scale, axis=3)
+    large = np.pad(large, [(0, 0), (0, 0), (_GAP, 0), (_GAP, 0), (0, 0)], constant_values=255)
+    table = rearrange(large, "k m h w c -> (k h) (m w) c")
+    table = np.pad(table, [(0, _GAP), (0, _GAP), (0, 0)], constant_values=255)
     return Image.fromarray(table if channels in (3, 4) else table[:, :, 0])
 
 

@@ -74,20 +74,14 @@ class Knn(FeatureEvaluator):
             my_share = Features(*(column[mine] for column in test))
             hits = _count_hits(train, my_share, numbers, self.temperature, train_source.num_classes)
             hits = multihost_utils.process_allgather(hits).reshape(-1, len(hits)).sum(axis=0)
-            return {
-                f"{k}nn_top1": float(count / len(test.label_N))
-                for k, count in zip(numbers, hits, strict=True)
-            }
+            top1s = hits / len(test.label_N)
+            return {f"{k}nn_top1": float(top1) for k, top1 in zip(numbers, top1s, strict=True)}
 
         return measure
 
 
 def _count_hits(
-    train: Features,
-    test: Features,
-    numbers: Sequence[int],
-    temperature: float,
-    num_classes: int,
+    train: Features, test: Features, numbers: Sequence[int], temperature: float, num_classes: int
 ) -> np.ndarray:
     """Number of correctly classified test images for each number of neighbours."""
     train_ND = _unit(train.x_ND)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from vit_jax.config import POSITIVE, key
 from vit_jax.config.evals import Better
-from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.sharding import place
 from vit_jax.evaluators.features import FeatureEvaluator, fit_whitening, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
@@ -110,9 +110,8 @@ class LinearProbe(FeatureEvaluator):
             train_ND, test_MD = (whiten(x).astype(np.float32) for x in (train.x_ND, test.x_ND))
             x_ND, label_N = put(train_ND), put(train.label_N)
             num_images, width = train_ND.shape
-            shapes = (width, num_classes), (num_classes,)
-            zeros = [jnp.zeros(shape, device=inputs.replicated) for shape in shapes]
-            classifier = Classifier(*zeros)
+            zeros = functools.partial(jnp.zeros, device=inputs.replicated)
+            classifier = Classifier(zeros((width, num_classes)), zeros((num_classes,)))
 
             chosen, results = weights[0], {}
             if len(weights) > 1:
@@ -136,10 +135,10 @@ class LinearProbe(FeatureEvaluator):
 
 def _put(mesh: Mesh, column: np.ndarray) -> jax.Array:
     """Split (N, ...), which every process has, over the devices, zero-padded at the end."""
-    sharding = NamedSharding(mesh, P(BATCH_AXES))
+    sharding = batch_sharding(mesh)
     padding = -len(column) % sharding.num_devices
     column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
-    return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
+    return place(column, sharding)
 
 
 def fit_or_warn(

@@ -11,6 +11,7 @@ the 200 classes only; Barbu et al. 2019 (ObjectNet, NeurIPS).
 import functools
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,10 +91,9 @@ def measure_by_labels(
     def count(state, batch, labels_KL):
         logits_BC = inputs.apply(state, batch["image"]).astype(jnp.float32)
         if among == "mapped":
-            known_C = jnp.zeros(logits_BC.shape[1], bool)
-            known_C = known_C.at[jnp.where(labels_KL < 0, logits_BC.shape[1], labels_KL)].set(
-                True, mode="drop"
-            )
+            classes = logits_BC.shape[1]
+            places_KL = jnp.where(labels_KL < 0, classes, labels_KL)
+            known_C = jnp.zeros(classes, bool).at[places_KL].set(True, mode="drop")
             logits_BC = jnp.where(known_C, logits_BC, -jnp.inf)
         labels_BL = labels_KL[batch[row]]
         counts_B = batch["mask"] * (labels_BL >= 0).any(axis=1)
@@ -128,17 +128,15 @@ def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> n
         found = json.loads(epath.Path(path).read_text())
     except (OSError, ValueError) as e:
         raise InputError(f"class_map={path!r}: cannot be read ({e}); {_FORM}") from None
-    lists: list[list[int]] = list(found.values()) if isinstance(found, dict) else []
-    is_list = all(isinstance(v, list) and all(type(label) is int for label in v) for v in lists)
-    if not isinstance(found, dict) or not is_list:
+    lists: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(v, list) and all(type(label) is int for label in v) for v in lists):
         raise InputError(f"class_map={path!r}: {_FORM}")
     faults = Faults()
     unknown = sorted(name for name in found if name not in class_names)
     faults.need(
         not unknown,
-        f"class_map={path!r}: has {len(unknown)} classes that the data lack: "
-        f"{', '.join(map(repr, unknown[:5]))}; rename them as in the data, such as "
-        f"{', '.join(map(repr, list(class_names)[:3]))}",
+        f"class_map={path!r}: has classes that the data lack: {unknown[:5]}; rename them as in the "
+        f"data, such as {list(class_names)[:3]}",
     )
     wrong = sorted({v for labels in lists for v in labels if not 0 <= v < num_classes})
     faults.need(
@@ -147,8 +145,12 @@ def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> n
     )
     faults.need(any(lists), f"class_map={path!r}: maps no class")
     collect_faults(faults)
-    table = np.full((len(class_names), max(map(len, lists))), -1, np.int32)
-    for row, name in zip(table, class_names, strict=True):
-        labels = found.get(name, [])
+    return pad_labels([found.get(name, []) for name in class_names])
+
+
+def pad_labels(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """The lists as rows of a table, int32 (K, L), padded with -1."""
+    table = np.full((len(lists), max(map(len, lists))), -1, np.int32)
+    for row, labels in zip(table, lists, strict=True):
         row[: len(labels)] = labels
     return table

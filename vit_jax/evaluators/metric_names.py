@@ -11,7 +11,7 @@ from typing import get_args
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.evals import Better, evaluator_of
 
 logger = logging.getLogger("vit_jax")
@@ -32,19 +32,12 @@ def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
     Also those of the raw weights if the config averages weights.
 
     Raises:
-      InputError: a key of the entry is wrong, or a direction is none of higher, lower and neither.
+      InputError: a key of the entry is wrong.
     """
     metrics = evaluator_of(config, name).metrics()
     if metrics is None:
         return None
-    directions = get_args(Better)
-    wrong = [f"{metric}={better!r}" for metric, better in metrics.items()
-             if better not in directions]  # fmt: skip
-    if wrong:
-        raise InputError(
-            f"evals.{name}.type={config.evals[name].type!r}: declares the metrics "
-            f"{', '.join(wrong)}; needs {', '.join(directions)}"
-        )
+    assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
     if config.optimizer.ema_decay is None:
         return found
@@ -81,13 +74,9 @@ def check_metrics(config: ConfigDict) -> None:
             )  # fmt: skip
             continue
         known = [m for m, better in found.items() if better != "neither"]
-        if found.get(metric) == "neither":
-            faults.append(
-                f"{key}={metric!r}: no value of it is better than another; known: "
-                f"{', '.join(known)}"
-            )
-        elif metric not in known:
-            faults.append(
-                f"{key}={metric!r}: evals.{name} does not report it; {nearest(metric, known)}"
-            )
+        faults.need(
+            metric in known,
+            f"{key}={metric!r}: is not reported by evals.{name}, or no value of it is better than "
+            f"another; {nearest(metric, known)}",
+        )
     collect_faults(faults)

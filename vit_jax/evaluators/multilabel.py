@@ -44,6 +44,7 @@ class MultiLabel(SplitEvaluator):
     """
 
     multi_label = True
+    shows_images = True
 
     def metrics(self):
         return {"mean_ap": "higher", "loss": "lower", "num_examples": "neither"}

@@ -43,13 +43,13 @@ def as_colours(x_KRSD: np.ndarray) -> tuple[np.ndarray, float]:
 class PatchFeatures(SplitEvaluator):
     """Images of the patch features, as in the papers on DINO; no labels.
 
-    During training the first `num_pictures` images of the split are written as
+    During training the first `num_images` images of the split are written as
     WORKDIR/patch_features/NAME_STEP.png, each beside the first three principal components of the
     encoder's output for its patches, as colours. The components are those of all these patches,
     so the same colour means the same feature in each row. `share` is their share of the variance.
     """
 
-    num_pictures: int = key(8, "images to draw, the first of the split", within=POSITIVE)
+    num_images: int = key(8, "images to draw, the first of the split", within=POSITIVE)
 
     learns_classes = True
     output = "features"
@@ -64,7 +64,7 @@ class PatchFeatures(SplitEvaluator):
                 f"type='patch_features': a {type(inputs.model).__name__} has no features of "
                 "patches; leave the evaluator out"
             )
-        number = min(self.num_pictures, inputs.source().num_examples)
+        number = min(self.num_images, inputs.source().num_examples)
         ways = math.prod(inputs.mesh.shape[axis] for axis in BATCH_AXES)
         batch_size = min(inputs.batch_size, ways * math.ceil(number / ways))
         table = TableWriter(inputs, FOLDER)

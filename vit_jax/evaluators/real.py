@@ -17,7 +17,7 @@ from vit_jax.config import SplitEvaluator, key
 from vit_jax.data import Source
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs, Measure
-from vit_jax.evaluators.mapped import measure_by_labels
+from vit_jax.evaluators.mapped import measure_by_labels, pad_labels
 from vit_jax.experiment.state import TrainState
 
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
@@ -77,14 +77,12 @@ def read_real_labels(path: str, num_classes: int) -> list[list[int]]:
         labels = json.loads(epath.Path(path).read_text())
         if not all(type(c) is int and c >= 0 for classes in labels for c in classes):
             raise ValueError("not every label is a class")
-        if not any(labels):
-            raise ValueError("no image has a label")
+        largest = max(c for classes in labels for c in classes)
     except (OSError, ValueError, TypeError) as e:
         raise InputError(
             f"labels_file={path!r}: cannot be read as lists of classes ({e}); use real.json from "
             "https://github.com/google-research/reassessed-imagenet"
         ) from None
-    largest = max(c for classes in labels for c in classes)
     if largest >= num_classes:
         raise InputError(
             f"labels_file={path!r}: has class {largest}, but the model has {num_classes} classes; "
@@ -98,11 +96,7 @@ def labels_by_record(labels: list[list[int]], numbers_N: np.ndarray) -> np.ndarr
 
     Padded with -1. The number 0 means unknown; such an image gets no labels.
     """
-    most = max(map(len, labels))
-    table = np.full((len(labels) + 1, most), -1, np.int32)
-    for row, classes in zip(table[1:], labels, strict=True):
-        row[: len(classes)] = classes
-    return table[numbers_N]
+    return pad_labels([[], *labels])[numbers_N]
 
 
 def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:

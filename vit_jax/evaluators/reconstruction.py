@@ -33,12 +33,12 @@ class ReconstructionLoss(SplitEvaluator):
     """The loss of an objective that hides patches, and tables of images that it restores.
 
     What is hidden depends on an image's record id only, so that the losses of different steps
-    compare. During training the first `num_pictures` images of the split are written as
+    compare. During training the first `num_images` images of the split are written as
     WORKDIR/reconstructions/NAME_STEP.png, a row for each: what the model sees, its reconstruction,
     the image. The objective is that of the run.
     """
 
-    num_pictures: int = key(8, "images to draw, the first of the split", within=FROM_0)
+    num_images: int = key(8, "images to draw, the first of the split", within=FROM_0)
 
     output = "features"
 
@@ -61,7 +61,7 @@ class ReconstructionLoss(SplitEvaluator):
         def draw(params, batch):
             found = reconstruct(params, batch["image"], batch["id"])
             images = (found.hidden, found.restored, batch["image"])
-            return jnp.stack(images, axis=1)[: self.num_pictures]
+            return jnp.stack(images, axis=1)[: self.num_images]
 
         def compute_all(state, draws):
             for i, batch in enumerate(inputs.batches()):
@@ -72,7 +72,7 @@ class ReconstructionLoss(SplitEvaluator):
                 yield compute(state.params, batch)
 
         def measure(state: TrainState) -> dict[str, float]:
-            draws = table.begin(int(state.step)) and self.num_pictures > 0
+            draws = table.begin(int(state.step)) and self.num_images > 0
             counts = np.asarray(list(fetch(compute_all(state, draws))), np.float64)
             loss, seen = counts.sum(axis=0)
             need_images(int(seen), "split")

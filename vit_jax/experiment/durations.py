@@ -67,11 +67,11 @@ def split_duration(text: str, key: str) -> tuple[Fraction, str]:
     return number, plural
 
 
-def _texts_of(config: ConfigDict, *forms: str) -> dict[str, str]:
-    """{key: text} of the keys whose declared form is one of `forms`, unless they are None."""
-    keys, values = declared_keys(config), values_in_force(config)
-    found = {k: values[k] for k, declared in keys.items() if declared.form in forms}
-    return {k: text for k, text in found.items() if text is not None}
+def _texts_of(config: ConfigDict, form: str) -> dict[str, str]:
+    """{key: text} of the keys with this declared form, unless they are None."""
+    values = values_in_force(config)
+    keys = (key for key, declared in declared_keys(config).items() if declared.form == form)
+    return {key: values[key] for key in keys if values[key] is not None}
 
 
 def parse_durations(config: ConfigDict) -> dict[str, int]:

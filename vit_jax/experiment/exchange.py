@@ -24,25 +24,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
-from vit_jax.base.tree import Params, PyTree
+from vit_jax.base.tree import PyTree
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.experiment.accumulation import Sums
 from vit_jax.models.contract import AttentionShape, Model, about
-from vit_jax.objectives.contract import ObjectiveOutput
-
-# sums(state, batch, frozen, key) -> (gradients, the objective's sums) over the rows of the batch.
-Sums = Callable[..., tuple[Params, ObjectiveOutput]]
+from vit_jax.objectives.contract import Objective
 
 
 class Exchange(NamedTuple):
-    """How devices that each compute their own rows get the sums of the whole batch.
+    """How devices get the sums of the whole batch; by default XLA's partitioner decides.
 
-    join: join(sums of rows, shardings=those of the parameters) -> sums of the whole batch.
+    join: join(sums of rows, shardings=those of the parameters) -> sums of the whole batch, for
+      devices that each compute their own rows; None: they do not.
     splits_params: whether large parameters are split over `data`, else each device has all.
     options: of the compiler, {name: value}.
     """
 
-    join: Callable[..., Sums]
+    join: Callable[..., Sums] | None = None
     splits_params: bool = False
     options: Mapping[str, bool] = MappingProxyType({})
 
@@ -59,48 +58,47 @@ _ASYNCHRONOUS = MappingProxyType({"xla_tpu_enable_async_all_to_all": True})
 
 
 def choose_exchange(
-    model: nn.Module, objective: str, mesh: Mesh, freeze: str | None = None
-) -> Exchange | None:
-    """An exchange that is faster than XLA's own, for supervised training; None: there is none.
+    model: nn.Module, objective: Objective, mesh: Mesh, freeze: str | None = None
+) -> Exchange:
+    """The fastest exchange; it is XLA's own unless the objective `is_single_pass`.
 
-    The model is one of this package without batch statistics, and must then not constrain its
-    activations. The mesh does not split parameters over fsdp or tensor.
+    For another one the model is one of this package without batch statistics, and the mesh does not
+    split parameters over fsdp or tensor.
 
     On CPUs of several processes it is `join_devices`, for a model without random draws; it changes
     no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs
     without frozen parameters (`freeze`), whose gradients it would send; each chip draws its own
-    dropout. With it, layers that are recomputed save no memory: B/16 with full
-    remat in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47 without it.
+    dropout. With it, layers that are recomputed save no memory: B/16 with full remat in 4 layers
+    needs 1.36 GB (libtpu 0.0.52), 0.47 without it.
     """
-    devices = list(mesh.devices.flat)
-    if mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1 or objective != "supervised":
-        return None
-    model = about(model)
-    if not model.draws_rows_apart:
-        return None
+    devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
+    if max(shape["fsdp"], shape["tensor"]) > 1:
+        return Exchange()
+    if not (objective.is_single_pass and model.draws_rows_apart):
+        return Exchange()
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
         # On CPUs a run draws the same values on every number of devices.
-        draws = model.is_random
-        return None if draws else Exchange(lambda sums, shardings: join_devices(sums, mesh))
-    attends = isinstance(model.attention_shape, AttentionShape)
-    if devices[0].platform != "tpu" or not (model.embeds_patches and attends):
-        return None
-    if model.scan or model.remat != "none" or model.stochastic_depth or freeze is not None:
-        return None
-    if model.width * model.mlp_dim < sharding.SPLIT_FROM:
-        return None
+        return Exchange() if model.is_random else Exchange(partial(join_devices, mesh=mesh))
     most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
-    if mesh.shape["replica"] > 1 or not 1 < mesh.shape["data"] <= most:
-        return None
+    shares = (
+        devices[0].platform == "tpu"
+        and (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
+        and not (model.scan or model.remat != "none" or model.stochastic_depth or freeze)
+        and model.width * model.mlp_dim >= sharding.SPLIT_FROM
+        and (shape["replica"] == 1 and 1 < shape["data"] <= most)
+    )
+    if not shares:
+        return Exchange()
     return Exchange(partial(share_gradients, model=model), True, _ASYNCHRONOUS)
 
 
-def join_devices(sums: Sums, mesh: Mesh) -> Sums:
+def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
     """`sums` of the whole batch: each device computes those of its rows, and one exchange adds all.
 
     Args:
-      sums: of floating-point arrays. The state, the frozen arrays and the key are whole on each
-        device; the states of the model and of the objective stay as they are.
+      sums: of floating-point arrays. The state and the key are whole on each device; the states of
+        the model and of the objective stay as they are.
+      shardings: not read: every device has all parameters.
       mesh: only its batch axes are larger than 1.
     """
     return _on_rows(lambda *args: _add_up(sums(*args)), P(), mesh)
@@ -117,15 +115,16 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
       shardings: of the parameters: whole on each device, or one axis split over `data`.
       model: says in which dtype it computes with a kernel.
     """
-    axes = {name: _split_axis(s.spec) for name, s in tree.flatten_names(shardings).items()}
+    specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
+    axes = {name: spec.index("data") if "data" in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
-    def add(state, batch, frozen, key):
+    def add(state, batch, key):
         shares = tree.flatten_names(state.params)
         params = {name: _gather(shares[name], axes[name], sent_as[name]) for name in axes}
         own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
         state = state.replace(params=tree.unflatten_names(params))
-        tree_of_grads, out = sums(state, batch, frozen, own_key)
+        tree_of_grads, out = sums(state, batch, own_key)
         grads = tree.flatten_names(tree_of_grads)
         whole = {name: grads[name] for name, axis in axes.items() if axis is None}
         whole, out = _add_up((whole, out))
@@ -138,10 +137,6 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
 
     mesh = jax.tree.leaves(shardings)[0].mesh
     return _on_rows(add, jax.tree.map(lambda split: split.spec, shardings), mesh)
-
-
-def _split_axis(spec: P) -> int | None:
-    return spec.index("data") if "data" in spec else None
 
 
 def _gather(share: jax.Array, axis: int | None, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -176,13 +171,13 @@ def _on_rows(add: Sums, params: PyTree, mesh: Mesh) -> Sums:
     The states of the model and of the objective stay as they are.
     """
 
-    def joined(state, batch, frozen, key):
+    def joined(state, batch, key):
         of_state = jax.tree.map(lambda _: P(), state.replace(params=(), opt_state=(), ema={}))
-        specs = (of_state.replace(params=params), P(BATCH_AXES), P(), P())
+        specs = (of_state.replace(params=params), P(BATCH_AXES), P())
         added = jax.shard_map(
             add, mesh=mesh, in_specs=specs, out_specs=(params, P()), check_vma=False
         )
-        grads, out = added(state.replace(opt_state=(), ema={}), batch, frozen, key)
+        grads, out = added(state.replace(opt_state=(), ema={}), batch, key)
         kept = {"model_state": state.model_state, "objective_state": state.objective_state}
         return grads, out._replace(**kept)
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import flax.linen as nn
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -27,20 +28,17 @@ from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import gradient_shardings, state_shardings
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.exchange import choose_exchange
-from vit_jax.experiment.gradients import Gradients, make_gradients
-from vit_jax.experiment.layer_norms import make_layer_norms
+from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.model import (
-    check_microbatches,
     in_plain_form,
     make_model,
     on_mesh,
-    without_constraints,
 )
 from vit_jax.experiment.objective import make_config_objective
 from vit_jax.experiment.optimizers import make_config_optimizer
 from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, make_train_step
+from vit_jax.experiment.step import AbstractBatch, Step, make_train_step
 from vit_jax.objectives.contract import Objective, Teacher
 
 Tree = TypeVar("Tree")
@@ -63,9 +61,9 @@ class Experiment:
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
-    gradients: (state, batch, *frozen) -> (gradients, the objective's sums) of a step.
-    plain_gradients: freeze -> the gradients of a step without kernels, microbatches and what is
-      recomputed, to count their FLOPs.
+    watched_step: the training step with its optimizer `watched`, not jitted.
+    plain_step: freeze -> the step without optimizer, kernels, microbatches and what is recomputed,
+      to count its FLOPs.
     """
 
     model: nn.Module
@@ -73,13 +71,13 @@ class Experiment:
     durations: Mapping[str, int]
     batch: BatchSpec
     init: Callable[[], TrainState]
-    train_step: JittedStep[tuple[TrainState, Metrics]]
-    layer_norms: JittedStep[Metrics]
+    train_step: jax.stages.Wrapped
+    layer_norms: jax.stages.Wrapped
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     objective: Objective
-    gradients: Gradients
-    plain_gradients: Callable[[str | None], Gradients]
+    watched_step: Step
+    plain_step: Callable[[str | None], Step]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
 
@@ -127,12 +125,10 @@ class Experiment:
     @property
     def num_trained(self) -> int:
         """Number of parameters that are not frozen."""
-        if self.freeze is None:
-            return self.num_params
         params = self._model_params
-        shares = tree.mask(params, self.freeze)
-        frozen = jax.tree.map(lambda leaf, share: leaf.size * np.mean(share), params, shares)
-        return self.num_params - round(sum(jax.tree.leaves(frozen)))
+        frozen = tree.mask(params, self.freeze or "")
+        sizes = jax.tree.map(lambda leaf, share: leaf.size * (1 - np.mean(share)), params, frozen)
+        return round(sum(jax.tree.leaves(sizes)))
 
     @functools.cached_property
     def flops_per_image(self) -> int:
@@ -150,7 +146,7 @@ class Experiment:
 
     def _count_per_image(self, freeze: str | None) -> int:
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arguments)
-        traced = jax.make_jaxpr(self.plain_gradients(freeze))(*args)
+        traced = jax.make_jaxpr(self.plain_step(freeze))(*args)
         return program_flops(traced.jaxpr) // len(args[1]["mask"])
 
 
@@ -172,51 +168,43 @@ def make_experiment(
     preprocessing = preprocessing or parse_preprocessing(config)
     image_size, batch = preprocessing.image_size, describe_batch(config, preprocessing)
     durations, o = parse_durations(config), config.optimizer
-    total_steps, accum_steps = durations["duration"], num_microbatches(config)
+    total_steps = durations["duration"]
 
     model = make_model(config, image_size, mesh)
-    check_microbatches(model, config.model.name, accum_steps)
-    exchange = choose_exchange(model, config.objective.name, mesh, o.freeze)
-    learner = model if exchange is None else without_constraints(model)
-
     objective_of = partial(make_config_objective, config, batch, durations, teachers)
     to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
-    objective = objective_of(learner, to_mesh)
-    transform = make_transform(config, preprocessing)
+    objective = objective_of(model, to_mesh)
+    exchange = choose_exchange(model, objective, mesh, o.freeze)
 
     schedule = make_config_schedule(config, durations)
     tx = make_config_optimizer(config, schedule, total_steps)
     ema_decay = make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
 
-    init = partial(
-        init_state,
-        model,
-        tx,
-        image_size,
-        config.seed,
-        with_ema=ema_decay is not None,
-        init_objective=objective.init,
-    )
+    init = partial(init_state, model, tx, image_size, config.seed)
+    init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
-        splits_params = exchange is not None and exchange.splits_params
-        state = with_shardings(jax.eval_shape(init), mesh, splits_params)
+        state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
-    grad_shardings = gradient_shardings(shardings[0].params, mesh)
-    join = None if exchange is None else partial(exchange.join, shardings=shardings[0].params)
-    gradients = make_gradients(
-        objective, transform, config.seed, accum_steps, o.freeze, grad_shardings, join
+    transform = make_transform(config, preprocessing)
+    make_step = partial(make_train_step, transform=transform, seed=config.seed)
+    step_with = partial(
+        make_step,
+        objective,
+        freeze=o.freeze,
+        accum_steps=num_microbatches(config),
+        join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
+        shardings=gradient_shardings(shardings[0].params, mesh),
     )
-    step, norms = make_train_step(gradients, tx, ema_decay), make_layer_norms(gradients, tx)
 
-    def plain_gradients(freeze: str | None) -> Gradients:
+    def plain_step(freeze: str | None) -> Step:
         plain = objective_of(in_plain_form(model), in_plain_form)
-        return make_gradients(plain, transform, config.seed, freeze=freeze)
+        return make_step(plain, optax.identity(), freeze=freeze)
 
-    options = compiler_options(mesh) | dict(exchange.options if exchange else {})
-    jit = partial(jax.jit, compiler_options=options)
+    jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
+    train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
     return Experiment(
         model=model,
         schedule=schedule,
@@ -224,14 +212,14 @@ def make_experiment(
         batch=batch,
         init=jit(init, out_shardings=shardings[0]),
         train_step=jit(
-            step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
+            train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
         ),
-        layer_norms=jit(norms, in_shardings=shardings),
+        layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,
-        gradients=gradients,
-        plain_gradients=plain_gradients,
+        watched_step=watched_step,
+        plain_step=plain_step,
         freeze=o.freeze,
         abstract_frozen=frozen,
     )

@@ -2,7 +2,7 @@
 
 `bit` starts from BiT's HyperRule, which was made for batches of 512: 500 steps for fewer than
 20,000 examples, 10,000 for fewer than 500,000, else 20,000, at a learning rate of 0.003. Own
-pictures are often few, and trained on one device, so that its numbers are limits here:
+images are often few, and trained on one device, so that its numbers are limits here:
 
     steps   = max(500, min(512 * (BiT's steps), 20 * num_examples) / batch)
     warm-up = min(500, steps / 5)

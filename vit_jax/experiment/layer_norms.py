@@ -1,31 +1,41 @@
 """Norms of gradients, parameters and updates, by layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 from vit_jax.base import tree
 from vit_jax.base.tree import Batch, PyTree
-from vit_jax.experiment.gradients import Gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
 
 
-def make_layer_norms(gradients: Gradients, tx: optax.GradientTransformation) -> Step[Metrics]:
+def watched(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx`, with (gradients, updates) as its new state."""
+
+    def update(grads, state, params=None):
+        updates, _ = tx.update(grads, state, params)
+        return updates, (grads, updates)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def make_layer_norms(step: Step) -> Callable[..., Metrics]:
     """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`
     (before the update), `update_norm/PART`, and `update_ratio/PART` = update_norm / param_norm, 0
-    if param_norm is 0. `gradients` and `tx` are those of the training step.
+    if param_norm is 0. `step` is the training step with its optimizer `watched`.
 
     The gradients are computed a second time. Adding the norms to the training step would avoid
     this, but change its program and thus, possibly, its rounding.
     """
 
     def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
-        grads, _ = gradients(state, batch, frozen)
-        updates, _ = tx.update(grads, state.opt_state, state.params)
+        seen: Any = step(state, batch, frozen)[0].opt_state
+        grads, updates = seen
         grad, param, update = (norms_by_group(x) for x in (grads, state.params, updates))
         norms: Metrics = {}
         for part in tree.parts(state.params):

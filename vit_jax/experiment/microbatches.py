@@ -4,7 +4,6 @@ A CPU computes fastest while the activations of a layer stay in its cache, so it
 parts. On accelerators the whole batch is the fastest.
 """
 
-import logging
 import math
 
 from jax.sharding import Mesh
@@ -12,16 +11,10 @@ from ml_collections import ConfigDict
 
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models import model_of
-
-logger = logging.getLogger("vit_jax")
+from vit_jax.objectives import objective_of
 
 # Bytes of a part's hidden units and attention weights in one layer, in float32.
 _PART_BYTES = 5 << 20
-
-# Objectives whose loss of a row depends on no other row; of others microbatches may be refused.
-# Those that hide patches draw them by the row of a microbatch: their number is left at 1, so that
-# every mesh hides the same patches.
-_OF_SINGLE_ROWS = ("supervised", "distillation")
 
 
 def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
@@ -33,22 +26,16 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = N
     share = config.global_batch_size // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if recorded is None:
         return choose_accum_steps(config, mesh, share)
-    number = math.gcd(recorded, share)
-    if number != recorded:
-        logger.info(
-            "optimizer.accum_steps: %d instead of the recorded %d, which does not divide the %d "
-            "rows of a device", number, recorded, share,
-        )  # fmt: skip
-    return number
+    return math.gcd(recorded, share)
 
 
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
     """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
 
-    1 on other devices, and for objectives of plug-ins, which may couple the rows of a batch. 1 for
-    other models: parts would change batch statistics.
+    1 on other devices, for objectives that do not allow it, and for models whose batch statistics
+    parts would change.
     """
-    if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
+    if mesh.devices.flat[0].platform != "cpu" or not objective_of(config).splits_on_cpus:
         return 1
     model = model_of(config)
     if model.block_bytes is None or model.has_batch_statistics:

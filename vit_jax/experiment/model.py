@@ -36,14 +36,9 @@ def on_mesh(model: nn.Module, mesh: Mesh, kernels: str) -> nn.Module:
     return choose_forms(with_known(model, constrain=constrain), mesh, kernels)
 
 
-def without_constraints(model: nn.Module) -> nn.Module:
-    """`model` on one device."""
-    return with_known(model, constrain=unconstrained)
-
-
 def in_plain_form(model: nn.Module) -> nn.Module:
     """`model` on one device, without kernels; nothing is computed twice."""
-    return with_known(without_constraints(model), forms=PLAIN, remat="none")
+    return with_known(model, constrain=unconstrained, forms=PLAIN, remat="none")
 
 
 def check_microbatches(model: nn.Module, name: str, accum_steps: int) -> None:

@@ -6,6 +6,7 @@ import flax.linen as nn
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import num_microbatches
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.objectives import objective_of
@@ -53,18 +54,18 @@ def make_config_objective(
 def _check_needs(objective: Objective, config: ConfigDict, batch: Iterable[str]) -> None:
     """Raise InputError if the objective needs what batches or the state do not hold."""
     name = config.objective.name
-    if objective.needs_average and config.optimizer.ema_decay is None:
+    unset = [key for key in ("ema_decay", "ema_decay_end") if config.optimizer[key] is None]
+    if objective.needs_average and unset:
         raise InputError(
-            f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
+            f"optimizer.{unset[0]}=None: the teacher of objective.name={name!r} is the running "
             "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
-            "--config.optimizer.ema_decay_end=1.0"
+            "--config.optimizer.ema_decay_end=1.0, or the same for a constant decay"
         )
-    if objective.needs_average and config.optimizer.ema_decay_end is None:
+    accum_steps = num_microbatches(config)
+    if objective.couples_rows and accum_steps > 1:
         raise InputError(
-            f"optimizer.ema_decay_end=None: the average would follow the parameters closely in the "
-            f"first steps, and is the teacher of objective.name={name!r}; set "
-            f"--config.optimizer.ema_decay_end=1.0, or {config.optimizer.ema_decay} for a constant "
-            "decay"
+            f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
+            "its batch, so the batch cannot be computed in parts; set it to 1"
         )
     missing = sorted({*objective.needs} - {*batch})
     remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]

@@ -1,67 +1,88 @@
 """The training step: (state, batch) -> (state, metrics)."""
 
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from vit_jax.base.tree import Batch, ModelState, PyTree
-from vit_jax.experiment.gradients import Gradients
+from vit_jax.data.device_ops import DeviceTransform
+from vit_jax.devices.sharding import constrain_params
+from vit_jax.experiment.accumulation import Sums, accumulate
+from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.schedules import Schedule
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.contract import ObjectiveOutput, at_least_one
+from vit_jax.objectives.contract import Objective
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, jax.Array]  # scalars
-Out = TypeVar("Out", covariant=True)
 
-
-class Step(Protocol[Out]):
-    """A pure function of a state, a batch and, if the objective has any, frozen arrays."""
-
-    def __call__(self, state: TrainState, batch: Batch, frozen: PyTree = None, /) -> Out: ...
-
-
-class JittedStep(Step[Out], Protocol[Out]):
-    """A `Step` under `jax.jit`."""
-
-    def trace(
-        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
-    ) -> jax.stages.Traced: ...
-
-    def lower(
-        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
-    ) -> jax.stages.Lowered: ...
+# A pure function of a state, a batch and, if the objective has any, frozen arrays.
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-    gradients: Gradients,
+    objective: Objective,
     tx: optax.GradientTransformation,
+    transform: DeviceTransform,
+    seed: int,
+    *,
     ema_decay: Schedule | None = None,
-) -> Step[tuple[TrainState, Metrics]]:
+    freeze: str | None = None,
+    accum_steps: int = 1,
+    join: Callable[[Sums], Sums] | None = None,
+    shardings: PyTree = None,
+) -> Step:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
-    With `ema_decay`, the update after `step` earlier ones is followed by
+    Randomness depends on (seed, state.step) only; in `transform` also on the row of the global
+    batch. With `ema_decay`, the update after `step` earlier ones is followed by
 
         ema <- d * ema + (1 - d) * params,  d = ema_decay(step)
 
     and the model state, such as batch statistics, is averaged in the same way.
 
     Args:
-      gradients: from `make_gradients`.
+      objective: what is minimised.
       tx: the optimizer.
+      transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
+      seed: the run's seed.
       ema_decay: from `make_ema_decay`; None: no average.
+      freeze: as in `make_optimizer`; matching parameters get no gradient.
+      accum_steps: number of microbatches; must divide each device's share of the batch.
+      join: adds the sums of devices that each compute their own rows; None: the compiler decides.
+      shardings: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
+        decides. `sharding.gradient_shardings` makes it.
     """
 
     def train_step(
         state: TrainState, batch: Batch, frozen: PyTree = None
     ) -> tuple[TrainState, Metrics]:
-        grads, sums = gradients(state, batch, frozen)
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        transform_key, model_key = jax.random.split(step_key)
+        rows = jnp.arange(batch["mask"].shape[0])
+        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
+        inputs = transform(batch, row_keys)
+
+        def sums_of(params, state, inputs, key):
+            params = stop_gradients(constrain_params(params, shardings), freeze)
+            return objective.loss(params, state, inputs, frozen, key)
+
+        def loss_fn(params):
+            sums = sums_of(params, state, inputs, model_key)
+            return sums.loss, sums
+
+        if accum_steps == 1 and join is None:
+            (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        else:
+            grads, sums = accumulate(sums_of, state, inputs, model_key, accum_steps, join)
+            loss = sums.loss
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
-        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads)}
+        metrics = sums.metrics | {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         averages = {}
         if ema_decay is not None:
@@ -77,14 +98,6 @@ def make_train_step(
         return state, metrics
 
     return train_step
-
-
-def metrics_of(sums: ObjectiveOutput) -> Metrics:
-    """The metrics, the loss, and its further terms as `loss_NAME`."""
-    weight = at_least_one(sums.weight_sum)
-    metrics = {name: total / weight for name, total in sums.metric_sums.items()}
-    metrics |= {f"loss_{name}": term.mean for name, term in sums.terms.items()}
-    return metrics | {"loss": sums.plus_terms(sums.loss_sum / weight)}
 
 
 def average(

@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,7 +30,6 @@ from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Examples
-from vit_jax.evaluators.inputs import Measure
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
@@ -62,19 +61,8 @@ logger = logging.getLogger("vit_jax")
 # Called with an evaluator's name, its predictions and its data, once for each evaluator of the
 # model's own classes; on every process.
 OnPredictions = Callable[[str, Examples | Shown, Source], None]
-Predictions = dict[str, Examples | Shown]  # of the evaluator that ran last
 Sources = Mapping[config_lib.SplitKey, Source]
 Weights = Mapping[str, np.ndarray]  # {leaf name: array}
-
-
-class StoredModel(NamedTuple):
-    """The newest valid checkpoint of a run, with all its weights.
-
-    trained: the resolved config of the run in `workdir`.
-    """
-
-    workdir: epath.Path
-    trained: ConfigDict
 
 
 def evaluate(
@@ -102,8 +90,8 @@ def evaluate(
     if config is None:
         workdir = files.absolute(source)
         config, trained = load_run(workdir, as_pairs(overrides))
-        model = StoredModel(workdir, trained)
         start_backend(config.mesh.platform)
+        model = StoredModel(workdir, trained)
     else:
         config = load_config(config, overrides)
         validate(config, [], "config", REQUIRED_TO_EVALUATE)
@@ -115,7 +103,7 @@ def evaluate(
 
 def evaluate_model(
     config: ConfigDict,
-    model: StoredModel | Pretrained,
+    model: "StoredModel | Pretrained",
     on_predictions: OnPredictions | None = None,
 ) -> dict[str, float]:
     """Evaluate a model by `config.evals`: {"step": ..., "test/top1": ..., ...}; writes nothing.
@@ -133,7 +121,7 @@ def evaluate_model(
     Raises:
       InputError: naming the key, before anything is computed; or no checkpoint can be read.
     """
-    of = _OfRun(*model) if isinstance(model, StoredModel) else _OfSource(model)
+    of = model if isinstance(model, StoredModel) else _OfSource(model)
     config = of.complete(config)
     mesh = of.make_mesh(config)
     compare_requests(config, of.facts)
@@ -144,19 +132,29 @@ def evaluate_model(
     check_evaluated_images(config, preprocessing, sources)
     module, weights = of.build(config, mesh, preprocessing)
     check_outputs(config, module, preprocessing.image_size)
-    seen: Predictions = {}
+    seen: dict[str, Examples | Shown] = {}  # of the evaluator that ran last
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
     evaluators = make_evaluators(config, preprocessing, module, mesh, sources, see=see)
     _warn_of_other_classes(config, of.class_names, of.source, sources)
     compare_findings(config, sources, weights)
     with jax.set_mesh(mesh):
-        state, step = of.load(mesh)
-        logger.info("evaluating %s%s", of.source, f", step {step['step']}" if step else "")
-        return step | _evaluate_all(evaluators, state, config, sources, seen, on_predictions)
+        state, results = of.load(mesh)
+        logger.info("evaluating %s%s", of.source, f", step {results['step']}" if results else "")
+        for name, measure in evaluators.items():
+            with watchdog.phase("evaluation"):
+                results |= evaluate_one(name, measure, state)
+            if on_predictions is not None and name in seen:
+                key = config_lib.eval_splits(config, config.evals[name])["split"]
+                on_predictions(name, seen.pop(name), sources[key])
+    return results
 
 
-class _OfRun:
-    """How a run is evaluated: by its own experiment, whose weights go right to the mesh."""
+class StoredModel:
+    """The newest valid checkpoint of the run in `workdir`, with all its weights.
+
+    It is evaluated by the run's own experiment; the weights go right to the mesh. `trained`: the
+    resolved config of the run.
+    """
 
     def __init__(self, workdir: epath.Path, trained: ConfigDict):
         check_store(workdir)
@@ -218,11 +216,6 @@ class _OfSource:
         faults, run = Faults(), self._pretrained.run
         d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
         faults.check(check_convention, config.init_resize, "init_resize")
-        faults.need(
-            config.model.lora_rank is None,
-            f"model.lora_rank={config.model.lora_rank}: a model is evaluated with its adapters "
-            "merged; leave it out",
-        )
         if d.image_size is None:
             d.image_size = spec.image_size
         faults.need(
@@ -304,22 +297,3 @@ def _warn_of_other_classes(
                 "evals.%s: %s; accuracy is meaningful only if they are the same classes",
                 name, other,
             )  # fmt: skip
-
-
-def _evaluate_all(
-    evaluators: Mapping[str, Measure],
-    state: TrainState,
-    config: ConfigDict,
-    sources: Sources,
-    seen: Predictions,
-    on_predictions: OnPredictions | None,
-) -> dict[str, float]:
-    """Run all evaluators; `on_predictions` gets what each then adds to `seen`."""
-    results = {}
-    for name, measure in evaluators.items():
-        with watchdog.phase("evaluation"):
-            results |= evaluate_one(name, measure, state)
-        if on_predictions is not None and name in seen:
-            key = config_lib.eval_splits(config, config.evals[name])["split"]
-            on_predictions(name, seen.pop(name), sources[key])
-    return results

@@ -3,9 +3,8 @@
 Axes: B images, N tokens, D width, H heads, K width of a head.
 """
 
-import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import flax.linen as nn
@@ -17,12 +16,7 @@ from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.forms import BlockOps
-from vit_jax.models.watched import as_map, watch
-
-__all__ = [
-    "as_map", "attention_weights", "check_layer", "layer_outputs", "pool",
-    "watch_attention",
-]  # fmt: skip
+from vit_jax.models.watched import watch
 
 T = TypeVar("T")
 
@@ -86,28 +80,19 @@ def watch_attention(
     return found
 
 
-def check_layer(
-    model: nn.Module,
-    params: Params,
-    image_size: tuple[int, int],
-    layer: int,
-    model_state: ModelState = _NO_STATE,
-) -> int:
-    """`layer` counted from 0; negative numbers count from the last layer.
+def choose(found: Sequence[T], layer: int | None) -> T:
+    """What was `found` at a layer, counted from 0, or from the end if negative; None: the last.
 
     Raises:
       InputError: if the model has no such layer.
     """
-    shape = (1, *image_size, about(model).channels)
-    images = jax.ShapeDtypeStruct(shape, jnp.float32)
-    outputs = functools.partial(layer_outputs, model)
-    depth = len(jax.eval_shape(outputs, params, images, model_state))
-    if not -depth <= layer < depth:
+    depth = len(found)
+    if layer is not None and not -depth <= layer < depth:
         raise InputError(
             f"layer={layer}: the model has {depth} layers; choose 0 to {depth - 1}, or -1 for the "
             "last one"
         )
-    return layer % depth
+    return found[-1 if layer is None else layer]
 
 
 def pool(model: nn.Module, x: jax.Array) -> jax.Array:

@@ -31,20 +31,13 @@ from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
+from vit_jax.models.watched import as_map
 from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
 
 logger = logging.getLogger("vit_jax")
 
 
-# {output of `predict`: what `outputs` calls it}.
-_OUTPUTS = {
-    "classes": "probabilities",
-    "probabilities": "probabilities",
-    "logits": "logits",
-    "features": "pooled",
-    "dense": "patches",
-    "attention": "attention",
-}
+_OF_CLASSES = ("probabilities", "logits")
 _OF_LAYERS = ("features", "dense", "attention")
 _BATCH_SIZE = 64
 
@@ -90,7 +83,7 @@ def predict(
       InputError: a ValueError; names the argument.
     """
     faults = Faults()
-    faults.need_known("output", output, _OUTPUTS)
+    faults.need_known("output", output, ("classes", *_OF_CLASSES, *_OF_LAYERS))
     faults.need(
         layer is None or output in _OF_LAYERS,
         f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out",
@@ -100,9 +93,6 @@ def predict(
     pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
     if image_size is not None:
         pretrained = transfer.with_image_size(pretrained, image_size)
-    check_size(pretrained)
-    if output not in _OF_LAYERS:
-        check_classes(pretrained)
     spec = pretrained.spec
     found = open_images(images, spec.exif is not False, spec.channels)
     if batch_size is None:
@@ -111,59 +101,39 @@ def predict(
     how: dict[str, Any] = {"batch_size": batch_size, "progress": False}
     if output == "classes":
         return list(classify(pretrained, found, top=top, **how))
-    parts = outputs(pretrained, found, what=_OUTPUTS[output], layer=layer, **how)
+    parts = outputs(pretrained, found, what=output, layer=layer, **how)
     return np.concatenate([without_masked(x, batch) for x, batch in parts])
 
 
 def outputs(
-    pretrained: Pretrained,
-    source: Source,
-    *,
-    batch_size: int,
-    batch_size_key: str = "--batch_size",
-    what: str,
-    layer: int | None = None,
-    progress: bool = True,
-    record_ids: np.ndarray | None = None,
+    pretrained: Pretrained, source: Source, *, what: str, layer: int | None = None, **how: Any
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """The model's outputs for the records of `source`, in order.
 
     Args:
       pretrained: the model, with an image size in its spec.
       source: the images.
-      batch_size: over all devices, a multiple of their number; `batch_size_key` names it in errors.
-      what: "probabilities" or "logits" (C,); "pooled" (D,), the input of the head; "patches", the
+      what: "probabilities" or "logits" (C,); "features" (D,), the input of the head; "dense", the
         encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
-      layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own
-        output, after its final norm, and the last layer's weights.
-      progress: whether to show a progress bar.
-      record_ids: int64 (n,), the records; None: all.
+      layer: with the last three, the layer, from 0; None: the model's own output, after its final
+        norm, and the last layer's weights.
+      how: `batch_size`, `progress` and `record_ids` of `computed`.
 
     Yields:
       (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
       could not be read.
 
     Raises:
-      InputError: if the model has no such layer, no attention, or no fixed image size.
+      InputError: if the model has no such layer, no classes, no attention, or no fixed image size.
     """
     check_size(pretrained)
-    spec, variables = pretrained.spec, pretrained.variables
-    params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
-    if layer is not None:
-        layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
+    if what in _OF_CLASSES:
+        check_classes(pretrained)
+    spec, model = pretrained.spec, pretrained.model
     loss = loss_of(pretrained) if what == "probabilities" else None
-    make = _program if _is_hashable(pretrained.model) else _program.__wrapped__
-    compute = make(pretrained.model, spec.image_size, spec.mean, spec.std, loss, what, layer)
-    found_by_batch = computed(
-        pretrained,
-        source,
-        compute,
-        batch_size=batch_size,
-        batch_size_key=batch_size_key,
-        progress=progress,
-        record_ids=record_ids,
-    )
-    for found, batch in found_by_batch:
+    static = {"mean": spec.mean, "std": spec.std, "loss": loss, "what": what, "layer": layer}
+    compute = functools.partial(_compute, model=model, image_size=spec.image_size, **static)
+    for found, batch in computed(pretrained, source, compute, **how):
         kept = len(batch["mask"])
         yield np.asarray(found[:kept], np.float32), batch
 
@@ -174,23 +144,27 @@ def computed(
     compute: Callable[[tree.Params, tree.ModelState, jax.Array], tree.PyTree],
     *,
     batch_size: int,
-    batch_size_key: str = "--batch_size",
     progress: bool = True,
     record_ids: np.ndarray | None = None,
     keys: Sequence[str] = ("mask", "label"),
 ) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
     """The results of `compute`, a jitted function, for batches of the records of `source`.
 
-    `compute` gets the variables and uint8 images (B, H, W, C), prepared as the model's own; the
-    last batch is padded. `keys` are those of the batch to yield. The other arguments are as in
-    `outputs`.
+    The last batch is padded.
+
+    Args:
+      compute: gets the variables and uint8 images (B, H, W, C), prepared as the model's own.
+      batch_size: over all devices, a multiple of their number.
+      progress: whether to show a progress bar.
+      record_ids: int64 (n,), the records; None: all.
+      keys: those of the batch to yield.
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
     """
     spec, variables = pretrained.spec, pretrained.variables
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
-    check_batch_size(mesh, batch_size, batch_size_key)
+    check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     batches = eval_batches(
@@ -213,8 +187,14 @@ def computed(
         yield found, {k: v[:kept] for k, v in batch.items()}
 
 
-@functools.lru_cache(maxsize=8)
-def _program(
+@functools.partial(
+    jax.jit, static_argnames=("model", "image_size", "mean", "std", "loss", "what", "layer")
+)
+def _compute(
+    params: tree.Params,
+    model_state: tree.ModelState,
+    images: jax.Array,
+    *,
     model: nn.Module,
     image_size: tuple[int, int],
     mean: tuple[float, ...],
@@ -222,37 +202,21 @@ def _program(
     loss: str | None,
     what: str,
     layer: int | None,
-) -> Callable[[tree.Params, tree.ModelState, jax.Array], jax.Array]:
-    """The jitted function of the variables and uint8 images (B, H, W, 3); kept for more calls."""
-
-    @jax.jit
-    def compute(params, model_state, images):
-        images = to_value_range(images, mean, std)
-        variables = {"params": params, **model_state}
-        if what == "attention":
-            weights = layers.attention_weights(model, params, images, model_state)
-            return weights[-1 if layer is None else layer]
-        if what in ("pooled", "patches") and layer is not None:
-            x = layers.layer_outputs(model, params, images, model_state)[layer]
-            return (
-                layers.pool(model, x) if what == "pooled" else layers.as_map(model, x, image_size)
-            )
-        if what == "pooled":
-            return model.apply(variables, images, method="features")
-        if what == "patches":
-            return layers.as_map(model, model.apply(variables, images, method="tokens"), image_size)
-        logits_BC = model.apply(variables, images)
-        return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
-
-    return compute
-
-
-def _is_hashable(model: nn.Module) -> bool:
-    try:
-        hash(model)
-    except TypeError:  # a plug-in's model may have a list among its fields
-        return False
-    return True
+) -> jax.Array:
+    """The `outputs` for uint8 images (B, H, W, C)."""
+    images = to_value_range(images, mean, std)
+    variables = {"params": params, **model_state}
+    if what == "attention":
+        return layers.choose(layers.attention_weights(model, params, images, model_state), layer)
+    if what in _OF_LAYERS and layer is not None:
+        x = layers.choose(layers.layer_outputs(model, params, images, model_state), layer)
+        return layers.pool(model, x) if what == "features" else as_map(model, x, image_size)
+    if what == "features":
+        return model.apply(variables, images, method="features")
+    if what == "dense":
+        return as_map(model, model.apply(variables, images, method="tokens"), image_size)
+    logits_BC = model.apply(variables, images)
+    return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
 
 
 def _host_ops(pretrained: Pretrained, source: Source) -> tuple[HostOp, ...]:
@@ -273,10 +237,12 @@ def check_size(pretrained: Pretrained) -> None:
         )
 
 
-def check_classes(pretrained: Pretrained, remedy: str = "save its features instead") -> None:
-    """Raise InputError with `remedy` if the model has no classes."""
+def check_classes(pretrained: Pretrained) -> None:
+    """Raise InputError if the model has no classes."""
     if pretrained.model.num_classes is None:
-        raise InputError(f"{pretrained.source}: the model has no classes; {remedy}")
+        raise InputError(
+            f"{pretrained.source}: the model has no classes; save its features, or take another"
+        )
 
 
 def classify(
@@ -300,24 +266,22 @@ def classify(
             pretrained.source,
         )
     names = class_names(pretrained.spec, pretrained.model.num_classes)
-    record = -1
     found_by_batch = outputs(
         pretrained, source, batch_size=batch_size, what="probabilities", progress=progress
     )
-    for found, batch in found_by_batch:
-        for probabilities, mask in zip(found, batch["mask"], strict=True):
-            record += 1
-            row: dict[str, Any] = {"file": source.record_name(record)}
-            if mask == 0:
-                host_ops = _host_ops(pretrained, source)
-                yield row | {"error": why_masked(source, [host_ops], record)[1]}
-                continue
-            best = np.argsort(-probabilities, kind="stable")[:top]
-            classes = [
-                {"name": names[i], "index": int(i), "probability": float(probabilities[i])}
-                for i in best
-            ]
-            yield row | {"classes": classes}
+    rows = (row for x, batch in found_by_batch for row in zip(x, batch["mask"], strict=True))
+    for record, (probabilities, mask) in enumerate(rows):
+        row: dict[str, Any] = {"file": source.record_name(record)}
+        if mask == 0:
+            host_ops = _host_ops(pretrained, source)
+            yield row | {"error": why_masked(source, [host_ops], record)[1]}
+            continue
+        best = np.argsort(-probabilities, kind="stable")[:top]
+        classes = [
+            {"name": names[i], "index": int(i), "probability": float(probabilities[i])}
+            for i in best
+        ]
+        yield row | {"classes": classes}
 
 
 def check_output(output: os.PathLike | str) -> epath.Path:
@@ -338,7 +302,7 @@ def write_features(
 ) -> dict[str, Any]:
     """Write FILE.npz with the features of every record of `source`; return a summary of it.
 
-    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="patches"`;
+    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`;
     `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
     the names of the records; and for data sets `label` (n,). Features are written batch by batch.
 

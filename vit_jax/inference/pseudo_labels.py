@@ -128,10 +128,9 @@ def _true_labels(
 
 def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:
     """Raise InputError if the teacher, `study.per_class` or the workdir do not suit."""
-    check_classes(pretrained, "label with another teacher")
+    check_classes(pretrained)
     check_folder(workdir, "--workdir")
     faults = Faults()
-    faults.need_positive("study.per_class", config.study.per_class)
     faults.need(
         not (workdir / "config.json").exists(),
         f"--workdir={workdir}: holds a run; give the labels a folder of their own",
@@ -205,16 +204,8 @@ def _label_parts(
         ids = np.arange(first, min(first + _RECORDS_OF_PART, source.num_examples))
         path = _part(workdir, first)
         if not path.exists():
-            rows = list(
-                outputs(
-                    pretrained,
-                    source,
-                    batch_size=config.global_batch_size,
-                    batch_size_key="global_batch_size",
-                    what="probabilities",
-                    record_ids=ids,
-                )
-            )
+            how = {"batch_size": config.global_batch_size, "record_ids": ids}
+            rows = list(outputs(pretrained, source, what="probabilities", **how))
             probabilities = np.concatenate([p for p, _ in rows])
             part = {
                 "probabilities": probabilities.astype(np.float16),

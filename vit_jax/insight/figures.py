@@ -36,12 +36,11 @@ Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Seque
 class Subject:
     """What figures are made of.
 
-    name, other_name: of the models, in labels.
-    seen: measurements over images; None: none were given. other: those of a second model.
+    seen: measurements over images; None: none were given.
+    other, other_name: those of a second model, and its source; else those of the model itself.
     """
 
     pretrained: Pretrained
-    name: str = "model"
     seen: Measured | None = None
     other: Measured | None = None
     other_name: str = ""
@@ -49,11 +48,6 @@ class Subject:
     @functools.cached_property
     def model(self) -> nn.Module:
         return with_size(self.pretrained)
-
-    @property
-    def measured(self) -> Measured:
-        assert self.seen is not None  # figures that need images are not asked for without them
-        return self.seen
 
 
 def filters_of(pretrained: Pretrained) -> np.ndarray | str:
@@ -105,8 +99,6 @@ def _filters(subject: Subject) -> Made | str:
         return found
     rows = found.reshape(len(found), -1)
     components, shares = principal_components(rows, MAX_COMPONENTS)
-    if not len(components):
-        return "all its filters are the same"
     components = components.reshape(-1, *found.shape[1:])
     figure = plots.draw_filters(components, shares, len(found))
     return figure, {"components": components, "share_of_variance": shares, "filters": found}
@@ -127,7 +119,7 @@ def _positions(subject: Subject) -> Made | str:
 
 
 def _distance(subject: Subject) -> Made:
-    seen, model = subject.measured, subject.model
+    seen, model = subject.seen, subject.model
     uniform = float(patch_distances(model.grid, model.token_stride).mean())
     height, width = model.image_size
     labels = "uniform attention", f"attention distance (px of {width} x {height})"
@@ -140,7 +132,7 @@ def _entropy(subject: Subject) -> Made:
     num_tokens = subject.model.num_prefix_tokens + rows * columns
     labels = f"uniform over {num_tokens:,} tokens", "entropy of attention (bits)"
     uniform = float(np.log2(num_tokens))
-    return _by_head("entropy_bits", subject.measured.entropies, uniform, labels)
+    return _by_head("entropy_bits", subject.seen.entropies, uniform, labels)
 
 
 def _by_head(
@@ -156,13 +148,13 @@ def _by_head(
 
 
 def _rollout(subject: Subject) -> Made:
-    seen = subject.measured
+    seen = subject.seen
     figure = plots.draw_rollouts(seen.images, seen.rollouts, name_of_shares(subject.model))
     return figure, {"rollout": seen.rollouts} | seen.shown
 
 
 def _heads(subject: Subject) -> Made:
-    seen, where = subject.measured, name_of_shares(subject.model)
+    seen, where = subject.seen, name_of_shares(subject.model)
     figures = {
         f"heads_{i}": plots.draw_heads(image, of_heads, where)
         for i, (image, of_heads) in enumerate(zip(seen.images, seen.heads, strict=True), start=1)
@@ -170,12 +162,10 @@ def _heads(subject: Subject) -> Made:
     return figures, {"attention": seen.heads} | seen.shown
 
 
-def _features(subject: Subject) -> Made | str:
-    seen = subject.measured
+def _features(subject: Subject) -> Made:
+    seen = subject.seen
     rows = seen.features.reshape(-1, seen.features.shape[-1])
     components, shares = principal_components(rows, 3)
-    if len(components) < 3:
-        return f"its {len(rows)} patches span fewer than three directions; give more images"
     projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T
     projected = projected.reshape(*seen.features.shape[:3], 3)
     figure = plots.draw_features(seen.images, projected)
@@ -183,20 +173,18 @@ def _features(subject: Subject) -> Made | str:
 
 
 def _norms(subject: Subject) -> Made:
-    table = norm_table(subject.measured.norms, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
+    table = norm_table(subject.seen.norms, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
     rows = enumerate(zip(*table.values(), strict=True))
     figure = plots.draw_norms(table, OUTLIER_FACTOR)
     return figure, [("layer", *table), *((i, *row) for i, row in rows)]
 
 
 def _similarity(subject: Subject) -> Made | str:
-    others = subject.other or subject.measured
-    found = alignment(subject.measured.grams, others.grams)
+    found = alignment(subject.seen.grams, (subject.other or subject.seen).grams)
     if found is None:
         return f"needs {MIN_IMAGES} readable images in a batch; give more"
-    names = ("layer", "layer")
-    if subject.other is not None:
-        names = (f"layer of {subject.name}", f"layer of {subject.other_name}")
+    own = subject.pretrained.source
+    names = [f"layer of {plots.short(name, 20)}" for name in (own, subject.other_name or own)]
     rows = ((*place, value) for place, value in np.ndenumerate(found))
     return plots.draw_similarity(found, names), [("layer", "other_layer", "cka"), *rows]
 

@@ -19,7 +19,7 @@ from vit_jax.inference import layers
 from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps
 from vit_jax.models.contract import about
-from vit_jax.models.watched import watch
+from vit_jax.models.watched import as_map, watch
 from vit_jax.transfer.pretrained import Pretrained
 
 MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
@@ -155,7 +155,7 @@ def make_program(
         outputs = [layer.astype(jnp.float32) for layer in found.layers]
         lengths = [jnp.linalg.norm(layer, axis=-1) for layer in outputs]
         each["norms"] = [norm.reshape(len(norm), -1) for norm in lengths]
-        few["features"] = layers.as_map(model, found.tokens[:shown], spec.image_size)
+        few["features"] = as_map(model, found.tokens[:shown], spec.image_size)
         few = {name: values.astype(jnp.float32) for name, values in few.items()}
         return {"each": each, "shown": few, "grams": jnp.stack([*map(gram_matrix, outputs)])}
 

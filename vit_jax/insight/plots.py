@@ -62,16 +62,9 @@ _POINTS = 10_000  # of all curves of a chart together
 _CURVE_POINTS = 100, 2_000  # of a curve: at least and at most
 
 
-class Style(NamedTuple):
-    """How the curves of a run look: a colour, and `solid`, `dashed` or `dotted`."""
-
-    color: str
-    dash: str
-
-
-def style(i: int) -> Style:
-    """The style of run number `i`; 21 runs differ."""
-    return Style(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)])
+def style(i: int) -> tuple[str, str]:
+    """The colour and the dash (`solid`, `dashed`, `dotted`) of run number `i`; 21 runs differ."""
+    return _COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)]
 
 
 def short(name: str, longest: int = 24) -> str:
@@ -216,8 +209,6 @@ def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     `table`: {"median", "p5", "p95", "largest", "outlier_share", "prefix"}, each (L,); "prefix", the
     mean of the class token and its like, is NaN for a model without any.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     figure = _figure(2.9)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     layers = np.arange(len(table["median"]))
@@ -229,9 +220,6 @@ def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     if np.isfinite(table["prefix"]).all():
         above.plot(layers, table["prefix"], ":s", color=_BLACK, label="prefix tokens")
     above.set_yscale("log")
-    above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    above.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    above.yaxis.set_minor_formatter(NullFormatter())
     above.set_ylabel("norm of a token")
     below.bar(layers, 100 * table["outlier_share"], width=0.6, color=_ORANGE)
     below.set_ylim(0, max(1.0, 110 * table["outlier_share"].max()))

@@ -13,7 +13,6 @@ import base64
 import csv
 import datetime
 import hashlib
-import importlib.util
 import io
 import os
 import re
@@ -39,20 +38,10 @@ from vit_jax.insight.runs import (
 if TYPE_CHECKING:
     import markupsafe
 
-PNG = b"\x89PNG\r\n\x1a\n"
 _CURVES = 12  # charts, unless metrics are chosen
 _SPEEDS = ("time/images_per_s", "time/mfu")
 _MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
 _ROWS = 10  # of the tables of classes and confusions
-
-
-def check_installed() -> None:
-    """Raise InputError if the packages for reports are not installed."""
-    missing = [name for name in ("bokeh", "jinja2") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"report: not installed: {', '.join(missing)}; run pip install -e '.[report]'"
-        )
 
 
 def write(
@@ -71,9 +60,12 @@ def write(
     Raises:
       InputError: if no run has one of `metrics`, or the packages for reports are not installed.
     """
-    check_installed()
-    import jinja2
-    from markupsafe import Markup
+    try:
+        import bokeh.embed  # noqa: F401 - used in `plots`
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as e:
+        raise InputError(f"report: {e}; run pip install -e '.[report]'") from None
 
     known = choose_metrics(runs)
     chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]
@@ -164,10 +156,8 @@ def read_images(folder: epath.Path, *patterns: str) -> list[Image]:
     """The PNGs below `folder`; captions are their names below it."""
     images = []
     for path in find(folder, *patterns):
-        content = path.read_bytes()
-        if content.startswith(PNG):
-            caption = os.path.relpath(path, folder).removesuffix(".png")
-            images.append(Image(caption, base64.b64encode(content).decode()))
+        caption = os.path.relpath(path, folder).removesuffix(".png")
+        images.append(Image(caption, base64.b64encode(path.read_bytes()).decode()))
     return images
 
 

@@ -13,6 +13,8 @@ read a workdir do not look at the file.
 
 import contextlib
 import dataclasses
+import datetime
+import fcntl
 import json
 import logging
 import math
@@ -27,11 +29,6 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("vit_jax")
 
@@ -65,12 +62,9 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
     @property
-    def age(self) -> str:
-        """How long it has held the workdir, in its greatest unit: 12 s, 5 min, 3.5 h."""
-        seconds = time.time() - self.since
-        if seconds < 60:
-            return f"{max(seconds, 0):.0f} s"
-        return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    def age(self) -> datetime.timedelta:
+        """How long it has held the workdir, shown as H:MM:SS."""
+        return datetime.timedelta(seconds=round(time.time() - self.since))
 
 
 def _read(workdir: epath.Path) -> Holder | None:
@@ -82,6 +76,12 @@ def _read(workdir: epath.Path) -> Holder | None:
         return None
     except (ValueError, TypeError):  # edited
         return Holder("an unknown host", 0, time.time(), "")
+
+
+def is_held(workdir: epath.Path, token: str) -> bool:
+    """Whether the file, as this process sees it now, is that of the lock with `token`."""
+    holder = _read(workdir)
+    return holder is not None and holder.token == token
 
 
 def _heartbeat_age(workdir: epath.Path) -> float:
@@ -104,7 +104,7 @@ def _open_locked(workdir: epath.Path, flags: int) -> int | None:
       FileNotFoundError: there is no file, and `flags` do not make one.
     """
     path = os.fspath(workdir / _FILE)
-    if fcntl is None or "://" in path:
+    if "://" in path:
         return None
     for _ in range(_TRIES):
         file = os.open(path, os.O_RDWR | flags, 0o666)
@@ -153,8 +153,6 @@ def _wait_for_heartbeat(workdir: epath.Path, has_locks: bool) -> None:
     )  # fmt: skip
     while age < STALE_S:
         time.sleep(_LOOK_S)
-        if _read(workdir) is None:
-            return
         before, age = age, _heartbeat_age(workdir)
         if age < before:
             raise _refusal(workdir)
@@ -184,13 +182,15 @@ def _naming_the_disk(workdir: epath.Path) -> Iterator[None]:
 class Lock:
     """The lock of this process on a workdir, its heartbeat kept by a thread.
 
+    token: of this lock, unlike any other; it stands in the file.
+
     Raises:
       InputError: another process trains in `workdir`, or its disk fails.
     """
 
     def __init__(self, workdir: epath.Path):
-        self._path = workdir / _FILE
-        self._holder = Holder(socket.gethostname(), os.getpid(), time.time(), uuid.uuid4().hex)
+        self._path, self.token = workdir / _FILE, uuid.uuid4().hex
+        self._holder = Holder(socket.gethostname(), os.getpid(), time.time(), self.token)
         self._ended, self._kept = threading.Event(), False
         with _naming_the_disk(workdir), contextlib.ExitStack() as undo:
             self._file = _open_locked(workdir, os.O_CREAT)
@@ -220,26 +220,18 @@ class Lock:
 
         A file that cannot be read has no other holder until its heartbeat is stale.
         """
-        with contextlib.suppress(Exception):  # an object store's client has errors of many classes
-            self._look()
-        return self._was_ours
-
-    def _look(self) -> bool:
-        """Whether the file names this process, as read now; raises whatever reading it raises."""
         try:
-            found = _read(self._path.parent)
-        except Exception:
-            self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
-            raise
-        self._was_ours = found is not None and found.token == self._holder.token
-        if self._was_ours:
+            self._was_ours = is_held(self._path.parent, self.token)
             self._confirmed_at = time.monotonic()
+        except Exception:  # an object store's client has errors of many classes
+            self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
         return self._was_ours
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(_BEAT_S):
             try:
-                if not self._look():  # unread, it may be another's, which a beat would overwrite
+                # Unread, it may be another's, which a beat would overwrite.
+                if not self.is_ours() or not is_held(self._path.parent, self.token):
                     continue
                 if "://" in os.fspath(self._path):
                     self._write()
@@ -254,16 +246,11 @@ class Lock:
         This process was then stopped, or without the disk, for longer than a heartbeat may be old.
         `fresh`: look at the file now; otherwise the last heartbeat's look is enough.
         """
-        if self.is_ours() if fresh else self._was_ours:
-            return
-        try:
-            now = _read(self._path.parent)
-            why = f"{now} trains there now" if now else f"{_FILE} was removed"
-        except Exception as e:
-            why = f"{_FILE} cannot be read: {e}"
-        raise LostLockError(
-            f"--workdir={self._path.parent}: {why}; this process ends without saving"
-        )
+        if not (self.is_ours() if fresh else self._was_ours):
+            raise LostLockError(
+                f"--workdir={self._path.parent}: {_FILE} names another process, which trains there "
+                "now, or it is gone or unreadable; this process ends without saving"
+            )
 
     def keep(self) -> None:
         """Keep the lock, heartbeat included, until this process ends; `release` then does nothing.

@@ -9,17 +9,14 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import types
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from jax._src import clusters, distributed  # no public names; see tests/test_jax_private.py
 from jax.experimental import multihost_utils
 
@@ -27,7 +24,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.job.exit_codes import FAILED
 
 _VERDICT_S = 10  # for process 0 to report missing processes after the timeout
-_SHARED_WITHIN_S = 60  # a network disk may hide a new directory from other hosts for this long
 
 _next_comparison = itertools.count().__next__  # all processes make the same ones in the same order
 
@@ -238,8 +234,8 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     return [], differences
 
 
-def say_to_all(what: str, find: Callable[[], str], timeout_s: float) -> str:
-    """The text that `find` gives on process 0, on every process.
+def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
+    """What `find` gives on process 0, on every process; on the others as JSON gives it back.
 
     Args:
       what: is found, for errors.
@@ -255,14 +251,11 @@ def say_to_all(what: str, find: Callable[[], str], timeout_s: float) -> str:
     key = f"agree/{_next_comparison()} {what}"
     if jax.process_index() == 0:
         try:
-            found = find()
+            text = json.dumps({"found": find()})
         except InputError as e:
-            client().key_value_set(key, json.dumps({"faults": e.faults}))
-            raise
-        client().key_value_set(key, json.dumps({"found": found}))
-        return found
-    text = _wait_for(key, timeout_s)
-    if text is None:
+            text = json.dumps({"faults": e.faults})
+        client().key_value_set(key, text)
+    elif (text := _wait_for(key, timeout_s)) is None:
         raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
     said = json.loads(text)
     if "faults" in said:
@@ -282,40 +275,6 @@ def _wait_for(key: str, timeout_s: float) -> str | None:
 
 def _processes(numbers: list[int]) -> str:
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
-    """Raise InputError if a process cannot see what process 0 writes to `workdir`."""
-    if jax.process_count() == 1:
-        return
-    is_first, made = jax.process_index() == 0, not workdir.exists()
-
-    def write() -> str:
-        name = f".seen-by-all-{uuid.uuid4().hex}"
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            (workdir / name).write_text("")
-        except OSError as e:
-            raise InputError(
-                f"--workdir={workdir}: {e.strerror or e}; choose another directory"
-            ) from None
-        return name
-
-    token = workdir / say_to_all("what it wrote to --workdir", write, timeout_s)
-    until = time.monotonic() + _SHARED_WITHIN_S
-    while not (seen := token.exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    own = f"{workdir} on {socket.gethostname()}, another folder than on process 0"
-    place = "shared" if seen else own
-    try:
-        agree("workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
-    except InputError:
-        if is_first and made:
-            workdir.rmtree()
-        raise
-    finally:
-        if is_first:
-            token.unlink(missing_ok=True)
 
 
 class PreemptionGuard:

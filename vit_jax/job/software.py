@@ -27,9 +27,8 @@ def software() -> dict[str, str]:
     return found
 
 
-def code_digest(root: pathlib.Path | None = None) -> str:
+def code_digest(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
     """Digest of all source files of the package, or below `root`; without a wheel's configs."""
-    root = root or pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(set(root.rglob("*.py")) - set((root / "configs").rglob("*.py"))):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")

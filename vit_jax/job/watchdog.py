@@ -116,38 +116,34 @@ class Board:
         return thread, answer
 
 
+@dataclasses.dataclass(kw_only=True)
 class Watchdog:
     """Watches the progress of one process, by its own and the others' reports.
 
     Time in which this process itself did not run, because it was stopped or the machine slept, does
     not count; the other processes judge that.
 
-    Args:
-      deadlines: {phase: seconds}, including "step"; phases that are absent have no deadline.
-      process, num_processes: number of this process, and of all.
-      board: see `Board`; None in a job of one process.
-      end: called once with a description of the fault.
-      clock: returns seconds.
+    deadlines: {phase: seconds}, including "step"; phases that are absent have no deadline.
+    process, num_processes: number of this process, and of all.
+    board: see `Board`; None in a job of one process.
+    end: called once with a description of the fault.
+    clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        deadlines: Mapping[str, float],
-        *,
-        process: int = 0,
-        num_processes: int = 1,
-        board: Any = None,
-        end: Callable[[str], Any],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._deadlines, self._board, self._end, self._clock = deadlines, board, end, clock
-        self._process, self._num_processes = process, num_processes
-        self.interval_s = min(deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
+    deadlines: Mapping[str, float]
+    process: int = 0
+    num_processes: int = 1
+    board: Any = None
+    end: Callable[[str], Any]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self):
+        self.interval_s = min(self.deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
         self.failure, self.exit_code = "", FAILED
         # Replaced as a whole by the training thread, without a lock, which could get stuck.
         self._place = (0, "start", -1)
         self._seen, self._waited, self._beat = self._place, 0.0, 0
-        self._ticked_at, self._ticking, self._lived = clock(), 0.0, 0.0
+        self._ticked_at, self._ticking, self._lived = self.clock(), 0.0, 0.0
         self._heard: dict[int, tuple[Report, float]] = {}  # and the time of its last new beat
         self.answered = True
         self._failed_at: float | None = None
@@ -169,8 +165,8 @@ class Watchdog:
     def fail(self, failure: str, exit_code: int) -> None:
         """Publish that this process ends, and why."""
         self.failure, self.exit_code = failure, exit_code
-        if self._board is not None:
-            self._board.publish(self.report(), timeout_s=_SILENT_BEATS * self.interval_s)
+        if self.board is not None:
+            self.board.publish(self.report(), timeout_s=_SILENT_BEATS * self.interval_s)
 
     def report(self) -> Report:
         """Report of this process."""
@@ -179,27 +175,27 @@ class Watchdog:
 
     def tick(self) -> None:
         """Call every `interval_s`: publishes progress, and ends a run that has stopped."""
-        now, place = self._clock(), self._place
+        now, place = self.clock(), self._place
         passed = self._ticking + min(now - self._ticked_at, 2 * self.interval_s)
         self._lived, self._beat = self._lived + passed, self._beat + 1
         self._waited = 0.0 if place != self._seen else self._waited + passed
         self._seen = place
-        self._check(late=self._waited > self._deadlines.get(place[1], math.inf))
-        self._ticked_at = self._clock()
+        self._check(late=self._waited > self.deadlines.get(place[1], math.inf))
+        self._ticked_at = self.clock()
         # Time spent waiting for the coordinator; the process may have been stopped meanwhile.
         self._ticking = min(self._ticked_at - now, 2 * _ANSWER_BEATS * self.interval_s)
 
     def _check(self, late: bool) -> None:
-        if self._board is None:
+        if self.board is None:
             if late and not self.failure:
-                self._end(f"no progress: {self.report()}")
+                self.end(f"no progress: {self.report()}")
             return
-        self._board.publish(self.report())
-        failed = {i for i, report in self._ask("failed").items() if i != self._process}
+        self.board.publish(self.report())
+        failed = {i for i, report in self._ask("failed").items() if i != self.process}
         if failed and self._failed_at is None:
             self._failed_at = self._lived
         # Reports read now will explain JAX's own message about a missed heartbeat.
-        waits = self._seen[1] == "step" and self._waited > self._deadlines["step"] / 2
+        waits = self._seen[1] == "step" and self._waited > self.deadlines["step"] / 2
         if self.answered and (late or failed or self.failure or waits):
             for i, report in self._ask("report").items():
                 if i not in self._heard or self._heard[i][0].beat != report.beat:
@@ -208,12 +204,12 @@ class Watchdog:
             return  # already ending
         if failed and self._lived - self._failed_at > 2 * _SILENT_BEATS * self.interval_s:
             # By now the training thread would have found the same fault, with more detail.
-            self._end(self.describe_others())
+            self.end(self.describe_others())
         elif late and not failed and (verdict := self._judge()):
-            self._end(verdict)
+            self.end(verdict)
 
     def _ask(self, name: str) -> dict[int, Report]:
-        found = self._board.read(name, _ANSWER_BEATS * self.interval_s)
+        found = self.board.read(name, _ANSWER_BEATS * self.interval_s)
         self.answered = found is not None
         return found or {}
 
@@ -223,9 +219,9 @@ class Watchdog:
         silent = {
             i: report
             for i, (report, heard_at) in self._heard.items()
-            if heard_at < limit and not report.failure and i != self._process
+            if heard_at < limit and not report.failure and i != self.process
         }
-        return silent | {i: None for i in range(self._num_processes) if i not in self._heard}
+        return silent | {i: None for i in range(self.num_processes) if i not in self._heard}
 
     def describe_others(self) -> str:
         """Processes that are unreachable, lost or ending; "" if none is known."""
@@ -239,7 +235,7 @@ class Watchdog:
         said += [
             f"process {i} is ending, at {report}: {report.failure}"
             for i, (report, _) in self._heard.items()
-            if report.failure not in ("", self.failure) and i != self._process
+            if report.failure not in ("", self.failure) and i != self.process
         ]
         return f"{'; '.join(said)}; this process: {self.report()}" if said else ""
 
@@ -251,7 +247,7 @@ class Watchdog:
             return self.describe_others()
         reports = {i: report for i, (report, _) in self._heard.items()}
         for r in reports.values():
-            if r.phase != "step" and r.waited_s <= self._deadlines.get(r.phase, math.inf):
+            if r.phase != "step" and r.waited_s <= self.deadlines.get(r.phase, math.inf):
                 return ""
         first, last = (pick(r.step for r in reports.values()) for pick in (min, max))
         if first == last:
@@ -273,7 +269,7 @@ def start(job: ConfigDict) -> None:
     deadlines = {"start": compiling, "compile": compiling, "save": saving, "leave": saving}
     deadlines["step"] = step_deadline(job, num_processes)
     watchdog = _watchdog = Watchdog(
-        deadlines | {"evaluation": job.evaluation_deadline_s},
+        deadlines=deadlines | {"evaluation": job.evaluation_deadline_s},
         process=jax.process_index(),
         num_processes=num_processes,
         board=Board(jax.process_index()) if num_processes > 1 else None,
@@ -296,11 +292,9 @@ def stop() -> None:
     _watchdog = None
 
 
-@contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Enter a phase of this process's watchdog, if it was started; see `Watchdog.phase`."""
-    with _watchdog.phase(name) if _watchdog is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name)
 
 
 def arrive(step: int) -> None:

@@ -1,50 +1,16 @@
-"""Model families: one file and one entry in MODELS each."""
+"""Model families: one file each, and one line in `config.registries.FAMILIES`."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config import image_hw, model_fields
-from vit_jax.models.axial import AXIAL_NAMES, AxialViT
-from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
-from vit_jax.models.contract import Model, about, field_names
-from vit_jax.models.deit import DEIT_NAMES, DeiT
-from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
+from vit_jax.config import FAMILIES, image_hw, model_fields
+from vit_jax.models.contract import Model, about, as_family, field_names
 from vit_jax.models.fields import check_fields, field_defaults
-from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
-from vit_jax.models.resnet import STEM_WIDTH, map_stride
-from vit_jax.models.t2t import T2T_NAMES, T2TViT, t2t_fields
-from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
-from vit_jax.models.vit import ViT
-
-
-class Family(NamedTuple):
-    """A family of models.
-
-    module: the Flax module class.
-    parse: a function from a model's name to the module's fields.
-    names: the models of the papers; the family's grammar may allow more.
-    """
-
-    module: type[nn.Module]
-    parse: Callable[[str], dict[str, Any]]
-    names: tuple[str, ...]
-
-
-# Keyed by the start of a model's name; for hybrids without the ResNet's number of layers.
-MODELS = {
-    "ViT": Family(ViT, vit_fields, VIT_NAMES),
-    "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
-    "T2T": Family(T2TViT, t2t_fields, T2T_NAMES),
-    "Axial": Family(AxialViT, vit_fields, AXIAL_NAMES),
-    "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
-    "BiT": Family(BiT, bit_fields, BIT_NAMES),
-    "EfficientNet": Family(EfficientNet, efficientnet_fields, EFFICIENTNET_NAMES),
-}
 
 
 def create_model(
@@ -71,24 +37,27 @@ def create_model(
       InputError: the name or a field is unknown, or values contradict each other.
     """
     family = find_family(name)
-    fields = check_fields(family.module, fields, name)
+    fields = check_fields(family, fields, name)
     sizes = {"num_classes": num_classes, "image_size": image_size} | family.parse(name)
-    return family.module(**(check_fields(family.module, sizes, name) | fields))
+    return family(**(check_fields(family, sizes, name) | fields))
 
 
-def find_family(name: str) -> Family:
-    """The family of the model called `name`, found by the text before the first dash.
+def find_family(name: str) -> type[Any]:
+    """The family of the model called `name`.
 
     Raises:
       InputError: if no family has that name.
     """
-    start, dash, _ = name.partition("-")
-    family = MODELS.get(re.sub(r"^R\d+\+", "R+", start)) if dash else None
-    if family is None:
-        known = [name for family in MODELS.values() for name in family.names]
-        hint = translate_name(name) or nearest(name, known)
-        raise InputError(f"name={name!r}: no such model; {hint}")
-    return family
+    try:
+        return FAMILIES.find(name)
+    except InputError:
+        hint = translate_name(name) or nearest(name, known_names())
+        raise InputError(f"name={name!r}: no such model; {hint}") from None
+
+
+def known_names() -> list[str]:
+    """The names of the papers' models; the grammar of most families allows more."""
+    return [name for family in map(FAMILIES.find, FAMILIES) for name in family.names]
 
 
 def fields_of(name: str) -> list[str]:
@@ -97,7 +66,7 @@ def fields_of(name: str) -> list[str]:
     Raises:
       InputError: for an unknown name.
     """
-    return field_names(find_family(name).module)
+    return field_names(find_family(name))
 
 
 def model_of(config: ConfigDict) -> Model:
@@ -123,26 +92,16 @@ def sizes_of(name: str) -> dict[str, Any]:
       InputError: for an unknown name.
     """
     family = find_family(name)
-    sizes = field_defaults(family.module) | check_fields(family.module, family.parse(name), name)
-    return {field: sizes.get(field) for field in SIZES if field in field_names(family.module)}
-
-
-# The families whose names have the form START-VARIANT/PATCH, each with that start.
-_ANY_PATCH = {"ViT": "ViT", "DeiT": "DeiT", "Axial": "Axial-ViT"}
+    sizes = field_defaults(family) | check_fields(family, family.parse(name), name)
+    return {field: sizes.get(field) for field in SIZES if field in field_names(family)}
 
 
 def name_of(model: nn.Module) -> str | None:
     """The name of the model with the family and the sizes of `model`; None if there is none."""
-    patch = getattr(model, "patch_size", (0, 0))
-    for start, family in MODELS.items():
-        if family.module is not type(model):
-            continue
-        names = family.names
-        if start in _ANY_PATCH:
-            names = tuple(f"{_ANY_PATCH[start]}-{variant}/{patch[0]}" for variant in VIT_VARIANTS)
-        for name in names:
-            if all(getattr(model, field) == size for field, size in sizes_of(name).items()):
-                return name
+    for name in about(model).possible_names:
+        same = all(getattr(model, field) == size for field, size in sizes_of(name).items())
+        if same and is_of_family(model, name):
+            return name
     return None
 
 
@@ -163,7 +122,7 @@ def translate_name(name: str) -> str | None:
     if match is not None:
         return f"it is called EfficientNet-{match[1].upper()} here"
     match = re.match(r"t2t_vit_(?:t_)?(\d+)(?:_|\.|$)", plain)
-    if match is not None and f"T2T-ViT-{match[1]}" in T2T_NAMES:
+    if match is not None:
         return f"it is called T2T-ViT-{match[1]} here"
     match = re.match(r"(vit|deit)3?_([a-z0-9]+)_(?:distilled_)?(?:patch)?(\d+)(?:_|\.|$)", plain)
     if match is None or match[2] not in _SIZES_ELSEWHERE:
@@ -176,7 +135,7 @@ def translate_name(name: str) -> str | None:
 
 def is_of_family(model: nn.Module, name: str) -> bool:
     """Whether `model` is of the family of the model called `name`."""
-    return type(model) is find_family(name).module
+    return type(model) is find_family(name)
 
 
 def token_stride(name: str) -> tuple[int, int]:
@@ -188,38 +147,20 @@ def token_stride(name: str) -> tuple[int, int]:
       InputError: for an unknown name.
     """
     family = find_family(name)
-    fields = check_fields(family.module, family.parse(name), name)
+    fields = check_fields(family, family.parse(name), name)
     fields |= {"num_classes": None, "image_size": None}
-    if "pos_embed" in field_names(family.module):
+    if "pos_embed" in field_names(family):
         fields["pos_embed"] = "none"  # then no image size is needed
-    return family.module(**fields).token_stride
+    return family(**fields).token_stride
 
 
 def tiny_fields(name: str) -> dict[str, Any]:
     """{key of `config.model`: value} of a tiny model with the family and token stride of `name`.
 
-    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
-    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
-    sizes of the variant mu.
-
     Raises:
       InputError: for an unknown name.
     """
-    has, tiny = fields_of(name), dict[str, Any](name=name)
-    if "token_module" in has:
-        return tiny | VIT_VARIANTS["mu"]._asdict() | {"token_width": 16}
-    if "width_factor" in has:
-        return tiny | {"width_factor": 0.125, "depth_factor": 0.1}
-    if "patch_size" in has:
-        without_patch, _, patch = name.rpartition("/")
-        tiny["name"] = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
-    if "stages" in has:
-        tiny["stem_width"] = STEM_WIDTH // 2
-        if find_family(name).parse(name)["stages"]:
-            tiny["stages"] = (1,)
-            if "patch_size" in has:
-                tiny["patch_size"] = token_stride(name)[0] // map_stride((1,))
-    return tiny
+    return as_family(find_family(name)).tiny_fields(name)  # type: ignore[arg-type] # mypy wants a hash of types
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:

@@ -67,6 +67,7 @@ class AxialViT(ViT):
 
     pool: str = "gap"
 
+    names = ("Axial-ViT-B/32", "Axial-ViT-B/16")
     block_class = AxialBlock
     attention_shape = "it runs within single rows and columns"
     why_no_weights = (
@@ -90,6 +91,3 @@ class AxialViT(ViT):
                 "another kind than relative"
             )
         return faults
-
-
-AXIAL_NAMES = ("Axial-ViT-B/32", "Axial-ViT-B/16")

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import key
+from vit_jax.models import fields
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.fields import check_image_shape
 from vit_jax.models.forms import Constrain, unconstrained
@@ -93,6 +95,27 @@ class Trunk(nn.Module):
         return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
 
 
+BIT_NAMES = tuple(
+    f"BiT-{size}"
+    for size in (
+        "R50x1", "R50x2", "R50x3", "R101x1", "R101x3", "R152x1", "R152x2", "R152x4", "R200x3",
+    )
+)  # fmt: skip
+
+
+def bit_fields(name: str) -> dict[str, Any]:
+    """The fields of the ResNet called `name`; "BiT-R50x3" is a ResNet-50 with triple width.
+
+    Raises:
+      InputError: if it is not one of BIT_NAMES.
+    """
+    match = re.fullmatch(r"BiT-R(\d+)x(\d+)", name)
+    if match is None or name not in BIT_NAMES:
+        raise InputError(f"name={name!r}: no such ResNet; known: {', '.join(BIT_NAMES)}")
+    layers, factor = map(int, match.groups())
+    return {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}
+
+
 class BiT(ResNetModel):
     """ResNet-v2: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
@@ -106,18 +129,25 @@ class BiT(ResNetModel):
     Raises: InputError for fields that are out of range, or images of another size.
     """
 
-    num_classes: int | None
-    image_size: tuple[int, int] | None
-    stages: tuple[int, ...]
-    stem_width: int = STEM_WIDTH
-    head_bias: float = 0.0
-    scan: bool = False
-    remat: str = "none"
-    channels: int = 3
+    num_classes: int | None = key(..., **fields.NUM_CLASSES)
+    image_size: tuple[int, int] | None = key(..., "of the images")
+    stages: tuple[int, ...] = key(..., **fields.STAGES)
+    stem_width: int = key(STEM_WIDTH, **fields.STEM_WIDTH)
+    head_bias: float = key(0.0, **fields.HEAD_BIAS)
+    scan: bool = key(False, **fields.SCAN)
+    remat: str = key("none", **fields.REMAT)
+    channels: int = key(3, "of the images", within=fields.FROM_1)
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
+    names = BIT_NAMES
+    parse = staticmethod(bit_fields)
     stacks_layers = False
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        """At most one unit and half the width."""
+        return {"name": name, "stem_width": STEM_WIDTH // 2, "stages": (1,)}
 
     def setup(self):
         self.trunk = Trunk(
@@ -179,24 +209,3 @@ class BiT(ResNetModel):
         if not self.stages:
             faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
         return faults
-
-
-BIT_NAMES = tuple(
-    f"BiT-{size}"
-    for size in (
-        "R50x1", "R50x2", "R50x3", "R101x1", "R101x3", "R152x1", "R152x2", "R152x4", "R200x3",
-    )
-)  # fmt: skip
-
-
-def bit_fields(name: str) -> dict[str, Any]:
-    """The fields of the ResNet called `name`; "BiT-R50x3" is a ResNet-50 with triple width.
-
-    Raises:
-      InputError: if it is not one of BIT_NAMES.
-    """
-    match = re.fullmatch(r"BiT-R(\d+)x(\d+)", name)
-    if match is None or name not in BIT_NAMES:
-        raise InputError(f"name={name!r}: no such ResNet; known: {', '.join(BIT_NAMES)}")
-    layers, factor = map(int, match.groups())
-    return {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}

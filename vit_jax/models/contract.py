@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import collect_faults
-from vit_jax.models.fields import REMATS, WITHOUT, field_names, find_field_faults
+from vit_jax.config.parts import find_wrong, keys_of_fields
+from vit_jax.models.fields import WITHOUT, field_names
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 
@@ -66,12 +67,28 @@ class Model(nn.Module):
     scan = WITHOUT["scan"]
     channels = WITHOUT["channels"]
 
-    choices: ClassVar[dict[str, Sequence[str]]] = {"remat": REMATS}  # {field: known values}
+    names: ClassVar[tuple[str, ...]] = ()  # of the papers' models; `parse` may take others
+
+    @staticmethod
+    def parse(name: str) -> dict[str, Any]:
+        """The fields of the model called `name`; raises InputError if there is none."""
+        raise NotImplementedError
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        """{key of `config.model`: value} of a tiny model with the token stride of `name`."""
+        return {"name": name}
+
+    @property
+    def possible_names(self) -> Sequence[str]:
+        """The names that a model with these fields may have."""
+        return self.names
 
     @nn.nowrap
     def find_faults(self) -> list[str]:
         """The faults of its fields: each one's, and those that contradict each other."""
-        return find_field_faults(self, self.choices)
+        keys = keys_of_fields(type(self))  # type: ignore[arg-type] # mypy wants a hash of types
+        return find_wrong(keys, {name: getattr(self, name) for name in keys})
 
     def __post_init__(self):
         collect_faults(self.find_faults())
@@ -208,8 +225,10 @@ class Model(nn.Module):
 
 
 @functools.cache
-def _as_model(module: type[nn.Module]) -> type[Model]:
-    """`module` with the answers of `Model` to what it does not say itself."""
+def as_family(module: Any) -> type[Model]:
+    """`module`, with the answers of `Model` to what it does not say itself."""
+    if issubclass(module, Model):
+        return module
     own: dict[str, Any] = {"__module__": module.__module__, "__doc__": module.__doc__}
     # Fields without a default would be hidden by the properties.
     own |= {name: getattr(module, name, None) for name in field_names(module)}
@@ -223,7 +242,7 @@ def about(model: nn.Module) -> Model:
         return model
     module = type(model)
     fields = {name: getattr(model, name) for name in field_names(module)}
-    return _as_model(module)(**fields)  # type: ignore[arg-type] # mypy wants a hash of instances
+    return as_family(module)(**fields)  # type: ignore[arg-type] # mypy wants a hash of instances
 
 
 def with_known(model: nn.Module, **fields: Any) -> nn.Module:

@@ -7,6 +7,7 @@ Source: Touvron et al. 2020 (arXiv:2012.12877), section 4.
 import flax.linen as nn
 import jax
 
+from vit_jax.config import key
 from vit_jax.models.vit import ViT
 
 
@@ -22,7 +23,9 @@ class DeiT(ViT):
     Raises: InputError if `pool` is not "token", or `hidden_head` is set.
     """
 
-    distillation_head: bool = True
+    distillation_head: bool = key(True, "the second head")
+
+    names = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")
 
     def setup(self):
         super().setup()
@@ -75,6 +78,3 @@ class DeiT(ViT):
         if self.head_batch_norm:
             faults.append("head_batch_norm=True: a DeiT has two heads; set it to False")
         return faults
-
-
-DEIT_NAMES = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.base.errors import InputError, nearest
+from vit_jax.config import key
+from vit_jax.models import fields
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.dropout import Dropout
@@ -219,6 +221,55 @@ class Trunk(nn.Module):
         return constrain(x_BHWC, ("batch", None, None, None))
 
 
+class Variant(NamedTuple):
+    """A published size, with the image size and the dropout of its training."""
+
+    width_factor: float
+    depth_factor: float
+    image_size: int
+    dropout: float
+
+
+# Sources: the release's efficientnet_builder.py for B0 to B7, arXiv:1911.04252 for L2, timm's
+# efficientnet.py for B8.
+EFFICIENTNET_VARIANTS = {
+    "B0": Variant(1.0, 1.0, 224, 0.2),
+    "B1": Variant(1.0, 1.1, 240, 0.2),
+    "B2": Variant(1.1, 1.2, 260, 0.3),
+    "B3": Variant(1.2, 1.4, 300, 0.3),
+    "B4": Variant(1.4, 1.8, 380, 0.4),
+    "B5": Variant(1.6, 2.2, 456, 0.4),
+    "B6": Variant(1.8, 2.6, 528, 0.5),
+    "B7": Variant(2.0, 3.1, 600, 0.5),
+    "B8": Variant(2.2, 3.6, 672, 0.5),
+    "L2": Variant(4.3, 5.3, 800, 0.5),
+}
+
+EFFICIENTNET_NAMES = tuple(f"EfficientNet-{variant}" for variant in EFFICIENTNET_VARIANTS)
+
+
+def find_variant(name: str) -> Variant:
+    """The published size called `name`, e.g. "EfficientNet-B0".
+
+    Raises:
+      InputError: if it is not one of EFFICIENTNET_NAMES.
+    """
+    if name not in EFFICIENTNET_NAMES:
+        hint = nearest(name, EFFICIENTNET_NAMES)
+        raise InputError(f"name={name!r}: no such EfficientNet; {hint}")
+    return EFFICIENTNET_VARIANTS[name.removeprefix("EfficientNet-")]
+
+
+def efficientnet_fields(name: str) -> dict[str, Any]:
+    """The fields of the model called `name`.
+
+    Raises:
+      InputError: if it is not one of EFFICIENTNET_NAMES.
+    """
+    variant = find_variant(name)
+    return {"width_factor": variant.width_factor, "depth_factor": variant.depth_factor}
+
+
 class EfficientNet(Model):
     """EfficientNet: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
@@ -238,21 +289,28 @@ class EfficientNet(Model):
     Raises: InputError for fields that are out of range, or images of another size.
     """
 
-    num_classes: int | None
-    image_size: tuple[int, int] | None
-    width_factor: float
-    depth_factor: float
-    dropout: float = 0.0
-    stochastic_depth: float = 0.0
-    norm_momentum: float = 0.99
-    norm_eps: float = 1e-3
-    head_bias: float = 0.0
-    remat: str = "none"
-    channels: int = 3
+    num_classes: int | None = key(..., **fields.NUM_CLASSES)
+    image_size: tuple[int, int] | None = key(..., "of the images")
+    width_factor: float = key(..., "channels / those of B0", within=fields.POSITIVE)
+    depth_factor: float = key(..., "blocks / those of B0", within=fields.POSITIVE)
+    dropout: float = key(0.0, **fields.DROPOUT)
+    stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
+    norm_momentum: float = key(0.99, "of the running batch statistics", within=fields.RATE)
+    norm_eps: float = key(1e-3, **fields.NORM_EPS)
+    head_bias: float = key(0.0, **fields.HEAD_BIAS)
+    remat: str = key("none", **fields.REMAT)
+    channels: int = key(3, "of the images", within=fields.FROM_1)
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
+    names = EFFICIENTNET_NAMES
+    parse = staticmethod(efficientnet_fields)
     has_batch_statistics = True
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        """One block in each stage and an eighth of the width of B0."""
+        return {"name": name, "width_factor": 0.125, "depth_factor": 0.1}
 
     def setup(self):
         self.trunk = Trunk(
@@ -351,52 +409,3 @@ class EfficientNet(Model):
                 part, recomputed = 1 + len(layers), self.remat != "none"
                 layers.append(SplitLayer(part, recomputed, (output,), (before,)))
         return layers
-
-
-class Variant(NamedTuple):
-    """A published size, with the image size and the dropout of its training."""
-
-    width_factor: float
-    depth_factor: float
-    image_size: int
-    dropout: float
-
-
-# Sources: the release's efficientnet_builder.py for B0 to B7, arXiv:1911.04252 for L2, timm's
-# efficientnet.py for B8.
-EFFICIENTNET_VARIANTS = {
-    "B0": Variant(1.0, 1.0, 224, 0.2),
-    "B1": Variant(1.0, 1.1, 240, 0.2),
-    "B2": Variant(1.1, 1.2, 260, 0.3),
-    "B3": Variant(1.2, 1.4, 300, 0.3),
-    "B4": Variant(1.4, 1.8, 380, 0.4),
-    "B5": Variant(1.6, 2.2, 456, 0.4),
-    "B6": Variant(1.8, 2.6, 528, 0.5),
-    "B7": Variant(2.0, 3.1, 600, 0.5),
-    "B8": Variant(2.2, 3.6, 672, 0.5),
-    "L2": Variant(4.3, 5.3, 800, 0.5),
-}
-
-EFFICIENTNET_NAMES = tuple(f"EfficientNet-{variant}" for variant in EFFICIENTNET_VARIANTS)
-
-
-def find_variant(name: str) -> Variant:
-    """The published size called `name`, e.g. "EfficientNet-B0".
-
-    Raises:
-      InputError: if it is not one of EFFICIENTNET_NAMES.
-    """
-    if name not in EFFICIENTNET_NAMES:
-        hint = nearest(name, EFFICIENTNET_NAMES)
-        raise InputError(f"name={name!r}: no such EfficientNet; {hint}")
-    return EFFICIENTNET_VARIANTS[name.removeprefix("EfficientNet-")]
-
-
-def efficientnet_fields(name: str) -> dict[str, Any]:
-    """The fields of the model called `name`.
-
-    Raises:
-      InputError: if it is not one of EFFICIENTNET_NAMES.
-    """
-    variant = find_variant(name)
-    return {"width_factor": variant.width_factor, "depth_factor": variant.depth_factor}

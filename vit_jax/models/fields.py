@@ -5,10 +5,8 @@ Importing this module loads no family, so every family may import it.
 
 import functools
 import inspect
-import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,8 +17,24 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import image_hw
 
 DTYPES = ("float32", "bfloat16")
-REMATS = ("none", "dots", "full")
 
+FROM_1, POSITIVE, RATE = "[1, inf)", "(0, inf)", "[0, 1)"
+
+# The declarations of fields that several families have, but for the default: arguments of `key`.
+Declaration = dict[str, Any]
+DROPOUT: Declaration = {"meaning": "rate, rounded to 1/256", "within": RATE}
+HEAD_BIAS: Declaration = {"meaning": "initial bias of the last linear layer"}
+NORM_EPS: Declaration = {"meaning": "epsilon of the norms", "within": POSITIVE}
+NUM_CLASSES: Declaration = {"meaning": "of the head; None: no head", "within": FROM_1}
+REMAT: Declaration = {
+    "meaning": "what the backward pass recomputes", "choices": ("none", "dots", "full")
+}  # fmt: skip
+SCAN: Declaration = {"meaning": "one scan over the layers, which compiles faster"}
+STAGES: Declaration = {"meaning": "ResNet: units per stage"}
+STEM_WIDTH: Declaration = {"meaning": "ResNet: channels of the root", "within": FROM_1}
+STOCHASTIC_DEPTH: Declaration = {
+    "meaning": "rate in the last layer; grows linearly from 0", "within": RATE
+}  # fmt: skip
 
 # The behaviour of a model that lacks one of these fields.
 WITHOUT: dict[str, Any] = {
@@ -108,43 +122,6 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
             raise InputError(f"dtype={dtype!r}: known: {', '.join(DTYPES)}")
         checked["dtype"] = jnp.dtype(dtype)
     return checked
-
-
-_RULES = (
-    (
-        ("width", "depth", "mlp_dim", "num_heads", "channels", "token_width"),
-        "a positive int",
-        lambda value: value >= 1,
-    ),
-    (
-        ("dropout", "attention_dropout", "stochastic_depth", "norm_momentum"),
-        "a rate in [0, 1)",
-        lambda value: 0 <= value < 1,
-    ),
-    (("norm_eps",), "a positive number", lambda value: value > 0),
-    (("num_classes",), "a positive int, or None", lambda value: value is None or value >= 1),
-    (("layer_scale",), "a positive number, or None", lambda value: value is None or value > 0),
-    (
-        ("width_factor", "depth_factor"),
-        "a positive number; 1 gives the size of B0",
-        lambda value: 0 < value < math.inf,
-    ),
-)
-
-
-def find_field_faults(model: nn.Module, choices: Mapping[str, Sequence[str]]) -> list[str]:
-    """One fault for each field of `model` that is out of range, or not in `choices`."""
-    values = {field: getattr(model, field) for field in field_names(type(model))}
-    return [
-        f"{field}={values[field]!r}: {nearest(str(values[field]), known)}"
-        for field, known in choices.items()
-        if field in values and values[field] not in known
-    ] + [
-        f"{field}={values[field]}: needs {needed}"
-        for fields, needed, is_good in _RULES
-        for field in fields
-        if field in values and not is_good(values[field])
-    ]
 
 
 def check_image_shape(

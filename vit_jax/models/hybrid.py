@@ -12,6 +12,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import key
+from vit_jax.models import fields
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import (
@@ -92,59 +94,6 @@ class Stem(nn.Module):
         )  # fmt: skip
 
 
-class HybridViT(ResNetModel, ViT):
-    """ViT that cuts patches of `patch_size` from the feature map of a ResNet with these `stages`.
-
-    `stem_width` is the number of channels of the ResNet's root; without stages the root is the
-    whole ResNet. All other fields are as in `ViT`. `scan` applies to the Transformer's blocks and
-    to the units of each stage; the parameters of units stay apart, see `resnet.Stage`.
-
-    Raises: InputError for fields that contradict each other, or images of another size.
-    """
-
-    stages: tuple[int, ...] = ()
-    stem_width: int = STEM_WIDTH
-
-    def setup(self):
-        super().setup()
-        self.stem = Stem(
-            self.stages,
-            self.stem_width,
-            scan=self.scan,
-            remat=self.remat,
-            dtype=self.dtype,
-            constrain=self.constrain,
-        )
-
-    def _embed(self, images):
-        return super()._embed(self.stem(images))
-
-    @property
-    def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of the image area behind one token."""
-        stride = map_stride(self.stages)
-        return self.patch_size[0] * stride, self.patch_size[1] * stride
-
-    embeds_patches = False
-    flops_by_sizes = None
-
-    @nn.nowrap
-    def filters(self, params):
-        """The standardised kernel of the root convolution."""
-        return HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
-
-    @nn.nowrap
-    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
-        """The units of the ResNet, which is all embedding, then the blocks."""
-        blocks = super().split_layers(tokens)
-        assert blocks is not None
-        return self.split_units() + blocks
-
-    @nn.nowrap
-    def find_faults(self) -> list[str]:
-        return super().find_faults() + find_stage_faults(self.stages, self.stem_width)
-
-
 # The hybrids of the papers; `hybrid_fields` accepts others too.
 HYBRID_NAMES = (
     "R+ViT-Ti/16",
@@ -184,3 +133,69 @@ def hybrid_fields(name: str) -> dict[str, Any]:
     if size % needed:
         raise InputError(f"name={name!r}: the patch size {size} must be a multiple of {needed}")
     return of_variant | {"patch_size": patch_size, "stages": stages}
+
+
+class HybridViT(ResNetModel, ViT):
+    """ViT that cuts patches of `patch_size` from the feature map of a ResNet with these `stages`.
+
+    `stem_width` is the number of channels of the ResNet's root; without stages the root is the
+    whole ResNet. All other fields are as in `ViT`. `scan` applies to the Transformer's blocks and
+    to the units of each stage; the parameters of units stay apart, see `resnet.Stage`.
+
+    Raises: InputError for fields that contradict each other, or images of another size.
+    """
+
+    stages: tuple[int, ...] = key((), **fields.STAGES)
+    stem_width: int = key(STEM_WIDTH, **fields.STEM_WIDTH)
+
+    names = HYBRID_NAMES
+    parse = staticmethod(hybrid_fields)
+    possible_names = HYBRID_NAMES
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        """At most one unit and half the width of the ResNet, with the same stride."""
+        tiny = ViT.tiny_fields(name) | {"stem_width": STEM_WIDTH // 2}
+        if (of_name := hybrid_fields(name))["stages"]:
+            stride = of_name["patch_size"] * map_stride(of_name["stages"])
+            tiny |= {"stages": (1,), "patch_size": stride // map_stride((1,))}
+        return tiny
+
+    def setup(self):
+        super().setup()
+        self.stem = Stem(
+            self.stages,
+            self.stem_width,
+            scan=self.scan,
+            remat=self.remat,
+            dtype=self.dtype,
+            constrain=self.constrain,
+        )
+
+    def _embed(self, images):
+        return super()._embed(self.stem(images))
+
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of the image area behind one token."""
+        stride = map_stride(self.stages)
+        return self.patch_size[0] * stride, self.patch_size[1] * stride
+
+    embeds_patches = False
+    flops_by_sizes = None
+
+    @nn.nowrap
+    def filters(self, params):
+        """The standardised kernel of the root convolution."""
+        return HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """The units of the ResNet, which is all embedding, then the blocks."""
+        blocks = super().split_layers(tokens)
+        assert blocks is not None
+        return self.split_units() + blocks
+
+    @nn.nowrap
+    def find_faults(self) -> list[str]:
+        return super().find_faults() + find_stage_faults(self.stages, self.stem_width)

@@ -13,6 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.config import key
+from vit_jax.models import fields
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.dense import Dense
@@ -81,23 +83,24 @@ class BlockFields:
     """The fields of an encoder block, shared by the block, the encoder and the model.
 
     `parallel`: attention and MLP take the same normalised tokens, and both outputs are added to
-    the residual. `gelu` is a key of GELU, `norm` a key of NORMS. `layer_scale` is the initial
-    value of `LayerScale` on each branch; None leaves it out. `qk_norm`, `qkv_bias`, `lora_rank`:
-    see `Attention`.
+    the residual. `qk_norm`, `qkv_bias`, `lora_rank`: see `Attention`.
     """
 
-    num_heads: int
-    mlp_dim: int
-    gelu: str = "tanh"
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    parallel: bool = False
-    norm: str = "layer"
-    norm_eps: float = NORM_EPS
-    qk_norm: bool = False
-    qkv_bias: bool = True
-    layer_scale: float | None = None
-    lora_rank: int | None = None
+    num_heads: int = key(..., "heads of attention in each layer", within=fields.FROM_1)
+    mlp_dim: int = key(..., "width of the hidden layer of each MLP", within=fields.FROM_1)
+    gelu: str = key("tanh", "the activation in MLPs", choices=tuple(GELU))
+    dropout: float = key(0.0, **fields.DROPOUT)
+    attention_dropout: float = key(0.0, "rate, on attention weights", within=fields.RATE)
+    parallel: bool = key(False, "attention and MLP in parallel")
+    norm: str = key("layer", "the norms", choices=tuple(NORMS))
+    norm_eps: float = key(NORM_EPS, **fields.NORM_EPS)
+    qk_norm: bool = key(False, "norms of queries and keys")
+    qkv_bias: bool = key(True, "biases of the projections to queries, keys and values")
+    layer_scale: float | None = key(
+        None, "initial value of a learned scale of each branch; None: no scale",
+        within=fields.POSITIVE,
+    )  # fmt: skip
+    lora_rank: int | None = key(None, "rank of the LoRA adapters on query and value; None: none")
     dtype: Any = jnp.float32
     forms: BlockOps = PLAIN
     constrain: Constrain = unconstrained
@@ -105,7 +108,7 @@ class BlockFields:
     @nn.nowrap
     def block_fields(self) -> dict[str, Any]:
         """The fields of this class as {name: value}, to pass to a submodule."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(BlockFields)}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockFields)}
 
 
 class EncoderBlock(BlockFields, nn.Module):

@@ -14,8 +14,6 @@ import numpy as np
 from einops import rearrange
 from flax import struct
 
-from vit_jax.base.errors import nearest
-
 LEARNED = ("learned_1d", "learned_2d", "relative")
 POS_EMBEDS = (*LEARNED, "sincos_2d", "none")
 SINCOS_1D = "sincos_1d"  # of T2T-ViTs, which keep its table as a constant
@@ -204,9 +202,7 @@ def find_position_faults(kind: str, place: str | None, width: int) -> list[str]:
         faults.append(f"pos_embed='sincos_2d': width={width} must be a multiple of 4, at least 8")
     if kind == "learned_2d" and width % 2:
         faults.append(f"pos_embed='learned_2d': width={width} must be a multiple of 2")
-    if place not in (None, *PLACES):
-        faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
-    elif place is not None and kind == "none":
+    if place is not None and kind == "none":
         faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
     elif place == "stem" and kind == "relative":
         faults.append(

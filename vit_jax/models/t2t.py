@@ -16,14 +16,16 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.base.errors import InputError, nearest
+from vit_jax.config import key
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention
+from vit_jax.models.fields import FROM_1
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.layers import REMAT_POLICIES, Mlp
 from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
-from vit_jax.models.variants import Variant
-from vit_jax.models.vit import ViT
+from vit_jax.models.variants import VIT_VARIANTS, Variant
+from vit_jax.models.vit import POS_EMBED, ViT
 
 TOKEN_MODULES = ("performer", "transformer")
 _FEATURE_RATIO = 2  # token width / number of random features
@@ -158,6 +160,31 @@ class TokensToToken(nn.Module):
         return rearrange(soft_split(x_BHWC, SPLITS[-1]), "b h w c -> b (h w) c")
 
 
+# By the numbers of layers.
+T2T_VARIANTS = {
+    "7": Variant(256, 7, 512, 4),
+    "10": Variant(256, 10, 512, 4),
+    "12": Variant(256, 12, 512, 4),
+    "14": Variant(384, 14, 1152, 6),
+    "19": Variant(448, 19, 1344, 7),
+    "24": Variant(512, 24, 1536, 8),
+}
+T2T_NAMES = tuple(f"T2T-ViT-{variant}" for variant in T2T_VARIANTS)
+
+
+def t2t_fields(name: str) -> dict[str, Any]:
+    """The fields of the model called `name`, e.g. "T2T-ViT-14".
+
+    Raises:
+      InputError: if it is not one of T2T_NAMES.
+    """
+    match = re.fullmatch(r"T2T-ViT-(\d+)", name)
+    if match is None or match[1] not in T2T_VARIANTS:
+        raise InputError(f"name={name!r}: no such T2T-ViT; {nearest(name, T2T_NAMES)}")
+    fields = {"patch_size": STRIDE, "gelu": "exact", "norm_eps": 1e-5, "qkv_bias": False}
+    return T2T_VARIANTS[match[1]]._asdict() | fields
+
+
 class T2TViT(ViT):
     """ViT on the tokens of a token module, one for every 16 x 16 pixels.
 
@@ -173,17 +200,20 @@ class T2TViT(ViT):
     Raises: InputError for fields that contradict each other, or images of another size.
     """
 
-    pos_embed: str = SINCOS_1D
-    token_module: str = "performer"
-    token_width: int = 64
+    pos_embed: str = key(SINCOS_1D, **POS_EMBED, choices=(*POS_EMBEDS, SINCOS_1D))
+    token_module: str = key("performer", "T2T-ViT: its layers", choices=TOKEN_MODULES)
+    token_width: int = key(64, "T2T-ViT: width of its tokens", within=FROM_1)
 
-    choices = ViT.choices | {
-        "pos_embed": (*POS_EMBEDS, SINCOS_1D),
-        "token_module": TOKEN_MODULES,
-    }
+    names = T2T_NAMES
+    parse = staticmethod(t2t_fields)
+    possible_names = T2T_NAMES
     embeds_patches = False
     takes_other_sizes = False  # its positions may be constants
     flops_by_sizes = None
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        return {"name": name, "token_width": 16} | VIT_VARIANTS["mu"]._asdict()
 
     def setup(self):
         super().setup()
@@ -222,28 +252,3 @@ class T2TViT(ViT):
         if self.patch_size != (STRIDE, STRIDE):
             faults.append(f"patch_size={self.patch_size}: a T2T-ViT needs {STRIDE}")
         return faults
-
-
-# By the numbers of layers.
-T2T_VARIANTS = {
-    "7": Variant(256, 7, 512, 4),
-    "10": Variant(256, 10, 512, 4),
-    "12": Variant(256, 12, 512, 4),
-    "14": Variant(384, 14, 1152, 6),
-    "19": Variant(448, 19, 1344, 7),
-    "24": Variant(512, 24, 1536, 8),
-}
-T2T_NAMES = tuple(f"T2T-ViT-{variant}" for variant in T2T_VARIANTS)
-
-
-def t2t_fields(name: str) -> dict[str, Any]:
-    """The fields of the model called `name`, e.g. "T2T-ViT-14".
-
-    Raises:
-      InputError: if it is not one of T2T_NAMES.
-    """
-    match = re.fullmatch(r"T2T-ViT-(\d+)", name)
-    if match is None or match[1] not in T2T_VARIANTS:
-        raise InputError(f"name={name!r}: no such T2T-ViT; {nearest(name, T2T_NAMES)}")
-    fields = {"patch_size": STRIDE, "gelu": "exact", "norm_eps": 1e-5, "qkv_bias": False}
-    return T2T_VARIANTS[match[1]]._asdict() | fields

@@ -5,7 +5,8 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
 import math
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.base.errors import collect_faults
+from vit_jax.config import key
+from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
-from vit_jax.models.gelu import GELU
 from vit_jax.models.layers import (
     BlockFields,
     Encoder,
@@ -29,16 +31,18 @@ from vit_jax.models.layers import (
 )
 from vit_jax.models.position import (
     LEARNED,
+    PLACES,
     POS_EMBEDS,
     TABLES,
     Positions,
     Relative,
     find_position_faults,
 )
+from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
-POOLS = ("token", "gap", "map")
+POS_EMBED: fields.Declaration = {"meaning": "positions of the patches"}
 
 
 def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
@@ -86,32 +90,28 @@ class ViT(BlockFields, Model):
     Raises: InputError for fields that contradict each other, or images of another size.
     """
 
-    num_classes: int | None
-    image_size: tuple[int, int] | None
-    patch_size: tuple[int, int]
-    width: int
-    depth: int
-    pool: str = "token"
-    class_token: bool | None = None
-    norm_pooled: bool = False
-    hidden_head: bool = False
-    head_bias: float = 0.0
-    head_batch_norm: bool = False
-    pos_embed: str = "learned_1d"
-    pos_embed_at: str | None = None
-    pos_embed_class_token: bool = True
-    stochastic_depth: float = 0.0
-    scan: bool = False
-    remat: str = "none"
-    remat_layers: int | None = None
-    channels: int = 3
+    num_classes: int | None = key(..., **fields.NUM_CLASSES)
+    image_size: tuple[int, int] | None = key(..., "of the images")
+    patch_size: tuple[int, int] = key(..., "of a patch in pixels")
+    width: int = key(..., "of a token", within=fields.FROM_1)
+    depth: int = key(..., "number of layers", within=fields.FROM_1)
+    pool: str = key("token", "what the head classifies", choices=("token", "gap", "map"))
+    class_token: bool | None = key(None, "a token before the patches; None: if `pool` needs it")
+    norm_pooled: bool = key(False, "final norm after pooling instead of before")
+    hidden_head: bool = key(False, "a hidden layer before the last linear layer")
+    head_bias: float = key(0.0, **fields.HEAD_BIAS)
+    head_batch_norm: bool = key(False, "normalise the head's input over the batch")
+    pos_embed: str = key("learned_1d", **POS_EMBED, choices=POS_EMBEDS)
+    pos_embed_at: str | None = key(None, "None: as pos_embed needs", choices=PLACES)
+    pos_embed_class_token: bool = key(True, "False: only patches have positions")
+    stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
+    scan: bool = key(False, **fields.SCAN)
+    remat: str = key("none", **fields.REMAT)
+    remat_layers: int | None = key(None, "so many first layers recompute; None: all")
+    channels: int = key(3, "of the images", within=fields.FROM_1)
 
-    choices = Model.choices | {
-        "pool": POOLS,
-        "gelu": tuple(GELU),
-        "norm": tuple(NORMS),
-        "pos_embed": POS_EMBEDS,
-    }
+    names = VIT_NAMES
+    parse = staticmethod(vit_fields)
     block_class: ClassVar[type[nn.Module]] = EncoderBlock  # of each of the `depth` blocks
     sums_of_block: ClassVar[int] = 2  # see `layers.split_blocks`
     embeds_patches = True
@@ -278,6 +278,16 @@ class ViT(BlockFields, Model):
         if self.head_batch_norm:
             y_BD = self.head_norm(y_BD[:, None, None], mask, train)[:, 0, 0]
         return self.head(y_BD)
+
+    @classmethod
+    def tiny_fields(cls, name: str) -> dict[str, Any]:
+        start, _, patch = name.rpartition("/")
+        return {"name": f"{start.rpartition('-')[0]}-mu/{patch}"}
+
+    @property
+    def possible_names(self) -> Sequence[str]:
+        start = self.names[0].rpartition("-")[0]
+        return [f"{start}-{variant}/{self.patch_size[0]}" for variant in VIT_VARIANTS]
 
     @property
     def has_batch_statistics(self) -> bool:

@@ -55,13 +55,17 @@ class ObjectiveOutput(NamedTuple):
     @property
     def loss(self) -> jax.Array:
         """loss_sum / weight_sum + the sum over `terms` of factor * sum / weight."""
-        return self.plus_terms(self.loss_sum / at_least_one(self.weight_sum))
-
-    def plus_terms(self, loss: jax.Array) -> jax.Array:
-        """`loss` + the sum over `terms` of factor * sum / weight."""
+        loss = self.loss_sum / at_least_one(self.weight_sum)
         for term in self.terms.values():
             loss += term.factor * term.mean
         return loss
+
+    @property
+    def metrics(self) -> dict[str, jax.Array]:
+        """The means of `metric_sums`, and of the further terms as `loss_NAME`."""
+        weight = at_least_one(self.weight_sum)
+        metrics = {name: total / weight for name, total in self.metric_sums.items()}
+        return metrics | {f"loss_{name}": term.mean for name, term in self.terms.items()}
 
 
 class State(Protocol):
@@ -128,6 +132,8 @@ class Objective:
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
     needs_average: whether it reads `state.ema`, as when a model is its own teacher.
+    is_single_pass: whether a step is one pass of the images through the model, and the loss one sum
+      over them: no further terms, own parameters, teachers or states.
     collapse: signs of a collapse; None: it learns from labels or teachers, and cannot collapse.
     """
 
@@ -140,6 +146,7 @@ class Objective:
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
     needs_average: bool = False
+    is_single_pass: bool = False
     collapse: Collapse | None = None
 
 
@@ -186,7 +193,13 @@ class RunFacts(NamedTuple):
 
 
 class ObjectivePart(Part):
-    """What `objective.name` selects; its fields are keys of the section `objective`."""
+    """What `objective.name` selects; its fields are keys of the section `objective`.
+
+    splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
+      what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
+    """
+
+    splits_on_cpus = False
 
     @property
     def learns_labels(self) -> bool:
@@ -205,7 +218,6 @@ class ObjectivePart(Part):
 
     def find_conflicts(self, config: ConfigDict) -> list[str]:
         """Faults between its keys and other sections of the config."""
-        del config
         return []
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
-from vit_jax.config import POSITIVE, key
+from vit_jax.config import LOSSES, POSITIVE, key
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -89,6 +89,8 @@ class Distillation(ObjectivePart):
     )  # fmt: skip
     distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
 
+    splits_on_cpus = True
+
     @property
     def learns_labels(self):
         return self.weight < 1
@@ -116,11 +118,12 @@ class Distillation(ObjectivePart):
         return faults
 
     def find_conflicts(self, config):
-        if self.mode == "features" or config.loss.name != "sigmoid":
+        loss = Faults().check(LOSSES.find, config.loss.name)
+        if self.mode == "features" or loss is None or loss.excludes is not False:
             return []
         return [
             f"objective.mode={self.mode!r}: needs classes that exclude each other, which "
-            "loss.name=sigmoid has not; set --config.objective.mode=features"
+            f"loss.name={config.loss.name} has not; set --config.objective.mode=features"
         ]
 
     def bind(self, model, loss, facts):
@@ -252,7 +255,6 @@ class _Logits:
     def __call__(
         self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[TeacherOutput]
     ) -> dict[str, jax.Array]:
-        del own, outputs
         logits_BC, logits = heads[-1], [found for found, _ in taught]
         if self.mode == "hard":
             label_B = _mean_log_p(logits, self.teachers, 1.0).argmax(axis=1)

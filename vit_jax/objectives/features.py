@@ -88,13 +88,8 @@ class Features:
         return own, {}
 
     def __call__(
-        self,
-        own: Any,
-        heads: list[jax.Array],
-        outputs: Outputs,
-        taught: Sequence[tuple[Any, Outputs]],
+        self, own: Any, heads: Any, outputs: Outputs, taught: Sequence[tuple[Any, Outputs]]
     ) -> dict[str, jax.Array]:
-        del heads
         found: dict[str, Any] = {}
         for i, pair in enumerate(self.pairs):
             x = _choose(outputs, pair.student, "the student", self.model)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 _EPS = 1e-8
 
 
-def koleo(x_BD: jax.Array, mask_B: jax.Array, group: int, nearest: int = 1) -> jax.Array:
+def koleo(x_BD: jax.Array, mask_B: jax.Array, group: int) -> jax.Array:
     """-log of the distance of each normalised feature to the nearest other one of its group.
 
     Neighbours are the rows of a group of consecutive rows of the global batch, so that the loss
@@ -20,10 +20,9 @@ def koleo(x_BD: jax.Array, mask_B: jax.Array, group: int, nearest: int = 1) -> j
       x_BD: features.
       mask_B: 1, or 0 for rows that are nobody's neighbour.
       group: rows of a group; divides B.
-      nearest: number of neighbours, over which the mean is taken.
 
     Returns:
-      (B,), float32; 0 where `mask_B` is 0 or a row has too few neighbours.
+      (B,), float32; 0 where `mask_B` is 0 or a row has no neighbour.
     """
     x_BD = x_BD.astype(jnp.float32)
     norm_B1 = jnp.sqrt(jnp.square(x_BD).sum(axis=1, keepdims=True) + _EPS**2)
@@ -32,11 +31,8 @@ def koleo(x_BD: jax.Array, mask_B: jax.Array, group: int, nearest: int = 1) -> j
     cosines_RGG = jnp.einsum("rgd,rhd->rgh", x_RGD, x_RGD)
     others_RGG = (mask_RG[:, None, :] > 0) & ~jnp.eye(group, dtype=bool)[None]
     cosines_RGG = jax.lax.stop_gradient(jnp.where(others_RGG, cosines_RGG, -2.0))
-    found_RGk, which_RGk = jax.lax.top_k(cosines_RGG, nearest)
-    loss_RG = jnp.zeros(mask_RG.shape)
-    for k in range(nearest):
-        y_RGD = jnp.take_along_axis(x_RGD, which_RGk[:, :, k, None], axis=1)
-        distance_RG = jnp.sqrt(jnp.square(x_RGD - y_RGD + _EPS).sum(axis=2))
-        loss_RG -= jnp.log(distance_RG + _EPS) / nearest
-    counts_RG = (mask_RG > 0) & (found_RGk[:, :, -1] > -1.5)
-    return jnp.where(counts_RG, loss_RG, 0.0).reshape(-1)
+    found_RG1, which_RG1 = jax.lax.top_k(cosines_RGG, 1)
+    y_RGD = jnp.take_along_axis(x_RGD, which_RG1, axis=1)
+    distance_RG = jnp.sqrt(jnp.square(x_RGD - y_RGD + _EPS).sum(axis=2))
+    counts_RG = (mask_RG > 0) & (found_RG1[:, :, 0] > -1.5)
+    return jnp.where(counts_RG, -jnp.log(distance_RG + _EPS), 0.0).reshape(-1)

@@ -156,7 +156,6 @@ class _LeJepa(NamedTuple):
     def loss(
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
-        del frozen
         z_VBK = self.embed(params, batch, rng)
         mask_B, num_global = batch["mask"], batch["global_views"].shape[1]
         centre_BK = z_VBK[:num_global].mean(axis=0)

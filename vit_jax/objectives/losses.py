@@ -4,6 +4,7 @@ Axes: B examples, C classes.
 """
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,14 @@ def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
 
 
 class Loss(Part):
-    """What `loss.name` selects; its fields are keys of the section `loss`."""
+    """What `loss.name` selects; its fields are keys of the section `loss`.
+
+    excludes: True if the classes of an image exclude each other, as with the softmax: z_loss may be
+      added, and a class weight multiplies the loss of an example. False if each class has a binary
+      cross-entropy, whose term a class weight multiplies. None: it takes neither.
+    """
+
+    excludes: ClassVar[bool | None] = None
 
     def __call__(
         self, logits_BC: jax.Array, labels: jax.Array, label_smoothing: float
@@ -37,6 +45,8 @@ class Loss(Part):
 class Softmax(Loss):
     """-sum_c t_c log softmax(logits)_c; targets t are smoothed towards uniform."""
 
+    excludes = True
+
     def __call__(self, logits_BC, labels, label_smoothing):
         targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
         return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
@@ -47,6 +57,8 @@ class Sigmoid(Loss):
 
     Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
     """
+
+    excludes = False
 
     def __call__(self, logits_BC, labels, label_smoothing):
         targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
@@ -85,9 +97,14 @@ def make_loss(
         that the loss does not take.
     """
     fn = LOSSES.make({"name": name, **own})
-    if z_loss and name != "softmax":
+    if z_loss and not fn.excludes:
         raise InputError(f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0")
-    weights = parse_class_weights(class_weights, name)
+    if class_weights is not None and fn.excludes is None:
+        raise InputError(
+            f"loss.class_weights={class_weights!r}: goes with loss.name=softmax or sigmoid; set it "
+            "to None"
+        )
+    weights = parse_class_weights(class_weights)
 
     def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
         loss_B = fn(logits_BC, labels, label_smoothing)
@@ -99,7 +116,7 @@ def make_loss(
         if weights is not None:
             targets_BC = as_targets(labels, logits_BC.shape[1])
             weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))
-            if name == "softmax":
+            if fn.excludes:
                 loss_B *= (targets_BC * weights_1C).sum(axis=1)
             else:
                 more_BC = (weights_1C - 1) * targets_BC * jax.nn.softplus(-logits_BC)
@@ -111,43 +128,37 @@ def make_loss(
     return loss
 
 
-def parse_class_weights(text: str | None, loss: str) -> tuple[float, ...] | None:
+def parse_class_weights(text: str | None) -> list[float] | None:
     """The numbers in `loss.class_weights`; None where they are not set, or not yet known.
 
     Raises:
-      InputError: they are no positive numbers, or not for the `loss` of that name.
+      InputError: they are no positive numbers.
     """
-    if text is None:
-        return None
-    if loss not in ("softmax", "sigmoid"):
-        raise InputError(
-            f"loss.class_weights={text!r}: goes with loss.name=softmax or sigmoid; set it to None"
-        )
-    if text == "balanced":
+    if text in (None, "balanced"):
         return None
     try:
-        weights = tuple(float(number) for number in text.split(","))
-        if all(0 < weight < math.inf for weight in weights):
-            return weights
+        weights = [float(number) for number in text.split(",")]
     except ValueError:
-        pass
-    raise InputError(
-        f"loss.class_weights={text!r}: needs balanced, or a positive number for each class, e.g. "
-        "1,2.5"
-    )
+        weights = []
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise InputError(
+            f"loss.class_weights={text!r}: needs balanced, or a positive number for each class, "
+            "e.g. 1,2.5"
+        )
+    return weights
 
 
-def balanced_weights(counts_C: np.ndarray, num_examples: int, loss: str) -> np.ndarray:
+def balanced_weights(counts_C: np.ndarray, num_examples: int, excludes: bool) -> np.ndarray:
     """The class weights (C,) by which rare classes count as much as frequent ones.
 
-    With softmax N / (C n_c), n_c of the N examples being of class c, so that their mean over the
-    examples is 1; with sigmoid (N - n_c) / n_c, so that an image with the class and those without
-    weigh the same. 1 for a class without examples, or of all.
+    If classes exclude each other N / (C n_c), n_c of the N examples being of class c, so that their
+    mean over the examples is 1; else (N - n_c) / n_c, so that an image with the class and those
+    without weigh the same. 1 for a class without examples, or of all.
 
     Source: King and Zeng 2001, "Logistic regression in rare events data", section 4, for the first.
     """
     counts_C = np.asarray(counts_C, np.float64)
-    others = num_examples - counts_C if loss == "sigmoid" else num_examples / len(counts_C)
+    others = num_examples / len(counts_C) if excludes else num_examples - counts_C
     weights_C = others / np.where(counts_C > 0, counts_C, 1)
     return np.where((counts_C > 0) & (weights_C > 0), weights_C, 1.0)
 

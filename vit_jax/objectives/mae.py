@@ -172,7 +172,6 @@ class _Mae:
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
         """The sums over a batch; the patches of row i are drawn by fold_in(key, i)."""
-        del frozen
         order_key, dropout_key = jax.random.split(rng)
         images = batch["image"]
         keys_B = patches.row_keys(order_key, images.shape[0])

@@ -162,7 +162,6 @@ class _MaskedPatches:
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
         """The sums over a batch; the corruption of row i is drawn by fold_in(key, i)."""
-        del frozen
         corruption_key, dropout_key = jax.random.split(rng)
         images = batch["image"]
         keys_B = patches.row_keys(corruption_key, images.shape[0])

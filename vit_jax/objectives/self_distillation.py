@@ -263,11 +263,9 @@ class _SelfDistillation:
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
         """The sums over a batch; the hidden patches of row i are drawn by fold_in(key, i)."""
-        del frozen
         k, mask_B, images = self.keys, batch["mask"], batch[GLOBAL]
         hidden_key, dropout_key = jax.random.split(rng)
-        num_global = images.shape[1]
-        hidden = None
+        num_global, hidden = images.shape[1], None
         if self.hides:
             keys_B, masked = patches.row_keys(hidden_key, len(images)), k.masked_views * num_global
             shares = k.mask_min, k.mask_max
@@ -319,17 +317,7 @@ class _SelfDistillation:
             found["views"] = jnp.concatenate([found["views"], local["views"]], axis=1)
         return found
 
-    def _see(
-        self,
-        params: Params,
-        images: jax.Array,
-        hidden: Hidden | None,
-        dropout_key: jax.Array | None,
-        model: Model | None = None,
-        *,
-        hides: bool = False,
-        learns: jax.Array | bool = True,
-    ) -> dict[str, jax.Array]:
+    def _see(self, params, images, hidden, dropout_key, model=None, *, hides=False, learns=True):
         """Outputs of the model and of the heads for views (B, V, H, W, channels).
 
         Args:

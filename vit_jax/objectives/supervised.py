@@ -16,6 +16,7 @@ class Supervised(ObjectivePart):
     """
 
     learns_labels = True
+    splits_on_cpus = True
 
     def bind(self, model, loss, facts):
         def loss_of_batch(params, state, batch, frozen, rng):
@@ -31,4 +32,4 @@ class Supervised(ObjectivePart):
                 model_state=model_state,
             )
 
-        return Objective(loss_of_batch)
+        return Objective(loss_of_batch, is_single_pass=True)

@@ -63,10 +63,8 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         software() | digests(config.plugins),
         *[_describe(teacher.model) for teacher in abstract_teachers(config)],
     ]
-    return (
-        files.cache_folder("plans")
-        / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
-    )
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return files.cache_folder("plans") / f"{digest}.json"
 
 
 def _describe(model: nn.Module) -> str:

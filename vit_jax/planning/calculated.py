@@ -29,7 +29,7 @@ from vit_jax.objectives import objective_of
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
-from vit_jax.planning.plan_figures import describe, judge, state_bytes
+from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
 
@@ -41,21 +41,19 @@ UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares i
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
-    Temporaries are counted on the jaxpr of the gradients (`kept`). HBM traffic counts one read and
-    one write of each byte of the state, and of the temporaries of each microbatch.
+    Temporaries are counted on the jaxpr of the gradients (`kept`).
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
     memory = calculate_memory(config, target)
-    state = sum(state_bytes(experiment).values())
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
         "memory_bytes": memory,
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
-        "hbm_bytes_accessed": 2 * (state + memory["temporaries"] * accum_steps),
+        "hbm_bytes_accessed": accessed_bytes(memory, accum_steps),
         "compiler_cycles": None,
         "kernels": [],
     }
@@ -67,17 +65,14 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
     None where a scan would not compute the same: layers that are recomputed, frozen or compared one
     by one.
     """
-    has_scan = "scan" in fields_of(config.model.name)
     by_layer = (
         config.model.remat_layers is not None
         or config.optimizer.freeze is not None
         or objective_of(config).watches_layers
     )
-    if not has_scan or config.model.scan or by_layer:
+    if by_layer or config.model.scan or "scan" not in fields_of(config.model.name):
         return None
-    scanned = config.copy_and_resolve_references()
-    scanned.model.scan = True
-    return planned_experiment(scanned, mesh)
+    return planned_experiment(with_values(config, {"model.scan": True}), mesh)
 
 
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -135,10 +130,9 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
         alone.model.remat = "none"
         _, without = _count_temporaries(alone, target, mesh)
         temporaries = without + (temporaries - without) * layers // experiment.model.depth
-    state = state_bytes(experiment)
-    peak = sum(state.values()) + temporaries
-    uncertain = judge(peak, target, uncertainty=UNCERTAINTY)
-    return experiment, {**state, "temporaries": temporaries, "peak": peak, **uncertain}
+    memory = state_bytes(experiment) | {"temporaries": temporaries}
+    memory["peak"] = sum(memory.values())
+    return experiment, memory | judge(memory["peak"], target, uncertainty=UNCERTAINTY)
 
 
 def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[Experiment, int]:
@@ -153,8 +147,8 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     experiment, jaxpr = _trace(
         _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
     )
-    exchange = choose_exchange(experiment.model, alone.objective.name, mesh, alone.optimizer.freeze)
-    splits = exchange is not None and exchange.splits_params
+    chosen = experiment.model, experiment.objective, mesh, experiment.freeze
+    splits = choose_exchange(*chosen).splits_params
     experiment = dataclasses.replace(
         experiment,
         abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
@@ -222,7 +216,11 @@ def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
     mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
     experiment = planned_experiment(alone.config, mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
+
+    def gradients(*args):
+        return experiment.watched_step(*args)[0].opt_state[0]
+
     with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
+        traced = jax.make_jaxpr(gradients)(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
     return experiment, live

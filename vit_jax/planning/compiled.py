@@ -12,10 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.config import num_microbatches
 from vit_jax.devices import flops
 from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
-from vit_jax.planning.plan_figures import describe, judge, state_bytes
+from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 
@@ -35,35 +36,34 @@ def compile_plan(
         figures["images_per_way"], figures["remat"],
     )  # fmt: skip
     since = time.perf_counter()
-    state = state_bytes(experiment)
-    compiled, needed = None, 0
+    memory: dict[str, Any] = state_bytes(experiment)
+    state = sum(memory.values())
+    compiled = None
     with jax.set_mesh(mesh):
         try:
             traced = experiment.trace()
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            needed = needed_memory(str(error), sum(state.values()))
+            needed = needed_memory(str(error), state)
             if needed is None:
                 raise
+            memory |= {"temporaries": max(needed - state, 0), "peak": needed}
     compile_s = time.perf_counter() - since
     logger.info("%s after %.0f s", "compiled" if compiled else "does not fit", compile_s)
-    if compiled is None:
-        memory = state | {"temporaries": max(needed - sum(state.values()), 0), "peak": needed}
-    else:
-        stats = flops.expected_memory(compiled.memory_analysis())
-        memory = state | {"temporaries": stats.temporaries, "peak": stats.total}
     program = None
     if compiled is not None:
+        stats = flops.expected_memory(compiled.memory_analysis())
+        memory |= {"temporaries": stats.temporaries, "peak": stats.total}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs for tpu7x have no text
             program = hlo.Program(compiled.as_text())
-    cycles = None if program is None else program.cycles()
+    cycles = program and program.cycles()
     kernels = [] if cycles is None else count_cycles(find_kernels(traced.jaxpr.jaxpr), target)
     return figures | {
         "by": "compiler",
         "compile_s": compile_s,
         "memory_bytes": memory | judge(memory["peak"], target, compiled is not None),
-        "collectives": None if program is None else collective_table(program, mesh),
-        "hbm_bytes_accessed": None if program is None else program.bytes_accessed(),
+        "collectives": program and collective_table(program, mesh),
+        "hbm_bytes_accessed": accessed_bytes(memory, num_microbatches(config)),
         "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
         "kernels": kernels,
     }
@@ -102,8 +102,8 @@ def collective_table(program: hlo.Program, mesh: Mesh) -> list[dict[str, Any]]:
         row["count"] += each.count
         row["bytes"] += each.count * each.size
         row["sent_bytes"] += each.count * each.sent
-    named = ("kind", "axes", "network", "asynchronous")
-    table = [dict(zip(named, key, strict=True)) | row for key, row in rows.items()]
-    for row in table:
-        row["axes"] = list(row["axes"])
+    table = [
+        {"kind": kind, "axes": list(axes), "network": network, "asynchronous": asynchronous, **row}
+        for (kind, axes, network, asynchronous), row in rows.items()
+    ]
     return sorted(table, key=lambda row: -row["sent_bytes"])

@@ -24,8 +24,18 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
         by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     else:
         by, step = "at_utilisation", _at_utilisation(figures, chip, roofline)
-    costs = _run_costs(figures, step["step_s"], price_per_chip_hour)
-    run = {"by": by, "step_s": step["step_s"], "mfu": step["mfu"], **costs}
+    hours = step["step_s"] * figures["total_steps"] / 3600
+    chip_hours = hours * figures["num_chips"]
+    run = {
+        "by": by,
+        "step_s": step["step_s"],
+        "mfu": step["mfu"],
+        "images_per_s": figures["global_batch_size"] / step["step_s"],
+        "hours": hours,
+        "chip_hours": chip_hours,
+        "tpu_core_days": None if chip.is_gpu else chip_hours * (1 + chip.has_two_cores) / 24,
+        "cost": None if price_per_chip_hour is None else chip_hours * price_per_chip_hour,
+    }
     return estimates | {by: step, "run": run}
 
 
@@ -40,7 +50,6 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
     by the compiler only the state, which is read and written once, and the batch count.
     """
     peak = chip.peak_flops * figures["num_chips"]
-    parts = {"flops_s": figures["flops"]["counted_per_step"] / peak}
     moved, is_minimum = figures["hbm_bytes_accessed"], True
     traffic = "state, gradients and kept activations are read and written once"
     if _is_timed_by_compiler(figures, chip):
@@ -50,8 +59,10 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
         traffic = "of memory only the state, read and written once, and the batch"
     elif figures["compiler_cycles"] is not None:
         is_minimum, traffic = False, "all accessed memory is HBM, though some may be VMEM"
-    if moved is not None:
-        parts["hbm_s"] = moved * chip.devices / chip.hbm_bytes_per_s
+    parts = {
+        "flops_s": figures["flops"]["counted_per_step"] / peak,
+        "hbm_s": moved * chip.devices / chip.hbm_bytes_per_s,
+    }
     if figures["collectives"] is not None:
         parts["collectives_s"] = collectives_s
     step_s = max(parts.values())
@@ -65,7 +76,7 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
             f"the chip's peaks ({chip.source})",
             "every matrix product at the peak of bfloat16",
             *_common_assumptions(figures, chip),
-            *[traffic] * (moved is not None),
+            traffic,
             "everything overlaps" + ", so this is the minimum time" * is_minimum,
         ],
     }
@@ -79,10 +90,9 @@ def _at_utilisation(
     If memory or networks make the time of `roofline` longer, it is that time.
     """
     flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
-    usual_s, least_s = flops["counted_per_step"] / (USUAL_SHARE * peak), roofline["step_s"]
-    step_s = max(usual_s, least_s)
-    told = "what is computed again counts"
-    if least_s > usual_s:
+    usual_s = flops["counted_per_step"] / (USUAL_SHARE * peak)
+    step_s, told = max(usual_s, roofline["step_s"]), "what is computed again counts"
+    if step_s > usual_s:
         told = f"less here, as the step is bound by {roofline['bound_by']}"
     return {
         "share_of_peak": flops["counted_per_step"] / (step_s * peak),
@@ -94,12 +104,11 @@ def _at_utilisation(
 
 def exchange_s(collectives: Iterable[Mapping[str, Any]], chip: Chip) -> tuple[float, float]:
     """Seconds per step of the collectives that computation hides, and of the others."""
-    hidden = added = 0.0
+    seconds = {True: 0.0, False: 0.0}
     for row in collectives:
-        seconds = row["sent_bytes"] * chip.devices / speed_of(chip, row["network"])
-        hidden += seconds if row["asynchronous"] else 0.0
-        added += 0.0 if row["asynchronous"] else seconds
-    return hidden, added
+        speed = speed_of(chip, row["network"])
+        seconds[row["asynchronous"]] += row["sent_bytes"] * chip.devices / speed
+    return seconds[True], seconds[False]
 
 
 def _common_assumptions(figures: Mapping[str, Any], chip: Chip) -> list[str]:
@@ -137,23 +146,6 @@ def _by_compiler(
             f"{chip.cycles_per_s / 1e9:g} GHz",
             "asynchronous collectives hide behind computation, the others add to it",
         ],
-    }
-
-
-def _run_costs(
-    figures: Mapping[str, Any], step_s: float, price_per_chip_hour: float | None
-) -> dict[str, Any]:
-    """The speed, hours and cost of the whole run."""
-    hours = step_s * figures["total_steps"] / 3600
-    chip_hours = hours * figures["num_chips"]
-    name = figures["topology"].partition(":")[0]
-    two_cores = name in ("v4", "v5p", "tpu7x")
-    return {
-        "images_per_s": figures["global_batch_size"] / step_s,
-        "hours": hours,
-        "chip_hours": chip_hours,
-        "tpu_core_days": None if CHIPS[name].is_gpu else chip_hours * (1 + two_cores) / 24,
-        "cost": None if price_per_chip_hour is None else chip_hours * price_per_chip_hour,
     }
 
 

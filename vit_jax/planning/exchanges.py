@@ -34,8 +34,7 @@ def _learning(experiment: Experiment) -> dict[str, bool]:
 
 def _count_still(experiment: Experiment) -> int:
     """The number of the model's first parts (`tree.parts`) through which no gradient flows."""
-    params = experiment.abstract_state.params
-    learning = _learning(experiment)
+    params, learning = experiment.abstract_state.params, _learning(experiment)
     learns = {
         # The tokens of hidden patches are the encoder's input.
         "embedding" if name == f"{tree.OBJECTIVE}/mask_token" else tree.part_of(unrolled)
@@ -196,10 +195,9 @@ def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: in
     state, objective, model = experiment.abstract_state, experiment.objective, experiment.model
     frozen = experiment.abstract_frozen
     taught = [(model, state.objective_state)]
-    if objective.frozen_models:
-        taught += zip(objective.frozen_models, *frozen, strict=True)
-    else:
-        taught += [(model, variables) for variables in frozen]
+    for variables in frozen:
+        models = objective.frozen_models
+        taught += zip(models, variables, strict=True) if models else [(model, variables)]
     if objective.needs_average:
         taught.append((model, state.ema))
     for of, variables in taught:

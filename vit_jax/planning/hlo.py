@@ -1,4 +1,4 @@
-"""Parses the text of a program compiled by XLA: its collectives, HBM traffic and estimated cycles.
+"""Parses the text of a program compiled by XLA: its collectives and estimated cycles.
 
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
@@ -13,8 +13,7 @@ import numpy as np
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
           "collective-broadcast")  # fmt: skip
 _DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{[^{}]*\})?")
 
 
 class Instruction(NamedTuple):
@@ -138,71 +137,6 @@ class Program:
                 total, found = total + place.count * int(estimate[1]), True
         return total if found else None
 
-    def bytes_accessed(self) -> int:
-        """Bytes that a device reads from and writes to HBM in a step.
-
-        If a fusion reads or writes only a slice of an array, only that slice counts.
-        """
-        free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
-                "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
-        total = 0
-        for place in self._places():
-            each = place.instruction
-            if place.within or each.opcode in free or each.opcode.endswith("-done"):
-                continue
-            total += place.count * self._bytes_of(each, self._computations[place.computation])
-        return total
-
-    def _bytes_of(self, each: Instruction, siblings: dict[str, Instruction]) -> int:
-        types = [siblings[name].type for name in each.operands if name in siblings]
-        if each.opcode in ("copy-start", "slice-start"):  # (result, operand, context)
-            return sum(map(_hbm_bytes, _elements(each.type)[:2]))
-        if each.opcode.endswith("-start"):
-            return _hbm_bytes(each.type)
-        if each.opcode == "dynamic-slice":
-            return 2 * _hbm_bytes(each.type)
-        if each.opcode == "dynamic-update-slice":
-            return 2 * _hbm_bytes(types[1])
-        body = next((self._computations.get(name, {}) for name in _called(each, "calls")), {})
-        read = [_hbm_bytes(kind) for kind in types]
-        written = _hbm_bytes(each.type)
-        for i, parameter in _parameters(body).items():
-            users = [other for other in body.values() if parameter in other.operands]
-            if i >= len(read) or not read[i] or not users:
-                continue
-            sliced = self._sliced_bytes(body, parameter)
-            if sliced is not None:
-                read[i] = sliced
-            updates = [user for user in users if user.opcode == "dynamic-update-slice"
-                       and user.operands[0] == parameter]  # fmt: skip
-            if len(updates) == len(users) == 1:
-                update = _bytes(body[updates[0].operands[1]].type)
-                written += update - min(read[i], written)
-                read[i] = 0
-        return sum(read) + max(written, 0)
-
-    def _sliced_bytes(self, body: dict[str, Instruction], name: str) -> int | None:
-        """Bytes of the slices that a computation takes of the array `name`; None if it reads all.
-
-        The slices may be taken in fusions within it.
-        """
-        total, users = 0, [each for each in body.values() if name in each.operands]
-        for user in users:
-            part: int | None = None
-            if user.opcode == "dynamic-slice" and user.operands[0] == name:
-                part = _bytes(user.type)
-            elif user.opcode == "bitcast":
-                part = self._sliced_bytes(body, user.name)
-            elif user.opcode == "fusion":
-                inner = self._computations[_called(user, "calls")[0]]
-                at = [i for i, operand in enumerate(user.operands) if operand == name]
-                parts = [self._sliced_bytes(inner, _parameters(inner)[i]) for i in at]
-                part = None if None in parts else sum(p for p in parts if p is not None)
-            if part is None:
-                return None
-            total += part
-        return total if users else None
-
     def _places(self) -> Iterator[_Place]:
         assert self._entry is not None
         yield from self._walk(self._entry, 1, self._entry, ())
@@ -228,7 +162,7 @@ class Program:
         if known:
             return int(known[1])
         limits = [
-            _literal(each)
+            int(each.attributes.partition(")")[0])  # N of constant(N)
             for each in self._computations.get(condition, {}).values()
             if each.opcode == "constant" and re.match(r"[su]32\[\]", each.type)
         ]
@@ -240,22 +174,22 @@ def _parse(line: str) -> Instruction | None:
     if not start:
         return None
     rest = line[start.end() :]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest, 0) - 1
+    end = _closing("(" + rest) - 1
     operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-    attributes = rest if opcode in ("constant", "parameter") else rest[end:]
+    attributes = rest if opcode == "constant" else rest[end:]
     return Instruction(start[1], kind, opcode, operands, attributes)
 
 
-def _closing(text: str, start: int) -> int:
-    """The index of the bracket that closes the bracket at `start`."""
+def _closing(text: str) -> int:
+    """The index of the bracket that closes the first one."""
     depth = 0
-    for match in re.finditer(r"[()]", text[start:]):
+    for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
         if not depth:
-            return start + match.start()
+            return match.start()
     return len(text)
 
 
@@ -264,16 +198,6 @@ def _called(each: Instruction, role: str) -> list[str]:
     if not match:
         return []
     return re.findall(r"[\w.\-]+", match[1]) if match[1] else [match[2]]
-
-
-def _parameters(body: dict[str, Instruction]) -> dict[int, str]:
-    """{position: name} of a computation's parameters."""
-    return {_literal(each): each.name for each in body.values() if each.opcode == "parameter"}
-
-
-def _literal(each: Instruction) -> int:
-    """N of `constant(N)` or `parameter(N)`."""
-    return int(each.attributes.partition(")")[0])
 
 
 def _elements(kind: str) -> list[str]:
@@ -297,11 +221,6 @@ def _started_bytes(each: Instruction) -> int:
     return max(sum(sizes[:number]), sum(sizes[number : 2 * number]))
 
 
-def _hbm_bytes(kind: str) -> int:
-    """The bytes in HBM of an array or a tuple of arrays, from the text of its type."""
-    return sum(_size(m) for m in _ARRAY.finditer(kind) if not _ON_CHIP.search(m[3] or ""))
-
-
 def _size(match: re.Match) -> int:
     dtype, dims = match[1], match[2]
     bits = _DTYPE_BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["0"])[0])
@@ -319,19 +238,11 @@ def _between_slices(each: Instruction, in_slice: int, count: int) -> Collective 
         return None
     kind = {"ONE_TO_ONE": "collective-permute"}.get(kind[1], kind[1].lower().replace("_", "-"))
     slices = re.search(r'_xla_megascale_target="\{([^}]*)\}', each.attributes)
-    number = len(_slice_ids(slices[1])) if slices else 2
+    ids = re.findall(r"(\d+)(?::(\d+))?", slices[1]) if slices else []  # 5:8 means 5 to 8
+    number = sum(int(last or first) - int(first) + 1 for first, last in ids) or 2
     groups = tuple(tuple(range(i, number * in_slice, in_slice)) for i in range(in_slice))
     size = _bytes(_elements(each.type)[0]) * (number if kind == "all-gather" else 1)
     return Collective(kind, groups, size, count, asynchronous=True)
-
-
-def _slice_ids(text: str) -> list[int]:
-    """Parse slice ids such as "1,2,5:8", where 5:8 means 5 to 8."""
-    ids = []
-    for part in text.split(","):
-        first, _, last = part.partition(":")
-        ids += range(int(first), int(last or first) + 1)
-    return ids
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
@@ -350,7 +261,7 @@ def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     if text[1].startswith("{"):
         return _listed(text[1])
     shape, _, source = text[1].partition("<=")
-    return _rows(_iota(source).reshape(_numbers(shape)))
+    return tuple(map(tuple, _iota(source).reshape(_numbers(shape)).tolist()))
 
 
 def _along_mesh(axes: str, device_ids: str | None, along_axes: str) -> tuple[tuple[int, ...], ...]:
@@ -369,26 +280,17 @@ def _along_mesh(axes: str, device_ids: str | None, along_axes: str) -> tuple[tup
         devices = _iota(device_ids)
     else:
         devices = np.array(_numbers(device_ids))
-    chosen = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", along_axes)
-    shape, along = [], []
-    for name, size in sizes.items():
-        parts = [(int(before), int(part)) for axis, before, part in chosen if axis == name and part]
-        if any(axis == name and not part for axis, _, part in chosen):
-            parts = [(1, size)]
-        done = 1
-        for before, part in sorted(parts):
-            if before > done:
-                shape.append(before // done)
-                done = before
-            along.append(len(shape))
-            shape.append(part)
-            done *= part
-        if size > done:
-            shape.append(size // done)
-    devices = devices.reshape(shape)
-    rest = [axis for axis in range(len(shape)) if axis not in along]
-    size = math.prod(shape[axis] for axis in along)
-    return _rows(devices.transpose(rest + along).reshape(-1, size))
+    # Places that differ only along those (parts of) axes become the same place.
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", along_axes):
+        size, place = sizes[name], places[list(sizes).index(name)]
+        number = int(part or size)
+        step = size // (int(before or 1) * number)
+        place -= place // step % number * step
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device, *place in zip(devices.ravel().tolist(), *places.tolist(), strict=True):
+        groups.setdefault(tuple(place), []).append(device)
+    return tuple(map(tuple, groups.values()))
 
 
 def _iota(text: str) -> np.ndarray:
@@ -400,10 +302,6 @@ def _iota(text: str) -> np.ndarray:
 
 def _listed(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d, ]+)", text))
-
-
-def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(i) for i in row) for row in groups)
 
 
 def _numbers(text: str) -> list[int]:

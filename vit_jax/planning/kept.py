@@ -75,9 +75,6 @@ def peak_bytes(
 class _Value:
     """An array, and the values in memory that it is computed from: itself if it is in memory."""
 
-    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "operands", "padding",
-                 "readers", "roots", "size", "source", "split")  # fmt: skip
-
     def __init__(self, aval: Any, leaf: Leaf | None = None):
         self.size = math.prod(aval.shape)
         self.bytes: float = self.size * getattr(aval.dtype, "itemsize", 0)
@@ -183,16 +180,12 @@ class _Program:
                     root.bytes *= leaf.share if root.by == "loop" else leaf.whole_share
         end = 2 * len(self.operations)
         changes = [0.0] * (end + 2)
-        for value in self.living():
+        values = {root for op in self.operations for z in op.results for root in z.roots}
+        for value in {v for v in values if v.dies >= 0} | self._narrow_copies():
             changes[int(value.born)] += value.bytes
             changes[int(value.dies) + 1] -= value.bytes
         now = itertools.accumulate(changes)
         return max(total + working.get(time, 0.0) for time, total in enumerate(now))
-
-    def living(self) -> set[_Value]:
-        """All values that are in memory at some time, and the narrow copies of weights."""
-        values = {root for op in self.operations for z in op.results for root in z.roots}
-        return {value for value in values if value.dies >= 0} | self._narrow_copies()
 
     def _narrow_copies(self) -> set[_Value]:
         """Weights that loops read in a narrower dtype: XLA converts them before the loop."""

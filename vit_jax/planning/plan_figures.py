@@ -1,7 +1,8 @@
 """The parts of a plan that need no compiler: sizes, sharding, bytes of the state."""
 
 import collections
-import math
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def describe(
     ways = batch_ways(mesh.shape)
     counted, model = counted or experiment, about(experiment.model)
     by_sizes = None
-    if config.objective.name == "supervised" and experiment.freeze is None:
+    if experiment.objective.is_single_pass and experiment.freeze is None:
         by_sizes = model.flops_by_sizes
     with jax.set_mesh(mesh):
         step_flops = counted.flops_per_step
@@ -84,24 +85,25 @@ def judge(peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0
 
 def state_bytes(experiment: Experiment) -> dict[str, int]:
     """The bytes that a device holds permanently, and its part of a batch."""
-    e = experiment
-
-    def size(leaves, shardings):
-        return sharding.bytes_per_device(leaves, shardings)
-
-    state, where = e.abstract_state, e.shardings
-    batch_shardings = {name: leaf.sharding for name, leaf in e.abstract_batch.items()}
-    return {
-        "params": size(state.params, where.params),
-        "optimizer": size(state.opt_state, where.opt_state),
-        "ema": size((state.ema, state.ema_model_state), (where.ema, where.ema_model_state)),
-        "other_state": size(
-            (state.step, state.model_state, state.objective_state),
-            (where.step, where.model_state, where.objective_state),
-        ),
-        "teachers": size(e.abstract_frozen, jax.tree.map(lambda x: x.sharding, e.abstract_frozen)),
-        "batch": size(e.abstract_batch, batch_shardings),
+    state = experiment.abstract_state
+    parts = {
+        "params": state.params,
+        "optimizer": state.opt_state,
+        "ema": (state.ema, state.ema_model_state),
+        "other_state": (state.step, state.model_state, state.objective_state),
+        "teachers": experiment.abstract_frozen,
+        "batch": experiment.abstract_batch,
     }
+    return {name: sharding.bytes_per_device(part) for name, part in parts.items()}
+
+
+def accessed_bytes(memory: Mapping[str, int], accum_steps: int) -> int:
+    """The bytes that a device reads and writes in a step, given its `memory_bytes`.
+
+    One read and one write of each byte of the state and the batch, and of the temporaries of each
+    microbatch.
+    """
+    return 2 * (memory["peak"] + memory["temporaries"] * (accum_steps - 1))
 
 
 def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
@@ -114,30 +116,27 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
         slice_index = getattr(device, "slice_index", None)
         by_host[slice_index, device.process_index].append(device)
     devices = set(next(iter(by_host.values())))
-    total = 0
-    parts: dict[tuple, int] = {}
-    for leaf in jax.tree.leaves(experiment.abstract_state):
-        key = leaf.shape, leaf.sharding
-        if key not in parts:
-            indices = leaf.sharding.devices_indices_map(leaf.shape)
-            parts[key] = len({str(index) for device, index in indices.items() if device in devices})
-        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        total += parts[key] * share
-    return total
+
+    @functools.cache
+    def count_parts(shape, sharding):
+        indices = sharding.devices_indices_map(shape)
+        return len({str(index) for device, index in indices.items() if device in devices})
+
+    return sum(
+        count_parts(leaf.shape, leaf.sharding) * sharding.bytes_per_device(leaf)
+        for leaf in jax.tree.leaves(experiment.abstract_state)
+    )
 
 
 def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     """The name, shape, sharding and bytes per device of every parameter."""
     experiment = planned_experiment(config, plan_mesh(config, target))
-    rows = []
-    for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
-        share = leaf.sharding.shard_shape(leaf.shape)
-        rows.append(
-            {
-                "name": name,
-                "shape": list(leaf.shape),
-                "sharding": [list(a) if isinstance(a, tuple) else a for a in leaf.sharding.spec],
-                "bytes_per_device": math.prod(share) * leaf.dtype.itemsize,
-            }
-        )
-    return rows
+    return [
+        {
+            "name": name,
+            "shape": list(leaf.shape),
+            "sharding": [list(a) if isinstance(a, tuple) else a for a in leaf.sharding.spec],
+            "bytes_per_device": sharding.bytes_per_device(leaf),
+        }
+        for name, leaf in tree.flatten_names(experiment.abstract_state.params).items()
+    ]

@@ -28,7 +28,7 @@ from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.fields import REMATS
+from vit_jax.models.fields import REMAT
 from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
@@ -59,9 +59,9 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
-    has_remat = "remat" in fields_of(config.model.name)
-    has_remat = has_remat and not objective_of(config).watches_layers
-    return REMATS if has_remat else ("none",)
+    if "remat" in fields_of(config.model.name) and not objective_of(config).watches_layers:
+        return REMAT["choices"]
+    return ("none",)
 
 
 def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -130,13 +130,10 @@ def find_remedies(
         batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
     least = batch_ways(figures["mesh"]) * num_microbatches(config)
     tried.append(_try(config, both | {"global_batch_size": batch or least}, target, calculate))
-    larger = [
-        other.name
-        for other in SLICES.values()
-        if other.chip == target.slice.chip and other.num_chips > target.slice.num_chips
-    ]
-    if larger and not tried[-1]["fits"]:
-        tried.append({"change": {"topology": larger[0]}, "peak_bytes": None, "fits": None})
+    same = [other for other in SLICES.values() if other.chip == target.slice.chip]
+    larger = next((other.name for other in same if other.num_chips > target.slice.num_chips), None)
+    if larger is not None and not tried[-1]["fits"]:
+        tried.append({"change": {"topology": larger}, "peak_bytes": None, "fits": None})
     return tried
 
 
@@ -172,11 +169,12 @@ def _try(config: ConfigDict, change: Changes, target: Target, calculate: bool) -
 
 
 def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
-    """The largest batch that fits by calculation, or None."""
+    """The largest batch that surely fits by calculation, or None."""
     memory = calculate_memory(config, target)
     ways = batch_ways(target_mesh(config, target, describe_devices(target)).shape)
     growing = memory["batch"] + memory["temporaries"]
-    room = max(memory["capacity"] - memory["peak"] + growing, 0)
+    certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
+    room = max(int(certain) - memory["peak"] + growing, 0)
     images = config.global_batch_size // ways * room // growing
     return ways * _round_down(images, num_microbatches(config)) or None
 
@@ -274,8 +272,8 @@ def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -
     devices = list(mesh.devices.flat)
     target = target_of(devices)
     if target is None:
-        if devices[0].platform != "cpu":
-            kind = devices[0].device_kind
+        if (device := devices[0]).platform != "cpu":
+            kind = device.device_kind
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
     target = target._replace(may_compile=may_compile)
@@ -325,8 +323,7 @@ def _layouts_on(
     remat "dots", which on TPUs is slower than full remat of some layers.
     """
     fields = fields_of(config.model.name)
-    is_free = "remat" in fields and not objective_of(config).watches_layers
-    if not is_free or not _is_default(config, ("model.remat", "model.remat_layers")):
+    if len(_remats(config)) == 1 or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return
     scan = config.model.scan

@@ -56,14 +56,11 @@ class Target(NamedTuple):
 def start_planning(target: Target) -> None:
     """Set JAX up to compile on the CPU for other devices; call it before JAX starts its backend."""
     jax.config.update("jax_platforms", "cpu")
-    if not target.is_compiled_for:
-        if not target.chip.is_gpu and target.may_compile:
-            logger.warning(
-                "libtpu, which compiles for TPUs, is not installed: memory and collectives are "
-                "calculated, without the compiler's additions; for the compiler's figures: "
-                "pip install -e '.[plan]' (Linux on x86-64)"
-            )
-        return
+    if not target.chip.is_gpu and target.may_compile and not target.is_compiled_for:
+        logger.warning(
+            "libtpu, which compiles for TPUs, is not installed: memory and collectives are "
+            "calculated; for the compiler's figures: pip install -e '.[plan]' (Linux on x86-64)"
+        )
     # Other programs may use libtpu on this host, and there may be no metadata server.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -102,12 +99,11 @@ def describe_devices(target: Target) -> list[DescribedDevice]:
         for k, j, i in itertools.product(range(z), range(y), range(x))
         for core in range(target.chip.devices)
     ]
-    on_one_host = target.slice.num_hosts == 1
-    hosts: dict[tuple, int] = {}  # host -> index; a host has 2 x 2 x 1 chips
+    hosts: dict[tuple, int] = {}  # host -> index; of several, each has 2 x 2 x 1 chips
     devices = []
     for number, (slice_index, (i, j, k), core) in enumerate(places):
-        host = (slice_index, *((0, 0, 0) if on_one_host else (i // 2, j // 2, k)))
-        process = hosts.setdefault(host, len(hosts))
+        host = (i // 2, j // 2, k) if target.slice.num_hosts > 1 else ()
+        process = hosts.setdefault((slice_index, *host), len(hosts))
         devices.append(DescribedDevice(number, process, kind, "tpu", (i, j, k), core, slice_index))
     return devices
 
@@ -117,12 +113,11 @@ def find_devices(target: Target) -> list[Any]:
     if not target.is_compiled_for:
         return describe_devices(target)
     options: dict[str, Any] = {}
-    if target.slice.chip in ("v4", "v5p"):  # a chip's two cores are one device to JAX
+    if target.chip.has_two_cores and target.chip.devices == 1:  # both are one device to JAX
         options["chip_config_name"] = "megacore"
     if target.num_slices > 1:
         options["num_slices"] = target.num_slices
-    name = target.slice.name
-    return list(topologies.get_topology_desc(name, "tpu", **options).devices)
+    return list(topologies.get_topology_desc(target.slice.name, "tpu", **options).devices)
 
 
 def target_of(devices: Sequence[Any]) -> Target | None:
@@ -135,9 +130,8 @@ def target_of(devices: Sequence[Any]) -> Target | None:
     if CHIPS[chip].is_gpu:
         return Target(Slice(f"{chip}:{number}", chip, number, math.ceil(number / GPUS_PER_HOST)))
     sides = [max(at) - min(at) + 1 for at in zip(*(d.coords for d in devices), strict=True)]
-    shapes = [sides[:2], sides] if sides[2:] == [1] else [sides]
-    names = [f"{chip}:{'x'.join(map(str, shape))}" for shape in shapes]
-    found = next((SLICES[name] for name in names if name in SLICES), None)
+    name = f"{chip}:{'x'.join(map(str, sides))}"
+    found = SLICES.get(name) or SLICES.get(name.removesuffix("x1"))
     return None if found is None else Target(found, num_slices)
 
 

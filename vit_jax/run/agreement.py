@@ -47,8 +47,8 @@ def compare_requests(config: ConfigDict, more: Mapping[str, Any] = _NONE) -> Non
             if not key.endswith("data_dir")  # each process may have its own copy of the data
         }
         devices = jax.local_device_count(), jax.local_devices()[0].device_kind
-        facts |= {"devices per process": devices}
-        return facts | software() | digests(config.plugins) | dict(more)
+        own = {"devices per process": devices, **software(), **digests(config.plugins)}
+        return {**facts, **own, **more}
 
     compare(config, "config, software or devices", find)
 

@@ -18,7 +18,6 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey
 from vit_jax.data.order import local_rows
-from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.evaluators import check_outputs, make_evaluators
@@ -74,7 +73,6 @@ class Run:
     """The parts of a run that trains; nothing is written yet.
 
     resolved: the config, as asked for and as resolved.
-    preprocessing: image size and ops.
     sources: keyed as by `config.train_split` and `config.eval_splits`.
     train_source: the training data.
     order: of the training records.
@@ -90,7 +88,6 @@ class Run:
     resolved: Resolved
     workdir: epath.Path
     mesh: Mesh
-    preprocessing: Preprocessing
     sources: Mapping[SplitKey, data.Source]
     train_source: data.Source
     order: data.Order
@@ -164,7 +161,6 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         resolved=resolved,
         workdir=workdir,
         mesh=mesh,
-        preprocessing=preprocessing,
         sources=opened.sources,
         train_source=train_source,
         order=training_order(config, train_source),
@@ -190,22 +186,16 @@ def describe(run: Run) -> None:
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
-    e, data_config = run.experiment, run.config.data
-    own = data_config.name
+    e, d = run.experiment, run.config.data
     splits = ", ".join(
-        f"{key.split if key.data_name == own else f'{key.data_name} {key.split}'} "
+        f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
         f"{source.num_examples:,}"
         for key, source in run.sources.items()
     )
     logger.info(
         "data: %s, %d classes, examples: %s; %s steps",
-        data_config.name, data_config.num_classes, splits, f"{e.total_steps:,}",
+        d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
-    if size > data_config.num_examples:
-        logger.warning(
-            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
-            size, data_config.num_examples,
-        )  # fmt: skip
     for teacher in run.described_teachers:
         logger.info(
             "teacher: %s, %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
@@ -216,7 +206,7 @@ def describe(run: Run) -> None:
         describe_model(run.config), f"{e.num_params:,}",
         "" if e.num_trained == e.num_params else f" ({e.num_trained:,} trained)",
         e.flops_per_image / 1e9,
-        flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
+        flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
 
 
@@ -229,13 +219,12 @@ def _first_weights(
     """The fields of `Run` with the weights of `init_from`, fitted to the model."""
     if pretrained is None:
         return {}
-    if config.init_head == "kept":
+    keep_head = config.init_head == "kept"
+    if keep_head:
         pretrained = _match_head(pretrained, class_names)
     compare_value_ranges(config, pretrained)
-    keep_head = config.init_head == "kept"
-    model = experiment.model
     params, model_state = transfer.init_variables(
-        pretrained, model, config.init_resize, keep_head=keep_head
+        pretrained, experiment.model, config.init_resize, keep_head=keep_head
     )
     return {"initial_params": params, "initial_model_state": model_state}
 

@@ -11,7 +11,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
-from vit_jax.config import changed_evals, changed_keys, say_changes
+from vit_jax.config import changed_keys, say_changes
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.schedules import half_cosine, make_config_schedule
 from vit_jax.run.workdir import StoredRun
@@ -42,7 +42,7 @@ def check_settings(
 def check_unchanged(
     config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
 ) -> None:
-    """Raise InputError if the run that was `before` has other settings; warn of other evaluators.
+    """Raise InputError if the run that was `before` has other settings, or another past.
 
     `free`: keys that may differ.
     """
@@ -52,27 +52,17 @@ def check_unchanged(
     resolved = before.stored.resolved
     changed = changed_keys(resolved, config)
     of_end = {key: changed[key] for key in KEYS_OF_THE_END if key in changed}
-    if of_end:
-        steps_done = next(iter(before.saved_steps), 0)
-        cause = find_other_past(resolved, config, steps_done)
-        if cause is not None:
-            raise InputError(
-                f"--workdir={workdir}: the run cannot get another end, as {cause}; "
-                f"{'; '.join(say_changes(of_end))}; or train on from its weights: "
-                f"--config.init_from={workdir} --config.init_head=kept and a new --workdir"
-            )
-        ends = ", ".join(f"{key} {was!r} -> {now!r}" for key, (was, now) in of_end.items())
-        logger.info("%s: the run gets another end: %s", workdir, ends)
-    both = {*resolved.evals} & {*config.evals}
-    changed = changed_evals(resolved, config)
-    changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
-    if changed:
-        logger.warning(
-            "%s: evaluators have changed since the run began, so results may not be comparable "
-            "with earlier ones: %s",
-            workdir,
-            "; ".join(say_changes(changed)),
+    if not of_end:
+        return
+    steps_done = next(iter(before.saved_steps), 0)
+    cause = find_other_past(resolved, config, steps_done)
+    if cause is not None:
+        raise InputError(
+            f"--workdir={workdir}: the run cannot get another end, as {cause}; "
+            f"{'; '.join(say_changes(of_end))}; or train on from its weights: "
+            f"--config.init_from={workdir} --config.init_head=kept and a new --workdir"
         )
+    logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
 
 
 def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> str | None:

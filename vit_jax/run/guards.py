@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,8 +40,7 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
     `saved`: step of the newest checkpoint; None: there is none.
     """
     values: dict[str, float] = {}
-    steps = [step for step, _ in pending]
-    for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
+    for (step, _), values in zip(pending, jax.device_get([m for _, m in pending]), strict=True):
         bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
         if bad:
             norms = {k: v for k, v in values.items() if k.startswith("grad_norm/")}
@@ -107,47 +106,36 @@ class Health:
         """Add a row, {"train/loss": 2.3, ...} or {"rank/share": 0.4, ...}; return new warnings."""
         if self._collapse is None:
             return []
-        return self._judge_entropy(row, self._collapse) + self._judge_ranks(row, self._collapse)
+        new = []
+        for finding, is_there, text in self._judge(row, self._collapse):
+            if is_there and finding not in self._said:
+                new.append(f"{text}; {_MORE}")
+            (self._said.add if is_there else self._said.discard)(finding)
+        return new
 
-    def _judge_entropy(self, row: Mapping[str, float], collapse: Collapse) -> list[str]:
+    def _judge(
+        self, row: Mapping[str, float], collapse: Collapse
+    ) -> Iterator[tuple[str, bool, str]]:
+        """(name of a finding, whether it is there with this row, its warning)."""
         entropy, limit = row.get("train/teacher_entropy"), collapse.entropy_limit
-        if entropy is None or not limit:
-            return []
-        found = []
-        for kind, near, what, remedy in (
-            ("low", entropy <= _NEAR * limit, "0: the teacher is sure of every image, as it is "
-             "where all images get one prototype", collapse.low_entropy),
-            ("high", entropy >= (1 - _NEAR) * limit, f"{limit:.4g}, its greatest value: the "
-             "teacher prefers no prototype for any image", collapse.high_entropy),
-        ):  # fmt: skip
-            self._rows[kind] = self._rows[kind] + 1 if near else 0
-            found += self._say(
-                f"entropy_{kind}",
-                self._rows[kind] >= _ROWS,
-                f"train/teacher_entropy={entropy:.4g}: for {_ROWS} rows within 1 % of {what}. "
-                f"{remedy}; {_MORE}",
-            )
-        return found
-
-    def _judge_ranks(self, row: Mapping[str, float], collapse: Collapse) -> list[str]:
-        found = []
+        if entropy is not None and limit:
+            for kind, near, what, remedy in (
+                ("low", entropy <= _NEAR * limit, "0: the teacher is sure of every image, as it is "
+                 "where all images get one prototype", collapse.low_entropy),
+                ("high", entropy >= (1 - _NEAR) * limit, f"{limit:.4g}, its greatest value: the "
+                 "teacher prefers no prototype for any image", collapse.high_entropy),
+            ):  # fmt: skip
+                self._rows[kind] = self._rows[kind] + 1 if near else 0
+                text = f"train/teacher_entropy={entropy:.4g}: for {_ROWS} rows within 1 % of {what}"
+                yield f"entropy_{kind}", self._rows[kind] >= _ROWS, f"{text}. {remedy}"
         for name in self._ranks:
-            share = row.get(f"{name}/share")
-            if share is not None:
-                found += self._say(
-                    name,
-                    share < _LEAST_SHARE,
+            if (share := row.get(f"{name}/share")) is not None:
+                text = (
                     f"{name}/rank={row[f'{name}/rank']:.3g}: the features fill {100 * share:.2g} % "
                     f"of the model's width, less than {100 * _LEAST_SHARE:.0f} %, so they hardly "
-                    f"tell images apart. {collapse.low_rank}; {_MORE}",
+                    "tell images apart"
                 )
-        return found
-
-    def _say(self, finding: str, is_there: bool, text: str) -> list[str]:
-        """[text] if the finding has come up with this row."""
-        is_new = is_there and finding not in self._said
-        (self._said.add if is_there else self._said.discard)(finding)
-        return [text] if is_new else []
+                yield name, share < _LEAST_SHARE, f"{text}. {collapse.low_rank}"
 
     def read(self) -> dict[str, Any]:
         """What a resumed run must know, to be saved with the state; {} if nothing was found."""

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +23,11 @@ from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run
-from vit_jax.run.record import Record, evaluate_missed, open_record
+from vit_jax.run.record import Record, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
-from vit_jax.run.speed import Clock, Profiler
+from vit_jax.run.speed import Profiler
 from vit_jax.run.teachers import place_teachers
+from vit_jax.run.terminal import Progress
 
 logger = logging.getLogger("vit_jax")
 
@@ -172,18 +173,22 @@ def open_loop(
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
-    clock = Clock(meta, run.mesh.devices.flatten().tolist())
+    since, total_steps = time.perf_counter(), run.experiment.total_steps
     train_step = compile_step(run)
-    layer_norms = compile_layer_norms(run) if run.config.log.by_layer else None
+    layer_norms = None
+    if run.config.log.by_layer:
+        with watchdog.phase("compile"):
+            layer_norms = run.experiment.layer_norms.lower(*run.experiment.arguments).compile()
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
-    profiler = Profiler(run.config.log.profile, run.workdir / "profile")
     with (
         PreemptionGuard() as guard,
-        open_record(run, start, meta, clock, lock) as record,
-        profiler,
+        open_writer(run, start if meta else None, lock) as writer,
+        Progress(total_steps, start) as progress,
+        Profiler(run.config.log.profile, run.workdir / "profile") as profiler,
         open_checkpoints(run, selection, lock) as checkpoints,
         open_batches(run, start) as batches,
     ):
+        record = Record(run, start, meta, since, writer, progress, lock)
         yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
                    profiler, checkpoints, batches)  # fmt: skip
 
@@ -208,18 +213,11 @@ def compile_step(run: Run) -> jax.stages.Compiled:
     return compiled
 
 
-def compile_layer_norms(run: Run) -> jax.stages.Compiled:
-    """The compiled norms by layer."""
-    with watchdog.phase("compile"):
-        return run.experiment.layer_norms.lower(*run.experiment.arguments).compile()
-
-
 def catch_up(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock) -> Selection:
     """Run evaluations missed at the restored step; return the decisions so far."""
     step = int(state.step)
-    due = run.timetable.evaluators(step) if meta else []
-    if due:
-        evaluate_missed(run, state, due, lock)
+    if meta:
+        evaluate_missed(run, state, run.timetable.evaluators(step), lock)
     selection = share_selection(run, step if meta else 0)
     if selection.stops:
         evaluate_missed(run, state, list(run.config.evals), lock)
@@ -259,9 +257,13 @@ def open_checkpoints(
                 checkpoints.close()
 
 
-def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
-    """Batches for the steps after `start`."""
-    return data.train_batches(
+@contextlib.contextmanager
+def open_batches(run: Run, start: int) -> Iterator[Iterator[tree.Batch]]:
+    """Batches for the steps after `start`.
+
+    On exit, stops the threads that read ahead, however long that takes.
+    """
+    batches = data.train_batches(
         run.train_source,
         run.experiment.batch,
         steps=range(start, run.experiment.total_steps),
@@ -269,12 +271,6 @@ def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
         sharding=batch_sharding(run.mesh),
         data_order=run.order,
     )
-
-
-@contextlib.contextmanager
-def open_batches(run: Run, start: int) -> Iterator[Iterator[tree.Batch]]:
-    """`train_batches`; on exit, stop the threads that read ahead, however long that takes."""
-    batches = train_batches(run, start)
     try:
         yield batches
     finally:

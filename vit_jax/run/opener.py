@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 from etils import epath
@@ -12,11 +12,10 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import SplitKey
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
-from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
@@ -34,7 +33,7 @@ from vit_jax.run.sources import (
 )
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
 from vit_jax.run.weights_and_biases import check_installed
-from vit_jax.run.workdir import NEW_RUN, StoredRun, check_writable
+from vit_jax.run.workdir import StoredRun, check_writable
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")
@@ -48,8 +47,8 @@ class Files(Opener):
 
     Args:
       workdir: of the run.
-      before: what is there; `NEW_RUN` if nothing is.
-      choose_layout: chooses under `auto`; None: the layout stays as it is.
+      before: what is there.
+      choose: chooses the layout under `auto`; None: the layout stays as it is.
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and does
       not need it.
@@ -57,19 +56,9 @@ class Files(Opener):
     mesh, preprocessing, sources: of the resolved config.
     """
 
-    pretrained: transfer.Pretrained | None = None
-    divider: Divider
-    mesh: Mesh
-    preprocessing: Preprocessing
-    sources: Mapping[SplitKey, data.Source]
-
-    def __init__(
-        self,
-        workdir: epath.Path,
-        before: StoredRun = NEW_RUN,
-        choose_layout: ChooseLayout | None = None,
-    ):
-        self._workdir, self._before, self._choose_layout = workdir, before, choose_layout
+    def __init__(self, workdir: epath.Path, before: StoredRun, choose: ChooseLayout | None):
+        self._workdir, self._before, self._choose_layout = workdir, before, choose
+        self.pretrained: transfer.Pretrained | None = None
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
 
@@ -79,8 +68,7 @@ class Files(Opener):
         if mesh is not None:
             self.mesh = mesh
         faults.check(check_writable, self._workdir)
-        if config.log.wandb is not None:
-            faults.check(check_installed, config.log.wandb)
+        faults.check(check_installed, config.log.wandb)
         compare_requests(config)
         still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
         free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
@@ -146,18 +134,17 @@ class Files(Opener):
         return division.to_bytes() if any(division) else b""
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
-        devices = jax.device_count(), jax.devices()[0].device_kind
+        devices = [jax.device_count(), jax.devices()[0].device_kind]
         return stored.asked.auto and self._before.devices == devices
 
     def layout(self, config: ConfigDict) -> Changes:
         stored, keys = self._before.stored, {*config_lib.LAYOUT_KEYS}
         if not config.auto or self._choose_layout is None:
             return {}
-        if stored is not None and self.has_layout_of(stored):
-            return {}
         if stored is not None:
+            if self.has_layout_of(stored):
+                return {}
             keys -= {"model.scan"}  # the form of its checkpoints
-            logger.info("auto: was off at the last start, or the devices differ from its own")
             has_scan = "scan" in fields_of(config.model.name)
             if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
@@ -183,8 +170,6 @@ class Tables(Opener):
 
     sources: the training data, if they were opened.
     """
-
-    sources: Mapping[SplitKey, data.Source]
 
     def __init__(self, mesh: Mesh | None = None, *, opens_data: bool = False):
         self._mesh, self._opens_data = mesh, opens_data

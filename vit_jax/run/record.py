@@ -5,22 +5,22 @@ add ──> check ──> log, evaluate ──> saving
 
 import collections
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
-from vit_jax.job import watchdog
+from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, Health, check_finite
-from vit_jax.run.speed import Clock, Throughput
+from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, check_finite
+from vit_jax.run.speed import Throughput, chip_hours
+from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
 from vit_jax.run.writers import MetricWriter, values_at
 
@@ -36,7 +36,7 @@ class Record:
       run: the run and its parts.
       start: the step that the run continues from; its speed is measured from now on.
       meta: saved with the state of that step; {} from scratch.
-      clock: started at the very beginning of this part of the run.
+      since: `time.perf_counter` at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
       lock: the lock on the workdir; checked before rows and saves.
 
@@ -48,15 +48,15 @@ class Record:
         run: Run,
         start: int,
         meta: Mapping[str, Any],
-        clock: Clock,
+        since: float,
         writer: MetricWriter,
         progress: Progress,
         lock: Lock | NoLock,
     ):
-        config, e, devices = run.config, run.experiment, run.mesh.devices.flatten()
+        config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = start if meta else None
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
-        self._clock = clock
+        self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
@@ -85,7 +85,11 @@ class Record:
         Raises LostLockError if the last heartbeat has found another job in the workdir.
         """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
-        self._last = check_finite(self._pending, self.saved)
+        try:
+            self._last = check_finite(self._pending, self.saved)
+        except NonFiniteError as e:
+            write_diverged(self._run, e)
+            raise
         self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 
@@ -123,20 +127,8 @@ class Record:
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
             self._writer.flush()
-            facts |= self._health.read() | self._clock.read()
-            yield {"data_fingerprint": self._run.fingerprint} | facts
-
-
-@contextlib.contextmanager
-def open_record(
-    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, lock: Lock | NoLock
-) -> Iterator[Record]:
-    """Open the record of a run that continues from `start`, with its writer and progress bar."""
-    with (
-        open_writer(run, start if meta else None, lock) as writer,
-        Progress(run.experiment.total_steps, start) as progress,
-    ):
-        yield Record(run, start, meta, clock, writer, progress, lock)
+            own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}
+            yield facts | self._health.read() | own
 
 
 def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> MetricWriter:
@@ -180,11 +172,13 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock 
     decides for all, since a shared disk may show the others an older metrics.jsonl.
     """
     step = int(state.step)
-    evaluated = {name.partition("/")[0] for name in values_at(step, run.workdir)}
-    is_missed = np.array([name not in evaluated for name in due], np.int32)
-    is_missed = multihost_utils.broadcast_one_to_all(is_missed)
-    missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
-    if missed:
+
+    def find() -> list[str]:
+        evaluated = {name.partition("/")[0] for name in values_at(step, run.workdir)}
+        return [name for name in due if name not in evaluated]
+
+    timeout_s = run.config.job.compile_deadline_s
+    if missed := processes.say_to_all("the missed evaluators", find, timeout_s):
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
         with open_writer(run, step, lock) as writer:
             evaluate_all(run, state, missed, writer)

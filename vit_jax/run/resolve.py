@@ -170,7 +170,7 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         return {}
     same_name, changes = _check_name(config, pretrained), Changes()
     family, model = find_family(config.model.name), pretrained.model
-    defaults = field_defaults(family.module) | family.parse(config.model.name)
+    defaults = field_defaults(family) | family.parse(config.model.name)
     own_sizes = {} if same_name else sizes_of(config.model.name)
     left = _NOT_TAKEN | own_sizes.keys() | (_OF_HEAD if config.init_head == "new" else set())
     for field in (set(fields_of(config.model.name)) & set(config.model)) - left:
@@ -216,15 +216,11 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
         sizes["patch_size"] = config_lib.image_hw(sizes["patch_size"])
     other = {f: getattr(model, f) for f, size in sizes.items() if getattr(model, f) != size}
     if other:
-        flags = " ".join(f"--config.model.{field}={_as_flag(s)}" for field, s in other.items())
-        raise InputError(
-            f"model.name={name!r}: {source} has other sizes{remedy or f'; set {flags}'}"
-        )
+        texts = {field: str(size).strip("()").replace(" ", "") for field, size in other.items()}
+        flags = [f"--config.model.{field}={text}" for field, text in texts.items()]
+        remedy = remedy or f"; set {' '.join(flags)}"
+        raise InputError(f"model.name={name!r}: {source} has other sizes{remedy}")
     return False
-
-
-def _as_flag(size: Any) -> str:
-    return ",".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def freeze_layers(config: ConfigDict) -> Changes:

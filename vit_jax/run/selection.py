@@ -5,7 +5,6 @@ a run that was killed decides as one that was not. Evaluators declare whether th
 lower value of a metric is better. A value that is not finite is never better.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,33 +19,19 @@ from vit_jax.run.build import Run
 from vit_jax.run.writers import values_of
 
 
-class Series:
-    """The values of one metric, in the order of steps.
+def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int | None, int]:
+    """The first step with the best finite value, and the number of evaluations after it.
 
-    better: "higher" or "lower".
-    best_step: the first step with the best value; None before there is a finite one.
-    best: that value.
-    since_best: number of evaluations after it; of all evaluations if there is no best one yet.
+    (None, number of all evaluations) before there is a finite one.
+
+    Args:
+      values: {step: value}, in the order of steps.
+      better: "higher" or "lower".
     """
-
-    def __init__(
-        self, metric: str, better: Better, values: Mapping[int, float | None] | None = None
-    ):
-        self.metric = metric
-        self._sign = -1.0 if better == "lower" else 1.0
-        self.best_step: int | None = None
-        self.best: float | None = None
-        self.since_best = 0
-        for step, value in (values or {}).items():
-            self.add(step, value)
-
-    def add(self, step: int, value: float | None) -> None:
-        """Takes the value of an evaluation at `step`."""
-        self.since_best += 1
-        if value is None or not math.isfinite(value):
-            return
-        if self.best is None or self._sign * (value - self.best) > 0:
-            self.best_step, self.best, self.since_best = step, value, 0
+    sign = -1.0 if better == "lower" else 1.0
+    finite = {step: sign * v for step, v in values.items() if v is not None and math.isfinite(v)}
+    best = max(finite, key=finite.__getitem__, default=None)
+    return best, sum(best is None or step > best for step in values)
 
 
 class Selection:
@@ -57,18 +42,9 @@ class Selection:
       values: {key of `chosen_metrics`: {step: value}} of what was evaluated so far.
     """
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        values: Mapping[str, Mapping[int, float | None]],
-    ):
-        self._series = {
-            key: Series(metric, find_direction(config, metric), values.get(key))
-            for key, metric in chosen_metrics(config).items()
-        }
-        self._keep = self._series.get("checkpoint.keep_best")
-        self._stop = self._series.get("stop.metric")
-        self._patience = config.stop.patience
+    def __init__(self, config: ConfigDict, values: Mapping[str, Mapping[int, float | None]]):
+        self._config, self._metrics = config, chosen_metrics(config)
+        self._values = {key: dict(values.get(key, {})) for key in self._metrics}
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Takes what evaluators have found at `step`.
@@ -76,37 +52,44 @@ class Selection:
         Raises:
           SharedInputError: the evaluator, which declares no metrics, does not give the metric.
         """
-        for key, series in self._series.items():
-            evaluator = series.metric.partition("/")[0]
+        for key, metric in self._metrics.items():
+            evaluator = metric.partition("/")[0]
             found = [name for name in row if name.partition("/")[0] == evaluator]
-            if series.metric in found:
-                series.add(step, float(row[series.metric]))
+            if metric in found:
+                self._values[key][step] = float(row[metric])
             elif found:
-                raise SharedInputError(f"{key}={series.metric!r}: {nearest(series.metric, found)}")
+                raise SharedInputError(f"{key}={metric!r}: {nearest(metric, found)}")
+
+    def _best(self, key: str) -> tuple[int | None, int]:
+        """`find_best` of the metric that `key` chooses; (None, 0): it chooses none."""
+        if key not in self._metrics:
+            return None, 0
+        return find_best(self._values[key], find_direction(self._config, self._metrics[key]))
 
     @property
     def best_step(self) -> int | None:
         """The step that `checkpoint.keep_best` keeps; None: there is none."""
-        return None if self._keep is None else self._keep.best_step
+        return self._best("checkpoint.keep_best")[0]
 
     @property
     def stops(self) -> bool:
         """Whether the run ends early, now that the last values are known."""
-        return self._stop is not None and self._stop.since_best >= self._patience
+        return self._best("stop.metric")[1] >= self._config.stop.patience
 
     def describe_end(self) -> str:
         """Why the run ends early."""
-        assert self._stop is not None
+        step, since = self._best("stop.metric")
         return (
-            f"{self._stop.metric} was best at step {self._stop.best_step}, "
-            f"{self._stop.since_best} evaluations ago (stop.patience={self._patience})"
+            f"{self._metrics['stop.metric']} was best at step {step}, {since} evaluations ago "
+            f"(stop.patience={self._config.stop.patience})"
         )
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says of it."""
         found: dict[str, Any] = {"stopped_early": True} if self.stops else {}
-        if self._keep is not None and self._keep.best_step is not None:
-            found["best"] = {"step": self._keep.best_step, self._keep.metric: self._keep.best}
+        if (best := self.best_step) is not None:
+            metric = self._metrics["checkpoint.keep_best"]
+            found["best"] = {"step": best, metric: self._values["checkpoint.keep_best"][best]}
         return found
 
 
@@ -117,13 +100,11 @@ def read_selection(run: Run, step: int) -> Selection:
 
 def share_selection(run: Run, step: int) -> Selection:
     """`read_selection` from the rows that process 0 sees; all processes call it."""
-    text = processes.say_to_all(
-        "the evaluations so far",
-        lambda: json.dumps(_read_values(run, step)),
-        run.config.job.compile_deadline_s,
+    found = processes.say_to_all(
+        "the evaluations so far", lambda: _read_values(run, step), run.config.job.compile_deadline_s
     )
-    by_text = json.loads(text)  # whose keys are strings
-    values = {key: {int(at): v for at, v in found.items()} for key, found in by_text.items()}
+    # The keys of JSON are texts.
+    values = {key: {int(at): v for at, v in by_step.items()} for key, by_step in found.items()}
     return Selection(run.config, values)
 
 

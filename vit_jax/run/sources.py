@@ -100,11 +100,11 @@ def open_evaluated(
         learns = EVALUATORS.find(entry.type).learns_classes
         for split_key, key in config_lib.eval_splits(config, entry).items():
             where = f"evals.{name}.{split_key}"
-            synthetic = key.data_name == "synthetic"
-            numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
+            names = ("num_classes", "num_examples") if key.data_name == "synthetic" else ()
+            numbers = {name: d[name] for name in names}
             try:
                 source = sources.get(key) or opened.get(key)
-                source = source or _open_split(config, key, *numbers, divider=divider)
+                source = source or _open_split(config, key, divider=divider, **numbers)
                 if class_names is not None and key not in sources:
                     of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
                     source = _match_own(source, key, class_names, learns, f"{of}.data_dir")
@@ -204,8 +204,8 @@ def open_training(
     open_split = functools.partial(_open_split, config, divider=divider)
     first = open_split(
         own,
-        None if taught else d.num_classes,
-        None if parts else d.num_examples,
+        num_classes=None if taught else d.num_classes,
+        num_examples=None if parts else d.num_examples,
         # Of a mixture, or of some classes, another share may be missing.
         max_corrupt_fraction=1.0 if parts or d.classes else d.max_corrupt_fraction,
     )
@@ -216,12 +216,11 @@ def open_training(
     sources = {own: opened[0]}
     if d.soft_labels:
         opened = [data.soften(part) for part in opened]
-    for part in opened:
-        if part.soft_labels and not d.soft_labels:
-            raise InputError(
-                f"data.soft_labels=False: {part.split} has probabilities for labels; set "
-                "--config.data.soft_labels=true"
-            )
+    elif soft := [part.split for part in opened if part.soft_labels]:
+        raise InputError(
+            f"data.soft_labels=False: {soft[0]} has probabilities for labels; set "
+            "--config.data.soft_labels=true"
+        )
     source = data.concatenate(opened) if parts else opened[0]
     sources[config_lib.train_split(config)] = source
     if missing := divider.find_missing():
@@ -293,7 +292,8 @@ def _class_weights(
             total * share / part.num_examples * data.count_labels(part)
             for part, share in zip(parts, shares, strict=True)
         )
-        numbers = balanced_weights(np.asarray(counts_C), total, config.loss.name)
+        excludes = config_lib.LOSSES.find(config.loss.name).excludes
+        numbers = balanced_weights(np.asarray(counts_C), total, excludes)
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
@@ -322,31 +322,21 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
 
 
 def _open_split(
-    config: ConfigDict,
-    key: SplitKey,
-    num_classes: int | None = None,
-    num_examples: int | None = None,
-    reader: str | None = None,
-    max_corrupt_fraction: float = 1.0,
-    *,
-    divider: data.Divider,
+    config: ConfigDict, key: SplitKey, *, divider: data.Divider, **asked: Any
 ) -> data.Source:
+    """Opens a split; `asked`: further fields of `data.sources.Request`."""
+    d = config.data
+    common = {name: d[name] for name in ("reader", "exif", "multi_label", "channels")}
     return data.make_source(
         key.data_name,
         split=key.split,
+        image_size=config_lib.image_hw(d.image_size),
+        data_dir=key.data_dir,
         classes=key.classes,
         subset=key.subset,
-        reader=reader or config.data.reader,
-        max_corrupt_fraction=max_corrupt_fraction,
-        data_dir=key.data_dir,
-        divider=divider,
-        exif=config.data.exif,
-        multi_label=config.data.multi_label,
-        channels=config.data.channels,
-        image_size=config_lib.image_hw(config.data.image_size),
-        num_classes=num_classes,
-        num_examples=num_examples,
         own=config_lib.own_keys(config, "data"),
+        divider=divider,
+        **common | asked,
     )
 
 

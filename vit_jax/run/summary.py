@@ -65,8 +65,7 @@ def write_summary(run: Run) -> dict[str, Any]:
     if "best" in summary:  # with what the other evaluators found at that step
         summary["best"] = evaluated(summary["best"]["step"]) | summary["best"]
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    speed = ("images_per_s", "chip_hours")
-    shown = {k: v for k, v in summary.items() if "/" in k or k in speed}
+    shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
     logger.info("summary: %s", run.workdir / "summary.json")
     return summary

@@ -1,22 +1,22 @@
 """Terminal output of a run: a progress line, and messages above it."""
 
+import contextlib
 import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
 
 from absl.logging import get_absl_logger
+from rich import progress
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, TextColumn
+from rich.table import Column
 
 CONSOLE = Console()
 _BAR_WIDTH = 12  # characters
 
 
-class Progress:
+class Progress(contextlib.ExitStack):
     """A progress line, updated in place on a terminal; elsewhere one line per update.
 
     Use it in a `with` statement, which restores the terminal on exit. Text printed to `console`
@@ -37,18 +37,17 @@ class Progress:
         console: Console = CONSOLE,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        super().__init__()
         self._total_steps, self._console, self._clock = total_steps, console, clock
         self._start = start, clock()
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-
-    def __enter__(self) -> "Progress":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._live:
-            self._live.stop()
+        cut = Column(no_wrap=True, overflow="ellipsis")
+        line = TextColumn("{task.description}", markup=False, table_column=cut)
+        bar = BarColumn(_BAR_WIDTH, table_column=Column(width=_BAR_WIDTH))
+        live = progress.Progress(
+            bar, line, console=console, auto_refresh=False, disable=not console.is_terminal
+        )
+        self._live = self.enter_context(live)
+        self._task = self._live.add_task("", total=total_steps, visible=False)
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show the step, every `*/loss` and `*/top1`, the speed, the MFU and the time left.
@@ -65,17 +64,12 @@ class Progress:
             parts.append(f"MFU {scalars['time/mfu']:.1%}")
         parts.append(f"ETA {self._time_left(step)}")
         line = " | ".join(parts)
-        if self._live:
-            self._live.update(self._with_bar(step, line), refresh=True)
-        else:
+        if self._live.disable:
             self._console.out(line, highlight=False)
-
-    def _with_bar(self, step: int, line: str) -> Table:
-        row = Table.grid(padding=(0, 1))
-        row.add_column(width=_BAR_WIDTH)
-        row.add_column(no_wrap=True, overflow="ellipsis")
-        row.add_row(ProgressBar(self._total_steps, step, width=_BAR_WIDTH), Text(line))
-        return row
+        else:
+            self._live.update(
+                self._task, completed=step, description=line, visible=True, refresh=True
+            )
 
     def _time_left(self, step: int) -> str:
         first_step, since = self._start

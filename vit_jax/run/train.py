@@ -10,19 +10,18 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.base import files, tree
-from vit_jax.checkpoints import checkpoint, restore
+from vit_jax.checkpoints import restore
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
-from vit_jax.job import processes, watchdog
+from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.agreement import compare, compare_findings
 from vit_jax.run.build import Run, describe, prepare
-from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
 from vit_jax.run.opener import ChooseLayout
-from vit_jax.run.summary import read_summary, write_diverged, write_summary
+from vit_jax.run.summary import read_summary, write_summary
 from vit_jax.run.teachers import write_teachers
-from vit_jax.run.workdir import agree_on_run, lock_workdir, record_start, write_workdir
+from vit_jax.run.workdir import agree_on_run, locked, record_start, write_workdir
 
 logger = logging.getLogger("vit_jax")
 
@@ -57,64 +56,47 @@ def train_and_evaluate(
       ProcessError: another process of the job is missing.
     """
     workdir, command = files.absolute(workdir), command or {}
-    timeout_s = asked.job.compile_deadline_s
-    before = agree_on_run(workdir, timeout_s)
+    before = agree_on_run(workdir, asked.job.compile_deadline_s)
     run = prepare(asked, workdir, choose_layout, before, command.get("overrides", ()))
     finished = read_summary(run)
     compare_runs(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
-        how = (
-            "stopped early at step %d; to go on, raise stop.patience"
-            if finished.get("stopped_early")
-            else "already finished at step %d; nothing to do"
-        )
-        logger.info(how, finished["step"])
+        how = "stopped early" if finished.get("stopped_early") else "finished"
+        logger.info("already %s at step %d; nothing to do", how, finished["step"])
         return finished
     describe(run)
-    with watchdog.phase("compile"):
-        check_kernels(run.experiment.model, run.mesh)
-    with lock_workdir(workdir, before, timeout_s) as lock:
-        with jax.set_mesh(run.mesh):
-            state, meta = start_state(run)
-            lock.check(fresh=True)
-            begin(run, int(state.step) if meta else None, command)
-            compare_starts(run, int(state.step))
-            try:
-                loop(run, state, meta, lock)
-            except NonFiniteError as e:
-                write_diverged(run, e)
-                raise
+    check_kernels(run.experiment.model, run.mesh)
+    with locked(workdir, before, run.config) as lock, jax.set_mesh(run.mesh):
+        state, meta = start_state(run)
+        begin(run, int(state.step) if meta else None, command, lock)
+        loop(run, state, meta, lock)
         lock.check(fresh=True)
         return write_summary(run)
 
 
-def begin(run: Run, resumed_at: int | None, command: Mapping[str, Any]) -> None:
-    """Write, on process 0, what the run is and how it was started."""
-    if jax.process_index() > 0:
-        return
-    write_workdir(run.workdir, run.resolved, run.train_source, run.division)
-    write_teachers(run.workdir, run.described_teachers)
-    (run.workdir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-    record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
-
-
 def compare_runs(run: Run, facts: Mapping[str, Any]) -> None:
-    """Check that all processes have prepared the same run, agree on `facts` and see one workdir.
-
-    A path may be another disk on another host.
-    """
+    """Check that all processes have prepared the same run, and agree on `facts`."""
     weights = {**(run.initial_params or {}), **run.initial_model_state}
     facts = {**facts, "teachers": run.described_teachers}
     compare_findings(run.config, run.sources, weights, facts)
-    with watchdog.phase("comparison"):
-        processes.check_one_workdir(run.workdir, run.config.job.compile_deadline_s)
 
 
-def compare_starts(run: Run, start: int) -> None:
-    """Check that all processes continue after step `start`, with examples in the same order."""
+def begin(
+    run: Run, resumed_at: int | None, command: Mapping[str, Any], lock: Lock | NoLock
+) -> None:
+    """Write, on process 0, what the run is and how it was started.
+
+    Then check that all processes continue after the same step, with examples in the same order.
+    """
+    lock.check(fresh=True)
+    if jax.process_index() == 0:
+        write_workdir(run.workdir, run.resolved, run.train_source, run.division)
+        write_teachers(run.workdir, run.described_teachers)
+        (run.workdir / "summary.json").unlink(missing_ok=True)  # of an earlier end
+        record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
 
     def find() -> dict[str, Any]:
-        size = run.config.global_batch_size
+        start, size = resumed_at or 0, run.config.global_batch_size
         first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
         ids = np.asarray(run.order(first)).tobytes()
         return {"first step": start + 1, "ids of the first batches": ids}
@@ -136,28 +118,32 @@ def is_intact(run: Run, step: int) -> bool:
 
 
 def start_state(run: Run) -> tuple[TrainState, dict]:
-    """The state to continue from and its metadata: resume, else `init_from`, else from scratch."""
-    initial_params = run.initial_params
+    """The state to start from: resumed, else with the weights of `init_from`, else from scratch.
 
-    def from_init() -> TrainState:
-        assert initial_params is not None
-        state = run.experiment.init()
-        params = _replace_leaves(state.params, initial_params)
-        model_state = _replace_leaves(state.model_state, run.initial_model_state)
-        logger.info("start: parameters from init_from=%s", run.config.init_from)
-        if not state.ema:
-            return state.replace(params=params, model_state=model_state)
-        # The average is sharded differently from the parameters.
-        start = jax.jit(start_from, out_shardings=run.experiment.shardings)
-        return start(state, params, model_state)
+    Returns:
+      The state and, if resumed, the meta saved with it, else {}.
 
-    return checkpoint.start(
-        directory=run.workdir / "checkpoints",
-        abstract_state=run.experiment.abstract_state,
-        fingerprint=run.fingerprint,
-        from_init=from_init if initial_params is not None else None,
-        from_scratch=run.experiment.init,
+    Raises:
+      InputError: if the checkpoint was made with other data or another order.
+    """
+    e, directory = run.experiment, run.workdir / "checkpoints"
+    restored = restore.restore_newest(
+        directory, e.abstract_state, fingerprint=run.fingerprint, move_aside=True
     )
+    if restored is not None:
+        logger.info("start: resumed at step %d from %s", restored[1]["step"], directory)
+        return restored
+    if run.initial_params is None:
+        logger.info("start: from scratch")
+        return e.init(), {}
+    logger.info("start: parameters from init_from=%s", run.config.init_from)
+    state = e.init()
+    params = _replace_leaves(state.params, run.initial_params)
+    model_state = _replace_leaves(state.model_state, run.initial_model_state)
+    if not state.ema:
+        return state.replace(params=params, model_state=model_state), {}
+    # The average is sharded differently from the parameters.
+    return jax.jit(start_from, out_shardings=e.shardings)(state, params, model_state), {}
 
 
 def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.PyTree:

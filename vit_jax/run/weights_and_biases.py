@@ -1,5 +1,6 @@
 """Metrics in Weights & Biases; needs an optional package: `pip install -e '.[wandb]'`."""
 
+import functools
 import importlib.util
 import logging
 import math
@@ -19,9 +20,9 @@ _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
 
 
-def check_installed(project: str) -> None:
+def check_installed(project: str | None) -> None:
     """Raise InputError if `log.wandb` is set but the package is not installed."""
-    if importlib.util.find_spec("wandb") is None:
+    if project is not None and importlib.util.find_spec("wandb") is None:
         raise InputError(
             f"log.wandb={project!r}: the package wandb is not installed; "
             "run pip install -e '.[wandb]', or leave out log.wandb"
@@ -60,29 +61,27 @@ class WeightsAndBiases:
         id_file = workdir / "wandb_id"
         if not id_file.exists():
             write_whole(id_file, secrets.token_hex(4))
-
-        def init(mode: Any) -> Any:
-            return wandb.init(
-                project=project,
-                id=id_file.read_text(),
-                name=workdir.name,
-                resume="allow",
-                config=dict(config),
-                allow_val_change=True,
-                dir=None if "://" in os.fspath(workdir) else os.fspath(workdir),
-                mode=mode,
-                settings=wandb.Settings(
-                    console="off",  # the progress line is redrawn, so capturing it is useless
-                    quiet=True,
-                    init_timeout=_INIT_TIMEOUT_S,
-                    finish_timeout=_FINISH_TIMEOUT_S,
-                ),
-            )
-
+        init = functools.partial(
+            wandb.init,
+            project=project,
+            id=id_file.read_text(),
+            name=workdir.name,
+            resume="allow",
+            config=dict(config),
+            allow_val_change=True,
+            dir=None if "://" in os.fspath(workdir) else os.fspath(workdir),
+            settings=wandb.Settings(
+                console="off",  # the progress line is redrawn, so capturing it is useless
+                quiet=True,
+                init_timeout=_INIT_TIMEOUT_S,
+                finish_timeout=_FINISH_TIMEOUT_S,
+            ),
+        )
         self._run = None
-        for mode, instead in ((None, "recording offline"), ("offline", "continuing without W&B")):
+        modes: Any = ((None, "recording offline"), ("offline", "continuing without W&B"))
+        for mode, instead in modes:
             try:
-                self._run = init(mode)
+                self._run = init(mode=mode)
                 break
             except Exception as e:  # no failure of W&B may end the run
                 what = "fails offline too" if mode else "cannot be reached"

@@ -11,11 +11,13 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
+from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.base.errors import InputError
@@ -26,11 +28,13 @@ from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
 from vit_jax.job import processes
-from vit_jax.job.lock import Lock, NoLock, check_free
+from vit_jax.job.lock import Lock, NoLock, check_free, is_held
 from vit_jax.job.software import software
+from vit_jax.run.agreement import compare
 from vit_jax.run.resolve import Resolved
 
 _GIT_S = 10  # git on a slow disk is not waited for
+_SHARED_WITHIN_S = 60  # a network disk may hide a new file from other hosts for this long
 
 
 class StoredRun(NamedTuple):
@@ -44,8 +48,8 @@ class StoredRun(NamedTuple):
 
     text: str = ""
     stored: StoredConfig | None = None
-    saved_steps: tuple[int, ...] = ()
-    devices: tuple[int, str] | None = None
+    saved_steps: Sequence[int] = ()
+    devices: list[int | str] | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -53,28 +57,19 @@ class StoredRun(NamedTuple):
         return self.stored is not None or bool(self.saved_steps)
 
 
-NEW_RUN = StoredRun()
-
-
 def read_run(workdir: epath.Path) -> StoredRun:
     """What this process finds in `workdir`; raises InputError if config.json is damaged."""
-    return _parse_run(_describe_run(workdir), workdir)
+    return _parse_run(workdir, *_find_run(workdir))
 
 
-def _describe_run(workdir: epath.Path) -> str:
-    facts = {
-        "text": _read_if_there(workdir / "config.json"),
-        "saved_steps": restore.saved_steps(workdir / "checkpoints"),
-        "devices": _last_devices(workdir),
-    }
-    return json.dumps(facts)
+def _find_run(workdir: epath.Path) -> list[Any]:
+    """Text of config.json, saved steps, number and kind of the devices of the last start."""
+    text = _read_if_there(workdir / "config.json")
+    return [text, restore.saved_steps(workdir / "checkpoints"), _last_devices(workdir)]
 
 
-def _parse_run(description: str, workdir: epath.Path) -> StoredRun:
-    facts = json.loads(description)
-    text, devices = facts["text"], facts["devices"]
-    stored = parse_stored(text, workdir) if text else None
-    return StoredRun(text, stored, tuple(facts["saved_steps"]), devices and tuple(devices))
+def _parse_run(workdir: epath.Path, text: str, *others: Any) -> StoredRun:
+    return StoredRun(text, parse_stored(text, workdir) if text else None, *others)
 
 
 def check_store(workdir: epath.Path) -> None:
@@ -103,12 +98,12 @@ def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
         damaged.
     """
 
-    def find() -> str:
+    def find() -> list[Any]:
         check_store(workdir)
         check_free(workdir)
-        return _describe_run(workdir)
+        return _find_run(workdir)
 
-    return _parse_run(processes.say_to_all("what the workdir holds", find, timeout_s), workdir)
+    return _parse_run(workdir, *processes.say_to_all("what the workdir holds", find, timeout_s))
 
 
 def _read_if_there(path: epath.Path) -> str:
@@ -119,36 +114,42 @@ def _read_if_there(path: epath.Path) -> str:
 
 
 @contextlib.contextmanager
-def lock_workdir(
-    workdir: epath.Path, before: StoredRun, timeout_s: float
-) -> Iterator[Lock | NoLock]:
+def locked(workdir: epath.Path, before: StoredRun, config: ConfigDict) -> Iterator[Lock | NoLock]:
     """Makes `workdir`, and keeps other jobs out of it; yields the lock, which process 0 holds.
 
-    `before`: what `agree_on_run` has found there, before the run was prepared.
+    Args:
+      workdir: of the run.
+      before: what `agree_on_run` has found there, before the run was prepared.
+      config: of the run.
 
     Raises:
-      InputError: on every process: it cannot be made, or another job trains or trained there.
+      InputError: on every process: another job trains or trained there, or a process does not see
+        it: a path may be another disk on another host.
     """
     locks: list[Lock] = []
     made = jax.process_index() == 0 and not workdir.exists()
 
     def take() -> str:
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise InputError(
-                f"--workdir={workdir}: {e.strerror}; choose another directory"
-            ) from None
+        workdir.mkdir(parents=True, exist_ok=True)  # `check_writable` has said that it can be
         locks.append(Lock(workdir))
         if _read_if_there(workdir / "config.json") != before.text:
             raise InputError(
                 f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
                 "command again, or use another --workdir"
             )
-        return ""
+        return locks[0].token
+
+    def see() -> dict[str, str]:
+        until = time.monotonic() + _SHARED_WITHIN_S
+        while not (is_seen := is_held(workdir, token)) and time.monotonic() < until:
+            time.sleep(0.1)
+        own = f"{workdir} on {socket.gethostname()}, another folder than on process 0"
+        return {"--workdir": "shared" if is_seen else own}
 
     try:
-        processes.say_to_all("that the workdir is locked", take, timeout_s)
+        what, timeout_s = "that the workdir is locked", config.job.compile_deadline_s
+        token = processes.say_to_all(what, take, timeout_s)
+        compare(config, "workdir", see)
         yield locks[0] if locks else NoLock()
     finally:
         for lock in locks:
@@ -217,12 +218,12 @@ def record_start(
     write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def _last_devices(workdir: epath.Path) -> tuple[int, str] | None:
+def _last_devices(workdir: epath.Path) -> list[int | str] | None:
     """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
     try:
         lines = (workdir / "starts.jsonl").read_text().splitlines()
         hardware = json.loads(lines[-1])["hardware"]
-        return hardware["devices"], hardware["device_kind"]
+        return [hardware["devices"], hardware["device_kind"]]
     except (OSError, ValueError, LookupError, TypeError):  # no file, or a damaged one
         return None
 
@@ -232,19 +233,11 @@ def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:
 
     Both are None if `root` is not the top of a clone, or git is not there.
     """
-    top = _git(root, "rev-parse", "--show-toplevel")
-    state = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    if top is None or state is None or pathlib.Path(top).resolve() != root:
-        return {"commit": None, "clean": None}
-    commit, dirty, _ = state.partition("-")
-    return {"commit": commit, "clean": not dirty}
-
-
-def _git(root: pathlib.Path, *words: str) -> str | None:
-    """What git says of the folder `root`; None: it cannot."""
-    command = ["git", "-C", str(root), *words]
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        (root / ".git").stat()
+        said = subprocess.run(git, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "clean": None}
+    commit, dirty, _ = said.stdout.strip().partition("-")
+    return {"commit": commit, "clean": not dirty}

@@ -20,7 +20,7 @@ from vit_jax.base.files import LiteralPath, open_for_append
 from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 
-class MetricWriter:
+class MetricWriter(contextlib.ExitStack):
     """Writes scalars to WORKDIR/metrics.jsonl and to TensorBoard events in WORKDIR.
 
     A resumed run continues both as if it had never stopped: rows that an earlier, killed try wrote
@@ -52,6 +52,7 @@ class MetricWriter:
         may_write: Callable[[], bool] = lambda: True,
         writes: bool = True,
     ):
+        super().__init__()
         self._writers: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         if not writes:
             return
@@ -66,6 +67,8 @@ class MetricWriter:
         if wandb_project is not None:
             rows = read_history(workdir)
             self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
+        for writer in self._writers:
+            self.callback(writer.close)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add one row."""
@@ -75,16 +78,6 @@ class MetricWriter:
     def flush(self) -> None:
         for writer in self._writers:
             writer.flush()
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-
-    def __enter__(self) -> "MetricWriter":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.close()
 
 
 class JsonLines:
@@ -96,7 +89,8 @@ class JsonLines:
     def __init__(self, workdir: epath.Path, first_step: int, may_write: Callable[[], bool]):
         self._may_write = may_write
         path = workdir / "metrics.jsonl"
-        self._file = open_for_append(path, _rows_before(first_step, path))
+        kept = [line + b"\n" for line, row in _whole_rows(path) if row["step"] < first_step]
+        self._file = open_for_append(path, b"".join(kept))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         row = {"step": step, **finite_or_none(scalars)}
@@ -146,11 +140,6 @@ class TensorBoard:
 def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
     """`scalars` with None in place of NaN and infinity, for JSON."""
     return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
-
-
-def _rows_before(step: int, path: epath.Path) -> bytes:
-    """Lines of a metrics.jsonl before `step`."""
-    return b"".join(line + b"\n" for line, row in _whole_rows(path) if row["step"] < step)
 
 
 def _whole_rows(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -216,10 +216,10 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
         if number == signal.SIGTERM and process is not None:
             process.terminate()
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        if before[number] != signal.SIG_IGN or number == signal.SIGTERM:  # as nohup asks for
-            signal.signal(number, note)
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as nohup asks for
+        numbers.remove(signal.SIGINT)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
         if signal.SIGTERM in received:
@@ -270,7 +270,9 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     """Write study.json, study.md and study.csv with the results so far."""
     found = Found(study, results)
     report = study.report(found)
-    report = report._replace(files={"study.csv": found.csv().encode(), **report.files})
+    values = {**report.values, "warnings": find_differences(call.workdir, results)}
+    files = {"study.csv": found.csv().encode(), **report.files}
+    report = report._replace(values=values, files=files)
     members = {
         member.name: {
             **results[member.name]._asdict(),
@@ -279,7 +281,6 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
         for member in found.members
         if member.name in results
     }
-    warnings = find_differences(call.workdir, results)
     content = {
         "study": study.config.study.name,
         "metric": study.metric,
@@ -288,18 +289,17 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
         "rows": report.texts,
         "table": report.rows,
         "best": report.best,
-        **report.values,
-        "warnings": warnings,
+        **values,
         "members": members,
     }
     lines = [report.columns, ["---"] * len(report.columns), *report.texts]
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
-    warned = "".join(f"Warning: {line}.\n\n" for line in warnings)
+    warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
     text = f"# {content['study']}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
     as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"
-    for name, file in {"study.md": text, "study.json": as_json, **report.files}.items():
+    for name, file in {"study.md": text, "study.json": as_json, **files}.items():
         write_whole(call.workdir / name, file)
     return report
 
@@ -321,7 +321,7 @@ def _conclude(report: Report, call: Call, results: Results) -> int:
     for name, result in results.items():
         if result.state in (FAILED, DIVERGED):
             print(f"{name} {result.state}: {result.error}", file=sys.stderr)
-    for line in find_differences(call.workdir, results):
+    for line in report.values["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")

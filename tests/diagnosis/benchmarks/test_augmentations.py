@@ -1,4 +1,4 @@
-"""The picture of what augmentation does."""
+"""The contact sheet of augmentations."""
 
 import numpy as np
 import PIL.Image
@@ -100,7 +100,7 @@ def test_operations_before_the_crop_and_images_decoded_by_their_reader(
 def test_records_that_cannot_be_decoded_are_passed_over(tmp_path, config, two_operations):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "broken.jpg").write_bytes(b"no picture")
+        (tmp_path / name / "broken.jpg").write_bytes(b"no image")
         for i in range(3):
             red = np.full((8, 8, 3), (200, 10 * i, 0), np.uint8)
             PIL.Image.fromarray(red).save(tmp_path / name / f"{i}.png")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
@@ -155,14 +155,8 @@ def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
             left, top = _GAP + j * step, 2 * _LINE + i * band_height
             draw.multiline_text((left, top), heading, "black", font, spacing=1)
             for row, image in enumerate(images):
-                cell = _fit(Image.fromarray(image))
+                # Small images by the nearest pixel, so that single pixels show.
+                how = Image.LANCZOS if max(image.shape) > _CELL else Image.NEAREST
+                cell = ImageOps.contain(Image.fromarray(image), (_CELL, _CELL), how)
                 sheet.paste(cell, (left, top + 2 * _LINE + _GAP + row * step))
     return sheet
-
-
-def _fit(image: Image.Image) -> Image.Image:
-    """Scale an image to a cell; small images by a whole factor, so that single pixels show."""
-    longer = max(image.size)
-    scale = _CELL // longer if longer <= _CELL else _CELL / longer
-    size = [max(round(side * scale), 1) for side in image.size]
-    return image.resize(size, Image.NEAREST if longer <= _CELL else Image.LANCZOS)

@@ -13,20 +13,14 @@ class Cost(NamedTuple):
     cpu_s: float
 
 
-def measure(
-    calls: Mapping[str, Callable[[], object]],
-    num_rounds: int,
-    *,
-    wall_clock: Callable[[], float] = time.perf_counter,
-    cpu_clock: Callable[[], float] = time.process_time,
-) -> dict[str, list[Cost]]:
+def measure(calls: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, list[Cost]]:
     """Run all `calls` in turn, `num_rounds` times; returns the costs of each call by round."""
     costs = {name: [] for name in calls}
     for _ in range(num_rounds):
         for name, call in calls.items():
-            wall, cpu = wall_clock(), cpu_clock()
+            wall, cpu = time.perf_counter(), time.process_time()
             call()
-            costs[name].append(Cost(wall_clock() - wall, cpu_clock() - cpu))
+            costs[name].append(Cost(time.perf_counter() - wall, time.process_time() - cpu))
     return costs
 
 

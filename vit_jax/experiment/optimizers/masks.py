@@ -84,6 +84,18 @@ def drop_frozen(freeze: str) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
+def stop_gradients(params: Any, freeze: str | None) -> Any:
+    """`params` with gradients stopped wherever `freeze` matches."""
+
+    def stop(frozen, leaf):
+        if not np.any(frozen):
+            return leaf
+        stopped = jax.lax.stop_gradient(leaf)
+        return stopped if np.all(frozen) else jnp.where(frozen, stopped, leaf)
+
+    return params if freeze is None else jax.tree.map(stop, tree.mask(params, freeze), params)
+
+
 def _values(mask: Any) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mask)])
 
