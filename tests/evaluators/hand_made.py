@@ -87,7 +87,7 @@ def run_on_features(evaluator, train, test, *, broken=(), broken_tests=(), **giv
         "test_split": make_batches(*test, broken_tests),
     }
     source = types.SimpleNamespace(
-        num_classes=3, num_examples=len(train[1]), encoded=False,
+        num_classes=3, record_files=None, num_examples=len(train[1]), encoded=False,
         read=lambda ids: {"label": tf.gather(train[1], ids)},
     )  # fmt: skip
 

@@ -264,7 +264,7 @@ def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
     assert not caplog.messages  # of what would have been evaluated
     (run / "classes.json").unlink()
     for read in (lambda: evaluate_run(config, run), lambda: read_pretrained(run)):
-        with pytest.raises(InputError, match=r"classes\.json: is missing; copy it from the run"):
+        with pytest.raises(InputError, match=r"classes\.json: not readable"):
             read()
     (run / "classes.json").write_text("null")
     assert read_pretrained(run).spec.class_names is None
