@@ -54,8 +54,8 @@ class Rings(Part):
     notes: str = key("none", "about them")
 
 
-FAMILIES["Net"] = Net
-SOURCES["rings"] = Rings
+FAMILIES["MyNet"] = Net
+SOURCES["my_rings"] = Rings
 '''
 OTHER = """
 from vit_jax.config import Part, key
@@ -66,7 +66,7 @@ class Other(Part):
     other: int = key(1, "another")
 
 
-SOURCES["other"] = Other
+SOURCES["my_other"] = Other
 """
 RUNS = "vit_jax_plugins.part runs"
 
@@ -110,8 +110,8 @@ def ran(caplog):
 def forget():
     """As in another process."""
     plugins._PLUGINS.clear()
-    FAMILIES.pop("Net", None)
-    for name in ("rings", "other"):
+    FAMILIES.pop("MyNet", None)
+    for name in ("my_rings", "my_other"):
         SOURCES.pop(name, None)
     for name in [name for name in sys.modules if name.startswith(("vit_jax_plugins", "part"))]:
         del sys.modules[name]
