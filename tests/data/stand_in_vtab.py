@@ -115,16 +115,13 @@ FEATURES = {
 }  # fmt: skip
 
 
-def write_stand_ins(root, tfds_names=tuple(FEATURES), make_label=lambda i, count: i % count):
-    """Write root/NAME/VERSION for each data set; every image shows its labels.
-
-    `make_label`: (index, number of classes) -> label, for data sets with a feature `label`.
-    """
+def write_stand_ins(root, tfds_names=tuple(FEATURES)):
+    """Write root/NAME/VERSION for each data set; every image shows its labels."""
     for name in tfds_names:
-        _write(root, name, make_label)
+        _write(root, name)
 
 
-def _write(root, name, make_label):
+def _write(root, name):
     version, _ = SPLITS[name]
     folder = root / name / version
     folder.mkdir(parents=True)
@@ -141,7 +138,7 @@ def _write(root, name, make_label):
             file = f"{dataset}-{split}.tfrecord-{shard:05d}-of-{len(edges) - 1:05d}"
             with tf.io.TFRecordWriter(str(folder / file)) as writer:
                 for i in range(start, stop):
-                    example = features.encode_example(_make_example(name, i, make_label))
+                    example = features.encode_example(_make_example(name, i))
                     writer.write(serializer.serialize_example(example))
         lengths = [str(stop - start) for start, stop in itertools.pairwise(edges)]
         template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
@@ -179,7 +176,7 @@ def _used(name):
     return {split: (sizes[split], used[split]) for split in sizes}
 
 
-def _make_example(name, i, make_label):
+def _make_example(name, i):
     example = {key: _filler(feature, i) for key, feature in FEATURES[name].items()}
     if name == "clevr":
         count, depth = i % 8, i // 8 % 6
@@ -203,7 +200,7 @@ def _make_example(name, i, make_label):
         example |= {"label_azimuth": azimuth, "label_elevation": elevation}
         example["image"] = example["image2"] = _bars(96, 96, 5 * azimuth, 10 * elevation)
     else:
-        label = make_label(i, FEATURES[name]["label"].num_classes)
+        label = i % FEATURES[name]["label"].num_classes
         height, width, _ = FEATURES[name]["image"].shape
         example |= {"label": label, "image": _colour(height or 24, width or 32, label)}
     return example

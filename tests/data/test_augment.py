@@ -220,7 +220,9 @@ def test_the_policy_of_autoaugment_is_25_pairs_of_known_operations():
     assert len(augment.AUTOAUGMENT_V0) == 25
     steps = [step for pair in augment.AUTOAUGMENT_V0 for step in pair]
     assert {name for name, _, _ in steps} <= augment.OPERATIONS.keys()
-    assert all(0 <= rate <= 1 and 0 <= magnitude <= 10 for _, rate, magnitude in steps)
+    assert all(0 <= rate <= 1 for _, rate, _ in steps)
+    assert {m for name, _, m in steps if "Translate" in name} == {2.5 * 9}
+    assert all(0 <= m <= 10 for name, _, m in steps if "Translate" not in name)
 
 
 def test_randaugment_gives_the_same_whatever_the_threads_and_keeps_the_static_shape():

@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
         for i in range(2):
             said = job.said(i)
             assert re.search(
-                r"params/head/bias: device \d+ of process 1 / device 0, 1 of process 0, device",
+                r"params/head/bias: device \d+ of process 1 / device 0 of process 0, device 1",
                 said,
             ), said
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]

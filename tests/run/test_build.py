@@ -139,7 +139,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
         (["set/train/cat/1.png", "set/train/dog/1.png"],
          "has 1 class, ('set',); needed: at least 2; give the folder that holds"),
         (["1.png", "2.JPG", "notes.txt"],
-         "has 0 class folders: found 2 images"),
+         "has 0 class folders: found 1 .png, 1 .jpg, 1 .txt"),
         ([".hidden"], "has 0 class folders: found nothing in it; needed"),
         (["cat/notes.txt", "dog/notes.txt"],
          "holds no images in folders of classes: found 2 folders; add some"),

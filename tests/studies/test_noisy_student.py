@@ -284,7 +284,7 @@ def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
         if moment is None:
             return execute(command)
         ended = execute([command[0], str(KILLED), moment, *command[3:]])
-        assert ended.code == 128 + signal.SIGKILL
+        assert ended[0] == 128 + signal.SIGKILL
         return ended
 
     monkeypatch.setattr(running, "_execute", execute_killed)

@@ -144,7 +144,7 @@ def test_a_published_name_of_the_hub_keeps_the_value_range_beside_it(hub, golden
     config = {"width": 0.125, "depth": 0.3, "pretrained_cfg": {"input_size": [3, 64, 64]}}
     files = {"model.safetensors": weights.read_bytes(), "config.json": json.dumps(config).encode()}
     hub.repositories["timm/tf_efficientnet_b9", COMMITS["main"]] = files
-    entry = Published("timm:tf_efficientnet_b9", 10, value_range=None)
+    entry = Published("timm:tf_efficientnet_b9", 10)
     monkeypatch.setitem(PUBLISHED, "EfficientNet-B9@test", entry)
     found = read_pretrained("EfficientNet-B9@test")
     assert (found.source, found.model.image_size) == ("EfficientNet-B9@test", (64, 64))

@@ -158,12 +158,8 @@ OPERATIONS = {
     "Contrast": lambda image, m, sign, centre: contrast(image, 0.1 + 1.8 * m),
     "Brightness": lambda image, m, sign, centre: _blend(0.0, image, 0.1 + 1.8 * m),
     "Sharpness": lambda image, m, sign, centre: sharpness(image, 0.1 + 1.8 * m),
-    "ShearX": lambda image, m, sign, centre: _affine(
-        image, (1.0, sign * 0.3 * m, 0.0), (0.0, 1.0, 0.0)
-    ),
-    "ShearY": lambda image, m, sign, centre: _affine(
-        image, (1.0, 0.0, 0.0), (sign * 0.3 * m, 1.0, 0.0)
-    ),
+    "ShearX": lambda image, m, sign, centre: _affine(image, x_row=(1.0, sign * 0.3 * m, 0.0)),
+    "ShearY": lambda image, m, sign, centre: _affine(image, y_row=(sign * 0.3 * m, 1.0, 0.0)),
     "TranslateX": lambda image, m, sign, centre: translate(image, sign * (100 / 224) * m, 0.0),
     "TranslateY": lambda image, m, sign, centre: translate(image, 0.0, sign * (100 / 224) * m),
     "Cutout": lambda image, m, sign, centre: cutout(image, (40 / 224) * m, centre),
@@ -223,6 +219,7 @@ def random_operations(
 
 # AutoAugment's policy for ImageNet as EfficientNet's release has it ("v0"): each pair of operations
 # with the probability and the magnitude of both. At probability 0 an operation is never applied.
+# The translation is 2.5 times as long there as RandAugment's; its magnitude is 2.5 x 9.
 # Source: github.com/tensorflow/tpu, models/official/efficientnet/autoaugment.py. The paper's own
 # table 9 (arXiv:1805.09501) is another policy from the same search.
 AUTOAUGMENT_V0 = (
@@ -241,7 +238,7 @@ AUTOAUGMENT_V0 = (
     (("Posterize", 0.4, 6), ("AutoContrast", 0.4, 7)),
     (("Solarize", 0.6, 8), ("Color", 0.6, 9)),
     (("Solarize", 0.2, 4), ("Rotate", 0.8, 9)),
-    (("Rotate", 1.0, 7), ("TranslateY", 0.8, 9)),
+    (("Rotate", 1.0, 7), ("TranslateY", 0.8, 22.5)),
     (("ShearX", 0.0, 0), ("Solarize", 0.8, 4)),
     (("ShearY", 0.8, 0), ("Color", 0.6, 4)),
     (("Color", 1.0, 0), ("Rotate", 0.6, 2)),
@@ -252,8 +249,6 @@ AUTOAUGMENT_V0 = (
     (("Solarize", 0.6, 8), ("Equalize", 0.6, 1)),
     (("Color", 0.8, 6), ("Rotate", 0.4, 5)),
 )
-# In that release AutoAugment's translations are 2.5 times as long as RandAugment's.
-_TRANSLATION = 2.5
 
 
 def autoaugment_pair(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
@@ -265,16 +260,8 @@ def autoaugment_pair(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     """
     names = sorted({name for pair in AUTOAUGMENT_V0 for name, _, _ in pair})
     # (25, 2, 3): number of the operation, probability, magnitude.
-    table = tf.constant(
-        [
-            [
-                (names.index(name), rate, magnitude * (_TRANSLATION if "Trans" in name else 1))
-                for name, rate, magnitude in pair
-            ]
-            for pair in AUTOAUGMENT_V0
-        ],
-        tf.float32,
-    )
+    rows = [[(names.index(name), *how) for name, *how in pair] for pair in AUTOAUGMENT_V0]
+    table = tf.constant(rows, tf.float32)
 
     def one_of_pair(image, steps):
         operation, rate, magnitude, draw, direction = tf.unstack(steps)
@@ -322,7 +309,7 @@ def _blend(degenerate, image, factor):
     return tf.saturate_cast(blended, tf.uint8)
 
 
-def _affine(image, x_row, y_row):
+def _affine(image, x_row=(1.0, 0.0, 0.0), y_row=(0.0, 1.0, 0.0)):
     """Set pixel (x, y) to the pixel at (a (x + 1/2) + b (y + 1/2) + c, ...), rounded down.
 
     `x_row` and `y_row` hold (a, b, c). As in PIL, the computation is in fixed point; this decides

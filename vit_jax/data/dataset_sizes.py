@@ -63,15 +63,13 @@ def known_sizes(
     """
     if num_classes is not None and num_examples is not None:
         return num_classes, num_examples
-    given = {"num_classes": num_classes, "num_examples": num_examples}
-    missing = [f"data.{key}" for key, value in given.items() if value is None]
     table = KNOWN_DATA | _VTAB
     known_name = name if name in _VTAB else name.partition(":")[0].partition("/")[0]
     if known_name not in table:
-        raise InputError(
-            f"{' and '.join(missing)}: unknown for data.name={name!r} without its files; set "
-            f"{' and '.join(f'--config.{key}=...' for key in missing)}"
-        )
+        given = {"data.num_classes": num_classes, "data.num_examples": num_examples}
+        missing = [key for key, value in given.items() if value is None]
+        why = f"unknown for data.name={name!r} without its files"
+        raise InputError(*(f"{key}: {why}; set --config.{key}=..." for key in missing))
     known_classes, splits = table[known_name]
     if num_examples is None:
         num_examples = splits.get(split)  # of a whole split, without importing TensorFlow

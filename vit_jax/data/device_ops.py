@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
 from vit_jax.data.ops import DeviceOp, Pairs
@@ -321,15 +320,8 @@ def _box(height, width, corner, opposite):
 
 
 def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """One of `values` for each channel; where all are the same, of any number of channels.
-
-    Raises: InputError if there are others.
-    """
-    if len(set(values)) == 1:
-        return (values[0],) * channels
-    if len(values) != channels:
-        raise InputError(f"{tuple(values)}: needs {channels} numbers, one a channel, or all alike")
-    return tuple(values)
+    """`values`, one for each channel; where all are the same, of any number of channels."""
+    return (values[0],) * channels if len(set(values)) == 1 else tuple(values)
 
 
 def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:

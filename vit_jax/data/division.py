@@ -14,7 +14,6 @@ import csv
 import gzip
 import hashlib
 import io
-import logging
 import os
 import types
 import zlib
@@ -37,8 +36,6 @@ Groups = Mapping[str, str] | None
 
 _ELSEWHERE = "elsewhere"
 _SMALL = 5  # groups; a smaller class has less than half a group to hold out
-
-logger = logging.getLogger("vit_jax")
 
 
 class Division(NamedTuple):
@@ -141,10 +138,10 @@ class Divider:
     def __init__(self, known: Division = UNKNOWN, model: str = "", *, anew: bool = False):
         self.decided: dict[str, str] = {}
         self._known, self._model, self._anew = known, model, anew
+        self._begun = {} if anew else known.splits
 
     def __call__(self, where: str, classes: Mapping[str, str], groups: Groups) -> dict[str, str]:
         if self._anew:
-            self._warn_of_other_names(where, classes)
             known = self._known._replace(splits={**self._known.splits, **self.decided})
             found = divide_anew(where, classes, groups, known)
         else:
@@ -155,12 +152,11 @@ class Divider:
 
     def begun_with(self) -> Collection[str]:
         """The names of the images that the run began with; none for a new run."""
-        return () if self._anew else self._known.splits.keys()
+        return self._begun.keys()
 
     def warn_of_trained(self, where: str, names: Collection[str]) -> None:
         """Warns of those of the user's own validation or test images that the run trained on."""
-        known = {} if self._anew else self._known.splits
-        if trained := sorted(name for name in names if known.get(name) == "train"):
+        if trained := sorted(name for name in names if self._begun.get(name) == "train"):
             warn_once(
                 f"{where}: {self._model or 'this run'} was trained on {len(trained):,} of these "
                 f"images: {few(trained)}; put them back into train"
@@ -172,23 +168,7 @@ class Divider:
 
     def find_missing(self) -> list[str]:
         """The images that `known` trained on and that were not there; once the data are open."""
-        splits = {} if self._anew else self._known.splits
-        return sorted(n for n, s in splits.items() if s == "train" and n not in self.decided)
-
-    def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
-        """Warns if `known` may have the same images from another folder on."""
-
-        def tail(name):  # from the last folder on
-            return tuple(name.split("/")[-2:])
-
-        if any(name in self._known.splits for name in names):
-            return
-        tails = {tail(name) for name in self._known.splits}
-        if same := sum(tail(name) in tails for name in names):
-            warn_once(
-                f"{where}: {same:,} images seem to be those of {self._model} under other names; "
-                "give the data as that run had them, or val may have images that it trained on"
-            )
+        return sorted(n for n, s in self._begun.items() if s == "train" and n not in self.decided)
 
     def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
         """As `known` says; {} if it knows none of the images."""
@@ -217,17 +197,13 @@ class Divider:
     ) -> dict[str, str]:
         """A new division of a folder from which `known` holds out nothing."""
         found = divide_anew(where, classes, groups, self._known)
-        if groups is None:
-            return found
-        number = sum(split == "val" for split in found.values())
-        said = f"{number:,} of {len(found):,}; the split all is all of them"
-        if self._model and any(self._known):
+        if groups is not None and self._model and any(self._known):
+            number = sum(split == "val" for split in found.values())
             warn_once(
                 f"{where}: holds none of the images that {self._model} holds out; val is a tenth "
-                f"({said}), on which the model may have been trained"
+                f"({number:,} of {len(found):,}; the split all is all of them), on which the model "
+                "may have been trained"
             )
-        else:
-            logger.info("%s: val is %s", where, said)
         return found
 
 

@@ -81,7 +81,12 @@ class InceptionCrop(SizedOp):
 
         def crop_jpeg():
             shape = tf.image.extract_jpeg_shape(image)
-            return self._decode(image, shape, self._window(shape, seed))
+            window = self._window(shape, seed)
+
+            def decoded(ratio):
+                return decode_window(image, shape, window, ratio)
+
+            return scaled_for(self.hw, window[2:], decoded) if self.full_size else decoded(1)
 
         if image.dtype == tf.string:
             is_jpeg = tf.io.is_jpeg(image)
@@ -89,9 +94,6 @@ class InceptionCrop(SizedOp):
         else:
             image = crop_pixels(image)
         return _bilinear(image, self.hw, self.antialias)
-
-    def _decode(self, encoded, shape, window):
-        return decode_window(encoded, shape, window)
 
     def _window(self, shape, seed):
         begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
@@ -115,12 +117,6 @@ class ScaledInceptionCrop(InceptionCrop):
     """
 
     full_size = "inception_crop"
-
-    def _decode(self, encoded, shape, window):
-        def decoded(ratio):
-            return decode_window(encoded, shape, window, ratio)
-
-        return scaled_for(self.hw, window[2:], decoded)
 
 
 class Resize(SizedOp):

@@ -16,13 +16,12 @@ from vit_jax.base.errors import InputError
 from vit_jax.data.batch import Crops, decode_early, make_all
 from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf
-from vit_jax.data.ops import HostOp
+from vit_jax.data.ops import HostOp, by
 from vit_jax.data.records import stored_records
 from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"
-LEFT_OUT = "left out of loss and metrics"  # what happens to such a record in training
 # {(fingerprint, name, ops): result of `why_masked`} for records that are masked.
 _broken: dict[tuple[str, str, str], tuple[str | None, str]] = {}
 # (fingerprint, name, the reason) of records with a warning.
@@ -38,12 +37,10 @@ def local_batches(
     arrange: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
     num_rows: int,
     refuse_small: str | None = None,
-    consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The batches of `steps`, each with `num_rows` rows.
 
-    arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2). `consequence`
-    says what happens to a record that cannot be read.
+    arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2).
 
     Raises: InputError, before the first batch, if the ops do not give the sizes of `crops`; also at
       the first image that is smaller than a crop if `refuse_small` is the config key to name.
@@ -78,7 +75,7 @@ def local_batches(
             yield batch
 
     all_ops = [ops for crop in crops.values() for ops in crop.distinct_ops]
-    return _name_broken(read(), source, all_ops, refuse_small, consequence)
+    return _name_broken(read(), source, all_ops, refuse_small)
 
 
 def _load_pixels(source, crops, arranged):
@@ -165,7 +162,6 @@ def _name_broken(
     source: Source,
     all_ops: Sequence[Sequence[HostOp]],
     refuse_small: str | None,
-    consequence: str,
 ) -> Iterator[Batch]:
     """Warn of each masked record, once per process, and pass the batches on.
 
@@ -186,7 +182,7 @@ def _name_broken(
                 )
             if (source.fingerprint, name, why) not in _named:
                 _named.add((source.fingerprint, name, why))
-                logging.getLogger("vit_jax").warning("%s: %s; %s", name, why, consequence)
+                logging.getLogger("vit_jax").warning("%s: %s; left out", name, why)
         yield batch
 
 
@@ -194,11 +190,11 @@ def why_masked(
     source: Source, all_ops: Sequence[Sequence[HostOp]], record: int
 ) -> tuple[str | None, str]:
     """(which crop is too large, if that is why; the reason why a record is masked)."""
-    fault, small = source.why_unreadable(record), None
-    if not fault:
-        found = (_find_small(source, ops, record) for ops in all_ops)
-        small = next(filter(None, found), None)
-    return small, small or (f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE)
+    if fault := source.why_unreadable(record):
+        return None, f"{_UNREADABLE} ({fault})"
+    found = (_find_small(source, ops, record) for ops in all_ops)
+    small = next(filter(None, found), None)
+    return small, small or _UNREADABLE
 
 
 def _find_small(source: Source, host_ops: Sequence[HostOp], record: int) -> str | None:
@@ -209,12 +205,9 @@ def _find_small(source: Source, host_ops: Sequence[HostOp], record: int) -> str 
     try:
         image = decode_early(source, source.read(tf.constant(record, tf.int64))["image"])
         for op in host_ops:
-            if image.dtype != tf.string and op.needs and not op.takes(tuple(image.shape[:2])):
-                (height, width), (rows, columns) = image.shape[:2], op.needs
-                return (
-                    f"{height} x {width} pixels are too few for {op.text!r}, which takes {rows} x "
-                    f"{columns}"
-                )
+            size = None if image.dtype == tf.string else tuple(image.shape[:2])
+            if not op.takes(size):
+                return f"{by(size)} pixels are too few for {op.text!r}, which takes {by(op.needs)}"
             image = op(image, tf.zeros([2], tf.int64))
     except (tf.errors.OpError, UnicodeDecodeError):
         pass

@@ -8,19 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
-
-logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +52,7 @@ def parse_mix(text: str) -> tuple[Part, ...]:
             f"data.mix={text!r}: the weights add up to {sum(part.weight for part in parts):g} and "
             "leave nothing to data.name; make them add up to less than 1"
         )
-    if faults:
-        raise InputError(*faults)
+    collect_faults(faults)
     return tuple(parts)
 
 
@@ -69,12 +65,6 @@ def concatenate(sources: Sequence[Source]) -> Source:
     first = sources[0]
     for other in sources[1:]:
         _check_alike(first, other)
-    nameless = [other.split for other in sources[1:] if _takes_names(first, other)]
-    if nameless:
-        logger.warning(
-            "data.mix: the teacher of %s gives no names of classes; they are taken to be those of "
-            "%s %s, in the same order", nameless[0], first.name, first.split,
-        )  # fmt: skip
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 
@@ -123,14 +113,9 @@ def _check_alike(first: Source, other: Source) -> None:
             f"data.mix: {first.name} and {other.name} differ in whether images have several labels"
         )
     if not held_alike([first, other]):
-        one, two = (
-            "encoded images" if source.encoded else f"pixels {source.image_shape}"
-            for source in (first, other)
-        )
         raise InputError(
-            f"data.mix: {first.name} {first.split} comes as {one} and {other.name} {other.split} "
-            f"as {two}; needed: all as encoded images (data.reader=None), or all as pixels of one "
-            "size (data.reader=memory)"
+            f"data.mix: {first.name} and {other.name} need images that are all encoded "
+            "(data.reader=None), or all pixels of one size (data.reader=memory)"
         )
 
 

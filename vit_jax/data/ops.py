@@ -25,8 +25,6 @@ from vit_jax.config import image_hw
 from vit_jax.config.parts import Part, find_faults, key
 from vit_jax.config.registries import OPS
 
-_MOST_OPS = 100  # of a string; each makes the pipeline's graph, or the step's program, longer
-
 Size = int | tuple[int, int] | None
 Hw = tuple[int, int]
 SIZE = "(height, width), or one number for both; None: data.image_size"
@@ -178,12 +176,9 @@ def parse_ops(
       image_size: (H, W), the default for an op's `size`.
       key: the config key, named in errors.
 
-    Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments, or if there
-      are too many.
+    Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments.
     """
     calls = parse_calls(string, key)
-    if len(calls) > _MOST_OPS:
-        raise InputError(f"{key}: has {len(calls):,} ops; needs at most {_MOST_OPS}")
     ops = [make_op(*call, image_size, key) for call in calls]
     host_ops = tuple(op for op in ops if isinstance(op, HostOp))
     device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
@@ -220,7 +215,7 @@ def _check_scaled(host_ops: Sequence[HostOp], key: str) -> None:
         if op.gives is not None and scaled is not None:
             if op.cuts or not all(map(operator.le, op.gives, limit)):
                 raise InputError(
-                    f"{key}: {scaled.text!r} scales JPEGs for a resize to at most {_by(limit)} "
+                    f"{key}: {scaled.text!r} scales JPEGs for a resize to at most {by(limit)} "
                     f"pixels, but {op.text!r} follows it; replace it by 'decode'"
                 )
             scaled = None
@@ -257,17 +252,18 @@ def check_crops(host_ops: Sequence[HostOp], key: str, image_size: Hw | None = No
     """
     size, made_by = image_size, "the data give"
     for op in host_ops:
-        if size is not None and op.needs is not None and not op.takes(size):
+        if not op.takes(size):
             raise InputError(
-                f"{key}: {op.text!r} takes {_by(op.needs)} pixels, but {made_by} images of "
-                f"{_by(size)}; enlarge the resize before it (resize_small(crop=0.875) follows "
+                f"{key}: {op.text!r} takes {by(op.needs)} pixels, but {made_by} images of "
+                f"{by(size)}; enlarge the resize before it (resize_small(crop=0.875) follows "
                 f"data.image_size), or allow a black border with {op.name}(pad=True)"
             )
         if op.gives is not None:
             size, made_by = op.gives, f"{op.text!r} gives"
 
 
-def _by(size: Hw) -> str:
+def by(size: Any) -> str:
+    """A size for a message: "16 x 24"."""
     return "{} x {}".format(*size)
 
 

@@ -97,10 +97,7 @@ def check_order(
     assert global_batch_size is not None
     records, rest = divmod(global_batch_size, repeats)
     if rest:
-        raise InputError(
-            f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}; change "
-            "one of them"
-        )
+        raise InputError(f"data.repeats={repeats}: must divide the batch of {global_batch_size}")
     if streams is not None and records % streams:
         raise InputError(
             f"data.streams={streams}: must divide the {records} records of a batch; try "

@@ -26,7 +26,7 @@ from vit_jax.base import tree
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.host_tf import tf
-from vit_jax.data.loading import LEFT_OUT, Batch, local_batches
+from vit_jax.data.loading import Batch, local_batches
 from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
@@ -98,12 +98,10 @@ def host_eval_batches(
     rows: np.ndarray,
     record_ids: np.ndarray | None = None,
     refuse_small: bool = False,
-    consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in order, in NumPy.
 
     `record_ids`, int64 (n,), selects the records to read and their order; None reads all.
-    `consequence` says what happens to a record that cannot be read.
 
     Over all rows, every example comes once. Padding fills the last batch, so the number of batches
     is the same on every process.
@@ -123,7 +121,7 @@ def host_eval_batches(
 
     steps = range(math.ceil(num_records / spec.size))
     refused = spec.crops["image"].key if refuse_small else None
-    return local_batches(source, spec.crops, steps, arrange, len(rows), refused, consequence)
+    return local_batches(source, spec.crops, steps, arrange, len(rows), refused)
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:
@@ -134,17 +132,12 @@ def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: 
       sharding: sharding of each global leaf.
       global_batch_size: B, the first dimension of each global leaf.
     """
-    rows = order.local_rows(sharding, global_batch_size)
-
-    def put(leaf):
-        def shard(index):
-            first, stop, _ = index[0].indices(global_batch_size)
-            return leaf[slice(*np.searchsorted(rows, [first, stop]))]
-
-        shape = (global_batch_size, *leaf.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, shard)
-
-    return jax.tree.map(put, batch)
+    return {
+        key: jax.make_array_from_process_local_data(
+            sharding, leaf, (global_batch_size, *leaf.shape[1:])
+        )
+        for key, leaf in batch.items()
+    }
 
 
 def _put_ahead(

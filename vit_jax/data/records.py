@@ -12,14 +12,14 @@ cached on disk.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
-import logging
 import os
 import pathlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
@@ -74,17 +74,21 @@ def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
     return stored.unbatch()
 
 
-def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
-    """Map a data set of ids, int64 (b,) each, to single (id, label) pairs.
+def stored_values(
+    files: RecordFiles, ids: tf.data.Dataset, value_of: Callable[[tf.Tensor, tf.Tensor], Any]
+) -> tf.data.Dataset:
+    """Map a data set of ids, int64 (b,) each, to single pairs (id, value_of(stored record, id)).
 
-    Records whose label cannot be read are left out. Images are not decoded, and may be broken.
+    Records for which `value_of` fails are left out.
     """
-
-    def label_of(record_id, stored):  # in the map that parses, so that TensorFlow prunes the image
-        return record_id, files.parse(stored, record_id)["label"]
-
     stored = tf.data.Dataset.zip(ids.unbatch(), stored_records(files, ids))
-    return stored.map(label_of, PARALLEL_CALLS).ignore_errors()
+    values = stored.map(lambda i, record: (i, value_of(record, i)), PARALLEL_CALLS)
+    return values.ignore_errors()
+
+
+def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
+    """`stored_values` of the labels. Images are not decoded, and may be broken."""
+    return stored_values(files, ids, lambda record, i: files.parse(record, i)["label"])
 
 
 def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
@@ -210,15 +214,10 @@ def _cached_offsets(path: epath.Path, cache: pathlib.Path) -> np.ndarray:
     except (OSError, ValueError, EOFError):  # not cached yet, or damaged
         pass
     offsets = walk(path, stat.length)
-    try:
+    with contextlib.suppress(OSError):  # without the cache the next run scans the file again
         entry.parent.mkdir(parents=True, exist_ok=True)
         with replaced(entry) as file:
             np.save(file, offsets)
-    except OSError as error:
-        logging.getLogger("vit_jax").warning(
-            "%s cannot be written (%s); the next run will scan %s for its records again",
-            entry, error.strerror, path,
-        )  # fmt: skip
     return offsets
 
 

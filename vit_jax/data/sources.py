@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import math
-import pathlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,18 +44,18 @@ class Source:
       split: the split in data.split.
       num_examples: number of records in the split.
       num_classes: labels lie in [0, num_classes).
-      class_names: by label, or None.
-      image_shape: (H, W, channels) if all images have the same size, else None.
-      encoded: whether images are JPEG or PNG bytes.
-      channels: number of channels of the images that the pipeline makes.
       fingerprint: hex digest of the data's identity, which depends neither on their location nor on
         the reader.
       read: see above.
       record_name: index -> the record's name in messages.
+      class_names: by label, or None.
+      image_shape: (H, W, channels) if all images have the same size, else None.
+      encoded: whether images are JPEG or PNG bytes.
       why_unreadable: index -> why the record's file cannot be read, and the remedy; "" if unknown.
       record_files: the way an encoded source reads neighbours together; None if that saves nothing.
       file_names: (start, stop) -> the original file names of these records, "" where one cannot be
         read; None if the source does not know them.
+      channels: number of channels of the images that the pipeline makes.
       multi_label: whether labels are float32 (C,), 1 for each class that the image shows.
       soft_labels: whether labels are float32 (C,), the probabilities of the classes.
       part_sizes: number of records of each data set of a mixture; one number for a single data set.
@@ -66,11 +65,11 @@ class Source:
     split: str
     num_examples: int
     num_classes: int
-    class_names: tuple[str, ...] | None
-    image_shape: tuple[int, int, int] | None
     fingerprint: str
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
+    class_names: tuple[str, ...] | None = None
+    image_shape: tuple[int, int, int] | None = None
     encoded: bool = False
     why_unreadable: Callable[[int], str] = lambda record: ""
     record_files: RecordFiles | None = None
@@ -206,12 +205,9 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
 
     From scikit-learn's file, because importing scikit-learn takes a CPU second.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
-        raise InputError("data.name='digits': needs scikit-learn; run pip install scikit-learn")
-    table = np.loadtxt(
-        pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
-    )
+    installed = importlib.metadata.distribution("scikit-learn")
+    path = installed.locate_file("sklearn/datasets/data/digits.csv.gz")
+    table = np.loadtxt(str(path), delimiter=",")
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
@@ -240,13 +236,12 @@ class Synthetic(DataSet):
             label = tf.cast(record_ids % num_classes, tf.int32)
             return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
 
-        name, split = "synthetic", request.split
+        name, split = request.name, request.split
         return Source(
             name=name,
             split=split,
             num_examples=num_examples,
             num_classes=num_classes,
-            class_names=None,
             image_shape=image_shape,
             fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
@@ -265,13 +260,10 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
         return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)
-    by_batch = ids.batch(_LABELS_AT_ONCE)
-    if not source.encoded:
-        found = by_batch.map(label_of).unbatch()
-    elif source.record_files is None:
+    if source.record_files is None:
         found = ids.map(label_of, PARALLEL_CALLS).ignore_errors()
     else:
-        found = stored_labels(source.record_files, by_batch)
+        found = stored_labels(source.record_files, ids.batch(_LABELS_AT_ONCE))
     labels = np.full(stop - start, -1, np.int32)
     for record_ids, label in Elements(found.batch(_LABELS_AT_ONCE)):
         labels[record_ids - start] = label

@@ -16,13 +16,14 @@ from vit_jax.data.images.formats import with_channels
 from vit_jax.data.sources import Source, fingerprint, read_labels
 
 
-def check_classes(classes: Sequence[int] | None, key: str = "data.classes") -> None:
+def check_classes(classes: Sequence[int] | None) -> None:
     """Raise InputError unless `classes` is None or holds at least two labels, all different."""
     if classes is None:
         return
     labels = all(type(label) is int and label >= 0 for label in classes)
     if not labels or len(set(classes)) != len(classes) or len(classes) < 2:
-        raise InputError(f"{key}={tuple(classes)}: needs two or more different labels, e.g. 0,1,2")
+        given = f"data.classes={tuple(classes)}"
+        raise InputError(f"{given}: needs two or more different labels, e.g. 0,1,2")
 
 
 def match_classes(source: Source, names: Sequence[str]) -> Source:
@@ -69,10 +70,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
     if source.has_label_vectors:
         raise InputError(f"{where} has several labels an image; leave data.classes out")
     if unknown := [label for label in classes if label >= source.num_classes]:
-        raise InputError(
-            f"{where} has only the labels 0 to {source.num_classes - 1}; leave out "
-            f"{', '.join(map(str, unknown))}"
-        )
+        raise InputError(f"{where} has no labels {unknown}; its last is {source.num_classes - 1}")
     labels = read_labels(source, 0, source.num_examples)
     kept = np.flatnonzero(np.isin(labels, classes))
     if not len(kept):
@@ -135,8 +133,7 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
     kept = np.sort(drawn[: subset_size(size, len(drawn), where)])
     which = hashlib.sha256(kept.tobytes()).hexdigest()
     return dataclasses.replace(
-        keep_records(source, kept),
-        fingerprint=fingerprint("subset", source.fingerprint, which),
+        keep_records(source, kept), fingerprint=fingerprint("subset", source.fingerprint, which)
     )
 
 
@@ -187,27 +184,22 @@ def give_channels(source: Source, channels: int) -> Source:
     Raises: InputError if that cannot be.
     """
     shape = source.image_shape
-    if source.encoded:
-        if channels not in (1, 3, 4):
-            raise InputError(
-                f"data.channels={channels}: the files of {source.name} are decoded to 1, 3 or 4"
-            )
-        shape = None if shape is None else (*shape[:2], channels)
-        return dataclasses.replace(source, channels=channels, image_shape=shape)
-    assert shape is not None  # as of all sources of pixels
-    found = shape[-1]
-    if found == channels:
-        return dataclasses.replace(source, channels=channels)
-    if found != 1 and (found, channels) != (3, 1):
-        remedy = f"set --config.data.channels={found}"
-        raise InputError(f"data.channels={channels}: {source.name} has {found}; {remedy}")
+    found = shape[-1] if shape is not None and not source.encoded else None
+    possible = {None: (1, 3, 4), 1: (channels,), 3: (1, 3)}.get(found, (found,))
+    if channels not in possible:
+        needed = " or ".join(map(str, possible))
+        raise InputError(f"data.channels={channels}: {source.name} needs {needed}")
 
     def read(record_ids):
         example = source.read(record_ids)
         return example | {"image": with_channels(example["image"], channels)}
 
-    shape = (*shape[:2], channels)
-    return dataclasses.replace(source, channels=channels, image_shape=shape, read=read)
+    return dataclasses.replace(
+        source,
+        channels=channels,
+        image_shape=None if shape is None else (*shape[:2], channels),
+        read=source.read if source.encoded else read,
+    )
 
 
 def soften(source: Source) -> Source:

@@ -30,10 +30,10 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
-from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
+from vit_jax.data.elements import Elements, untuned
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.data.records import RecordFiles, open_files, stored_labels, stored_records
+from vit_jax.data.records import RecordFiles, open_files, stored_labels, stored_values
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_tensors
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
@@ -213,17 +213,10 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
       memory than there is.
     """
     stored_as = info.file_format.value
-    if stored_as not in _BY_FORMAT:
-        raise InputError(
-            f"data.name: {info.full_name} is stored as {stored_as}; needed: "
-            f"{' or '.join(_BY_FORMAT)}"
-        )
     on_disk = _BY_FORMAT[stored_as]
     if reader not in (None, "memory", on_disk, ON_DISK):
-        raise InputError(
-            f"data.reader={reader!r}: {info.full_name} is stored as {stored_as}; set it to "
-            f"{on_disk} or memory, or leave it out"
-        )
+        where = f"data.reader={reader!r}: {info.full_name} is stored as {stored_as}"
+        raise InputError(f"{where}; set it to {on_disk} or memory")
     encoded_bytes = 0
     for part in parts:
         path = epath.Path(part.filename)
@@ -232,7 +225,7 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
         encoded_bytes += path.stat().length * part.take / part.examples_in_shard
     pixel_bytes = num_examples * math.prod(image_shape) if image_shape else 0
     needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
-    available = min(psutil.virtual_memory().available, _container_memory())
+    available = psutil.virtual_memory().available
     if reader == "memory" and needed > available:
         raise InputError(
             f"data.reader='memory': loading {num_examples} examples takes about "
@@ -241,16 +234,6 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
         )
     small = encoded_bytes + pixel_bytes <= _SMALL_BYTES and needed <= available
     return "memory" if reader == "memory" or (reader is None and small) else on_disk
-
-
-def _container_memory() -> float:
-    """Free bytes under the container's memory limit (cgroup 2); infinite if there is none."""
-    group = pathlib.Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        return int(limit) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return math.inf
 
 
 def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
@@ -322,21 +305,20 @@ def _digest_records(files: RecordFiles, num_examples: int) -> list[str]:
 
 def _read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
     """Read a split into memory and make its `Source.read`; broken records are masked."""
-    ids = tf.data.Dataset.range(num_examples)
-    stored = stored_records(files, ids.batch(_RECORDS_AT_ONCE))
 
-    def load(record_id, stored):
+    def load(stored, record_id):
         example = files.parse(stored, record_id)
         image = example["image"]
         if image_shape is not None:
             image = tf.ensure_shape(to_pixels(image), image_shape)
-        return record_id, image, example["label"]
+        return image, example["label"]
 
-    loaded = tf.data.Dataset.zip(ids, stored).map(load, PARALLEL_CALLS).ignore_errors()
+    ids = tf.data.Dataset.range(num_examples).batch(_RECORDS_AT_ONCE)
+    loaded = stored_values(files, ids, load)
     empty, dtype = (b"", object) if image_shape is None else (0, np.uint8)
     images = np.full((num_examples, *(image_shape or ())), empty, dtype)
     labels, mask = np.full(num_examples, -1, np.int32), np.zeros(num_examples, np.float32)
-    for record_ids, image, label in Elements(loaded.batch(_RECORDS_AT_ONCE)):
+    for record_ids, (image, label) in Elements(loaded.batch(_RECORDS_AT_ONCE)):
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
     broken = np.flatnonzero(mask == 0)
     if len(broken):
@@ -365,15 +347,13 @@ def _make_file_names(files: RecordFiles, feature) -> Callable | None:
     features = tfds.features.FeaturesDict({"file_name": feature})
 
     def file_names(start, stop):
-        ids = tf.data.Dataset.range(start, stop)
-        stored = stored_records(files, ids.batch(_RECORDS_AT_ONCE))
-        found = tf.data.Dataset.zip(ids, stored).map(
-            lambda i, s: (i, features.deserialize_example(s)["file_name"]), PARALLEL_CALLS
+        ids = tf.data.Dataset.range(start, stop).batch(_RECORDS_AT_ONCE)
+        found = stored_values(
+            files, ids, lambda stored, i: features.deserialize_example(stored)["file_name"]
         )
         names = [""] * (stop - start)
-        for record_ids, batch in Elements(found.ignore_errors().batch(_RECORDS_AT_ONCE)):
-            for record_id, name in zip(record_ids, batch, strict=True):
-                names[record_id - start] = name.decode()
+        for record_id, name in Elements(found):
+            names[record_id - start] = name.decode()
         return names
 
     return file_names

@@ -133,7 +133,6 @@ def outputs(
     loss = loss_of(pretrained) if what == "probabilities" else None
     static = {"mean": spec.mean, "std": spec.std, "loss": loss, "what": what, "layer": layer}
     compute = functools.partial(_compute, model=model, image_size=spec.image_size, **static)
-    how["consequence"] = "features are NaN" if what in _OF_LAYERS else "no prediction"
     for found, batch in computed(pretrained, source, compute, **how):
         kept = len(batch["mask"])
         yield np.asarray(found[:kept], np.float32), batch
@@ -148,7 +147,6 @@ def computed(
     progress: bool = True,
     record_ids: np.ndarray | None = None,
     keys: Sequence[str] = ("mask", "label"),
-    consequence: str = "no prediction",
 ) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
     """The results of `compute`, a jitted function, for batches of the records of `source`.
 
@@ -160,7 +158,6 @@ def computed(
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
       keys: those of the batch to yield.
-      consequence: what happens to a record that cannot be read, for a warning.
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
@@ -175,7 +172,6 @@ def computed(
         image_batch(batch_size, spec.image_size, _host_ops(pretrained, source), "evals.*.ops"),
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
-        consequence=consequence,
     )
     left = source.num_examples if record_ids is None else len(record_ids)
     console = Console(stderr=True)

@@ -96,7 +96,6 @@ def measure(
         record_ids=record_ids,
         progress=progress,
         keys=("image", "mask"),
-        consequence="not in the figures",
     )
     names, grams, each, first = [], [], [], {}
     for i, (results, batch) in enumerate(found):

@@ -122,7 +122,7 @@ def translate_name(name: str) -> str | None:
     if match is not None:
         return f"it is called EfficientNet-{match[1].upper()} here"
     match = re.match(r"t2t_vit_(?:t_)?(\d+)(?:_|\.|$)", plain)
-    if match is not None:
+    if match is not None and f"T2T-ViT-{match[1]}" in known_names():
         return f"it is called T2T-ViT-{match[1]} here"
     match = re.match(r"(vit|deit)3?_([a-z0-9]+)_(?:distilled_)?(?:patch)?(\d+)(?:_|\.|$)", plain)
     if match is None or match[2] not in _SIZES_ELSEWHERE:

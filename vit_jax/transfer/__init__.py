@@ -132,12 +132,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         if found != known.num_classes:
             what = f"has {found} classes, but was published with {known.num_classes}"
             raise InputError(f"init_from={source!r}: {what}; fetch it again")
-        spec = pretrained.spec._replace(loss=known.loss)
-        if known.value_range is not None:
-            black, white = known.value_range
-            mean, std = -black / (white - black), 1 / (white - black)
-            spec = spec._replace(mean=(mean,) * 3, std=(std,) * 3)
-        pretrained = pretrained._replace(spec=spec)
+        pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=known.loss))
     elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
         pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=loss))
@@ -186,10 +181,7 @@ def save_pretrained(
     writer = find_writer(format, model, path, "format=")
     needed = {"params", *(name.partition("/")[0] for name in abstract_model_state(model))}
     if missing := sorted(needed - variables.keys()):
-        raise InputError(
-            f"variables: lack {', '.join(missing)}; give all that model.init or load_pretrained "
-            "returned"
-        )
+        raise InputError(f"variables: lack {', '.join(missing)}; give all that model.init returned")
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
     if about(model).stacks_layers:
@@ -256,11 +248,6 @@ def load_pretrained(
     pretrained = read_pretrained(source)
     family, changes = type(pretrained.model), dict(fields)
     if num_classes is not None:
-        if fields.get("hidden_head"):
-            raise InputError(
-                "hidden_head=True: num_classes replaces the whole head by a linear one of zeros, "
-                "and zeros pass no gradient back to a hidden layer; leave it out"
-            )
         changes = {"num_classes": num_classes} | changes
         if "hidden_head" in field_names(family):
             changes["hidden_head"] = False

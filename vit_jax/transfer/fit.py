@@ -26,7 +26,6 @@ from vit_jax.transfer.resample import (
     resample_axis,
     resample_grid,
     resample_offsets,
-    resample_patches,
 )
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
@@ -215,8 +214,8 @@ def _resample_positions(
         "rows": partial(resample_axis, old=rows, new=new_rows),
         "columns": partial(resample_axis, old=columns, new=new_columns),
         "offsets": partial(resample_offsets, old=old, new=new),
-        "to_patches": partial(resample_patches, old=old, new=new),
-        "from_patches": partial(resample_patches, old=old, new=new),
+        "to_patches": partial(resample_grid, old=old, new=new, prefix=0),
+        "from_patches": partial(resample_grid, old=old, new=new, prefix=0),
     }
     resampled = {}
     for name, leaf in found.items():

@@ -56,10 +56,8 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
         given["size"] = {"shortest_edge": given["size"]}
     mean, std = _mean_and_std(given)
     spec = spec._replace(mean=mean, std=std)
-    of_processor = (
-        f"image_processor_type={processor!r}: needs ViTImageProcessor, DeiTImageProcessor or "
-        "BitImageProcessor"
-    )
+    needed = ", ".join(f"{name}ImageProcessor" for name in _PROCESSORS)
+    of_processor = f"image_processor_type={processor!r}: needs one of {needed}"
     if faults := _pixel_faults(given, spec.image_size) if match else [of_processor]:
         fault = str(InputError(*faults, where=where))
         logger.warning("%s; only the weights can be used", fault)
@@ -95,8 +93,7 @@ def _in_proportion(size: Any) -> bool:
 def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[str]:
     """The unsupported values in `given`, a preprocessor_config.json's values and defaults."""
     faults, resample = Faults(), given["resample"]
-    faults.need(given.get("do_resize", True), "do_resize=False: needs true, because the model "
-                "takes images of one size")  # fmt: skip
+    faults.need(given.get("do_resize", True), "do_resize=False: needs true, for images of one size")
     faults.need(not given.get("do_pad"), "do_pad=True: needs false; padding is not supported")
     faults.need(resample in _FILTERS, f"resample={resample}: needs 2 (bilinear) or 3 (bicubic)")
     resized, crops = _height_width(given["size"]), given["do_center_crop"]
@@ -161,17 +158,19 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
     With mode "center" there is one size for both sides: the larger one if images are not square.
     """
-    (height, width), resized = image_size, cut.resized(image_size)
-    pixels = {"resample": _RESAMPLE[cut.interpolation], "do_center_crop": False}
-    crop = {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
-    squashed = {"height": resized[0], "width": resized[1]}
+
+    def sides(size):
+        return {"height": size[0], "width": size[1]}
+
+    resized = cut.resized(image_size)
+    processor, size = "DeiTImageProcessor", sides(resized)
+    crop = {"do_center_crop": True, "crop_size": sides(image_size)}
     if cut.mode == "center":
         processor, size = "BitImageProcessor", {"shortest_edge": max(resized)}
-    else:
-        processor, size = "DeiTImageProcessor", squashed
-        if resized == image_size:
-            processor, crop = "ViTImageProcessor", {}
-    return pixels | crop | {"image_processor_type": processor, "size": size}
+    elif resized == image_size:
+        processor, crop = "ViTImageProcessor", {"do_center_crop": False}
+    pixels = {"resample": _RESAMPLE[cut.interpolation], **crop}
+    return pixels | {"image_processor_type": processor, "size": size}
 
 
 def library_ops(spec: Spec) -> str:

@@ -47,12 +47,10 @@ class Published(NamedTuple):
 
     address: its URL, or "timm:NAME" on the Hugging Face Hub.
     num_classes: number of classes of its head.
-    value_range: the model's input values for black and white; None: stated beside the file.
     """
 
     address: str
     num_classes: int
-    value_range: tuple[float, float] | None = (-1.0, 1.0)
 
     @property
     def loss(self) -> str:
@@ -104,7 +102,7 @@ def _table() -> dict[str, Published]:
     }
     for name, tag in efficientnets.items():
         address = f"timm:tf_efficientnet_{name.partition('@')[0].lower()}.{tag}"
-        table[f"EfficientNet-{name}"] = Published(address, 1000, value_range=None)
+        table[f"EfficientNet-{name}"] = Published(address, 1000)
     return table
 
 
@@ -173,8 +171,7 @@ def locate(source: str | os.PathLike) -> epath.Path:
 
 def _hint(source: str) -> str:
     """A hint with similar published names if `source` looks like one, else ""."""
-    versions = [name for name in PUBLISHED if name.startswith(f"{source}@")]
-    if versions:
+    if versions := [name for name in PUBLISHED if name.startswith(f"{source}@")]:
         return f"; published are {', '.join(versions)}"
     if re.fullmatch(r"(vit|deit)3?_\w+patch\d+[\w.]*|tf_efficientnet_[\w.]+", source):
         return f"; timm's models are called timm:{source}"
@@ -309,7 +306,7 @@ def fetch_from_hub(
             _fetch_optional(repo_id, f"{folder}/{beside}".lstrip("/"), commit)
     except (errors.HFValidationError, errors.HTTPError, OSError) as e:
         raise InputError(f"init_from={source!r}: {_describe(e, repo_id, file, revision)}") from None
-    return epath.Path(weights.parent if name == WEIGHTS else weights)
+    return _entrance(weights)
 
 
 def _fetch_optional(repo_id: str, file: str, commit: str) -> None:
@@ -330,10 +327,7 @@ def _describe(error: Exception, repo_id: str, file: str, revision: str | None) -
     at = f"{constants.ENDPOINT}/{repo_id}"
     match error:
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
-            return (
-                f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not hold {repo_id} "
-                "completely; unset it once, or copy the cache of a machine that has fetched it"
-            )
+            return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks files; unset it once"
         case errors.GatedRepoError():
             return f"{at} needs its terms accepted on that page, and then HF_TOKEN set"
         case errors.RepositoryNotFoundError() if re.fullmatch(r"timm/[^.]+", repo_id):

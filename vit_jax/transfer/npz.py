@@ -120,9 +120,7 @@ def _bit_rows() -> list[Row]:
         kernel = f"{theirs}/{part}/standardized_conv2d/kernel"
         rows.append(row(kernel, f"{ours}/conv{number}/kernel"))
         rows += _GROUP_NORM(f"{theirs}/{part}/group_norm", f"{ours}/norm{number}")
-    rows.append(
-        row(f"{theirs}/a/proj/standardized_conv2d/kernel", f"{ours}/conv_proj/kernel"),
-    )
+    rows.append(row(f"{theirs}/a/proj/standardized_conv2d/kernel", f"{ours}/conv_proj/kernel"))
     rows.append(row(f"{_BIT_HEAD}/kernel", "head/kernel", "d c -> 1 1 d c"))
     return [*rows, row(f"{_BIT_HEAD}/bias", "head/bias")]
 

@@ -152,10 +152,8 @@ class Pretrained(NamedTuple):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables for `model.apply`: {"params": ..., and the collections of model_state}."""
-        return {
-            "params": tree.unflatten_names(self.params),
-            **tree.unflatten_names(self.model_state),
-        }
+        state = tree.unflatten_names(self.model_state)
+        return {"params": tree.unflatten_names(self.params), **state}
 
 
 def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
@@ -193,17 +191,15 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
     orientation unless `spec.exif` is False. If `spec.image_size` is None the image keeps its size.
 
     Raises:
-      InputError: if the file cannot be read or decoded.
+      OSError: if the file cannot be read.
+      InputError: if it cannot be decoded.
     """
     from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
     from vit_jax.data.host_tf import tf
     from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
-    try:
-        encoded = epath.Path(path).read_bytes()
-    except OSError as e:
-        raise InputError(f"{os.fspath(path)}: not a readable file ({e})") from None
+    encoded = epath.Path(path).read_bytes()
     try:
         with tf.device("cpu"):
             image = tf.constant(to_known_format(encoded, spec.exif is not False))
@@ -238,12 +234,9 @@ def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
     """
     if pretrained.spec.loss is None:
         of_21k = pretrained.model.num_classes in _IMAGENET_21K
-        logger.log(
-            logging.WARNING if of_21k else logging.INFO,
-            "%s: the loss is not stated; assuming %s%s", pretrained.source, assumed,
-            "; models for ImageNet-21k are often trained with the sigmoid: state the loss in the "
-            "JSON file next to the weights" if of_21k else "",
-        )  # fmt: skip
+        say = logger.warning if of_21k else logger.info
+        remedy = "state it in the JSON file next to the weights"
+        say("%s: the loss is not stated; assuming %s; %s", pretrained.source, assumed, remedy)
     return pretrained.spec.loss or assumed
 
 

@@ -14,7 +14,6 @@ from vit_jax.base.errors import InputError, nearest
 
 def _linear(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     """Linear interpolation between the two nearest entries."""
-    del stretch
     return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(num)))
 
 
@@ -29,7 +28,6 @@ def _cubic_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
 
 def _cubic_clamped(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     """Cubic interpolation (a = -0.75) that repeats the entries at the edges."""
-    del stretch
     first = np.floor(places).astype(int) - 1
     weights = np.zeros((len(places), num))
     for i in range(4):
@@ -88,34 +86,25 @@ def check_convention(name: str | None, key: str) -> None:
 
 
 def resample_grid(
-    pos_embedding: np.ndarray,
+    tables: np.ndarray,
     old: tuple[int, int],
     new: tuple[int, int],
     *,
     prefix: int,
     convention: str,
 ) -> np.ndarray:
-    """Resample a position embedding to another grid; the entries of prefix tokens stay unchanged.
+    """Resample position embeddings to another grid; the entries of prefix tokens stay unchanged.
 
-    Shapes: (1, prefix + old[0] * old[1], D) -> (1, prefix + new[0] * new[1], D), float32.
+    Shapes: (P, prefix + old[0] * old[1], D) -> (P, prefix + new[0] * new[1], D), float32.
     """
-    tokens, grid = pos_embedding[0, :prefix], pos_embedding[0, prefix:]
     of_patches = CONVENTIONS[convention].of_patches
     rows, columns = (of_patches(o, n) for o, n in zip(old, new, strict=True))
-    grid = grid.reshape(*old, -1).astype(np.float64)
-    grid = np.einsum("yh,xw,hwd->yxd", rows, columns, grid).reshape(new[0] * new[1], -1)
-    return np.concatenate([tokens, grid])[None].astype(np.float32)
-
-
-def resample_patches(
-    tables: np.ndarray, old: tuple[int, int], new: tuple[int, int], *, convention: str
-) -> np.ndarray:
-    """Resample tables that have entries only for patches to another grid.
-
-    Shapes: (P, old[0] * old[1], D) -> (P, new[0] * new[1], D), float32.
-    """
-    sizes = {"prefix": 0, "convention": convention}
-    return np.concatenate([resample_grid(table[None], old, new, **sizes) for table in tables])
+    resampled = []
+    for table in tables:
+        grid = table[prefix:].reshape(*old, -1).astype(np.float64)
+        grid = np.einsum("yh,xw,hwd->yxd", rows, columns, grid).reshape(new[0] * new[1], -1)
+        resampled.append(np.concatenate([table[:prefix], grid]))
+    return np.stack(resampled).astype(np.float32)
 
 
 def resample_axis(table: np.ndarray, old: int, new: int, *, convention: str) -> np.ndarray:

@@ -166,9 +166,8 @@ class Source:
 
     def say_assumed(self, assumed: Mapping[str, Any], stated: Iterable[str]) -> None:
         """Log the values in `assumed` whose keys are not `stated` in the JSON file."""
-        missing = {key: value for key, value in assumed.items() if key not in {*stated}}
-        said = ", ".join(f"{key}={value!r}" for key, value in missing.items())
-        name = self.config_path.name
+        missing = [f"{key}={value!r}" for key, value in assumed.items() if key not in {*stated}]
+        name, said = self.config_path.name, ", ".join(missing)
         if self.config is None:
             logger.warning("%s: no %s next to it; assuming %s", self.path, name, said)
         elif missing:

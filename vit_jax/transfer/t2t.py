@@ -28,6 +28,7 @@ from vit_jax.transfer.names import (
 )
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source, int_or_pair
+from vit_jax.transfer.timm import ENCODER_ROWS
 
 logger = logging.getLogger("vit_jax")
 
@@ -35,7 +36,6 @@ _STEM = "tokens_to_token"
 _PROJECT = f"{_STEM}.project.weight"
 _UP = "blocks.0.mlp.fc1.weight"
 _HEAD_WIDTH = 64  # of every published size
-_LAYER = "encoder/layer_{i}"
 
 
 def _fused(theirs: str, ours: str, *parts: str) -> list[Row]:
@@ -62,18 +62,10 @@ def _rows(model: T2TViT) -> list[Row]:
     for i in range(len(SPLITS) - 1):
         mixers += _mixer_rows(f"{_STEM}.attention{i + 1}", f"stem/mixer_{i}", model.token_module)
     table = [
-        row("cls_token", "class_token"),
         row("pos_embed", f"{CONSTANTS}/pos_embedding"),
         *mixers,
         *LINEAR(f"{_STEM}.project", "embedding"),
-        *NORM("blocks.{i}.norm1", f"{_LAYER}/norm_attention"),
-        *NORM("blocks.{i}.norm2", f"{_LAYER}/norm_mlp"),
-        *_fused("blocks.{i}.attn.qkv", f"{_LAYER}/attention", "query", "key", "value"),
-        *LINEAR("blocks.{i}.attn.proj", f"{_LAYER}/attention/out"),
-        *LINEAR("blocks.{i}.mlp.fc1", f"{_LAYER}/mlp/up"),
-        *LINEAR("blocks.{i}.mlp.fc2", f"{_LAYER}/mlp/down"),
-        *NORM("norm", "encoder/norm"),
-        *LINEAR("head", "head"),
+        *ENCODER_ROWS,
     ]
     return rows_of(table, model)
 
@@ -104,14 +96,9 @@ def read(source: Source) -> Pretrained:
     }
     heads = config.args.get("num_heads", width // _HEAD_WIDTH)
     config.check_agreement(found, width, mlp_dim)
-    faults = []
     if heads < 1 or width % heads:
-        faults.append(
-            f"num_heads={heads} does not divide the width {width}; state num_heads in model_args"
-        )
-    if config.args.get("in_chans", 3) != 3:
-        faults.append(f"in_chans={config.args['in_chans']} is not supported")
-    source.refuse(faults, "cannot be read")
+        fault = f"num_heads={heads} does not divide the width {width}"
+        source.refuse([f"{fault}; state num_heads in model_args"], "cannot be read")
     config.say_assumed(num_heads=heads)
     image_size = config.image_size
     if image_size is None:

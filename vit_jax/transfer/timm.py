@@ -56,21 +56,26 @@ _PATCHES = "patch_embed.proj.weight"
 _UP = "blocks.0.mlp.fc1.weight"
 _LAYER = "encoder/layer_{i}"
 
-VIT_ROWS = [
-    *PATCHES("patch_embed.proj", "embedding"),
+# Of a T2T-ViT too.
+ENCODER_ROWS = [
     row("cls_token", "class_token"),
-    row("pos_embed", "pos_embedding"),
-    row("dist_token", "distillation_token"),
     *NORM("blocks.{i}.norm1", f"{_LAYER}/norm_attention"),
     *NORM("blocks.{i}.norm2", f"{_LAYER}/norm_mlp"),
     *LINEAR("blocks.{i}.attn.qkv", *(f"{_LAYER}/attention/{n}" for n in ("query", "key", "value"))),
     *LINEAR("blocks.{i}.attn.proj", f"{_LAYER}/attention/out"),
     *LINEAR("blocks.{i}.mlp.fc1", f"{_LAYER}/mlp/up"),
     *LINEAR("blocks.{i}.mlp.fc2", f"{_LAYER}/mlp/down"),
+    *NORM("norm", "encoder/norm"),
+    *LINEAR("head", "head"),
+]
+VIT_ROWS = [
+    *PATCHES("patch_embed.proj", "embedding"),
+    row("pos_embed", "pos_embedding"),
+    row("dist_token", "distillation_token"),
+    *ENCODER_ROWS,
     row("blocks.{i}.ls1.gamma", f"{_LAYER}/scale_attention/scale"),
     row("blocks.{i}.ls2.gamma", f"{_LAYER}/scale_mlp/scale"),
     *NORM("fc_norm", "pooled_norm"),
-    *NORM("norm", "encoder/norm"),
     row("attn_pool.latent", "map_head/probe"),
     *LINEAR("attn_pool.q", "map_head/attention/query"),
     *LINEAR("attn_pool.kv", "map_head/attention/key", "map_head/attention/value"),
@@ -78,7 +83,6 @@ VIT_ROWS = [
     *NORM("attn_pool.norm", "map_head/norm"),
     *LINEAR("attn_pool.mlp.fc1", "map_head/mlp/up"),
     *LINEAR("attn_pool.mlp.fc2", "map_head/mlp/down"),
-    *LINEAR("head", "head"),
     *LINEAR("head_dist", "head_distillation"),
 ]
 
@@ -198,12 +202,10 @@ def _read_vit(source: Source) -> Pretrained:
 
 def _read_pool(config: Config, source: Source) -> str:
     """timm's global_pool: as stated, else inferred from the arrays, else the default."""
-    found = "token"
-    if config.is_named and "attn_pool.latent" in source.arrays:
+    arrays, found = source.arrays, "token"
+    if config.is_named and "attn_pool.latent" in arrays:
         found = "map"
-    elif config.is_named and (
-        "fc_norm.weight" in source.arrays or "cls_token" not in source.arrays
-    ):
+    elif config.is_named and ("fc_norm.weight" in arrays or "cls_token" not in arrays):
         found = "avg"
     return config.args.get("global_pool", config.stated.get("global_pool", found))
 
@@ -239,12 +241,10 @@ def _read_efficientnet(source: Source) -> Pretrained:
             f"timm's {_TF}* models, which pad as TensorFlow does, can be read; take one of those"
         )
     num_classes = source.size("classifier.weight", 0)
-    stated = {"num_classes": config.stated.get("num_classes")}
-    source.check_agreement(stated, {"num_classes": num_classes or 0})
+    source.check_agreement(config.stated, {"num_classes": num_classes or 0})
     config.say_assumed()
     model = EfficientNet(num_classes, config.image_size, *_find_factors(config, source))
-    leaves = read_rows(_efficientnet_rows(model), source, model)
-    params, model_state = split_leaves(leaves)
+    params, model_state = split_leaves(read_rows(_efficientnet_rows(model), source, model))
     spec = config.read_spec(model.image_size, num_classes, "antialiased")
     return Pretrained(str(source.path), model, params, spec, model_state=model_state)
 

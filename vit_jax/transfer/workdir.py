@@ -18,7 +18,7 @@ from vit_jax.config import EVALUATORS, image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
-from vit_jax.data.ops import full_size, parse_calls
+from vit_jax.data.ops import full_size, parse_ops
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
@@ -26,6 +26,7 @@ from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, s
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
 
+_CROPS = ("central_crop", "central_crop(pad=True)", "torchvision_crop")  # of a `Cut`
 NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
 
 
@@ -132,14 +133,10 @@ def read_class_names(path: epath.Path) -> Any:
       InputError: the file is missing or damaged.
     """
     named = path / "classes.json"
-    if not named.exists():
-        raise InputError(f"{named}: is missing; copy it from the run, as it names the classes")
     try:
         return json.loads(named.read_text())
-    except ValueError as e:  # also raised for text that is not UTF-8
-        raise InputError(
-            f"{named}: not readable as JSON ({e}); it must be the list of the run's classes"
-        ) from None
+    except (OSError, ValueError) as e:  # ValueError also for text that is not UTF-8
+        raise InputError(f"{named}: not readable ({e}); it names the run's classes") from None
 
 
 def _evaluated_by(config: ConfigDict) -> str:
@@ -170,27 +167,19 @@ def _evaluated_by(config: ConfigDict) -> str:
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     """`Spec.cut`; None for the whole image, or if a `Cut` cannot describe the ops."""
-    calls = [call for _, *call in parse_calls(ops, "ops") if full_size(call[0]) != "decode"]
-    crops = [["central_crop", [], {}], ["central_crop", [], {"pad": True}]]
-    crops.append(["torchvision_crop", [], {}])
-    if not calls or (calls[-1] not in crops and calls[-1][0] != "torchvision_resize"):
-        return None
-    if len(calls) == 1 and calls[0] in crops:
+    steps = [op for op in parse_ops(ops, image_size)[0] if full_size(op.name) != "decode"]
+    crops = steps[-1:] if steps and steps[-1].text in _CROPS else []
+    resizes = steps[: len(steps) - len(crops)]
+    if crops and not resizes:
         return Cut(mode="center")
-    (name, args, kwargs), *rest = calls[:-1] if calls[-1] in crops else calls
-    if rest or name not in ("resize", "resize_small", "torchvision_resize"):
+    names = [op.name for op in resizes]
+    if names != ["torchvision_resize"] and not (crops and names in (["resize"], ["resize_small"])):
         return None
-    defaults = {"size": None, "filter": "bilinear", "cover": False, "crop": None}
-    given = defaults | dict(zip(("size", "filter", "cover"), args, strict=False)) | kwargs
-    size = given["size"]
-    resized = image_size if size is None else image_hw(size)
-    if given["crop"] is not None:  # rounded as in `host_ops.resize`
-        resized = tuple(round(side / given["crop"]) for side in resized)
-    share = min(max(map(share_of, image_size, resized)), 1.0)
-    of_shorter_side = name == "torchvision_resize" and isinstance(size, int)
-    in_proportion = name == "resize_small" or given["cover"] or of_shorter_side
-    interpolation = given["filter"] if name == "torchvision_resize" else "bilinear"
-    return Cut(share, "center" if in_proportion else "squash", interpolation)
+    (resize,) = resizes
+    share = min(max(map(share_of, image_size, resize.gives)), 1.0)
+    of_shorter_side = resize.name == "torchvision_resize" and isinstance(resize.size, int)
+    covers = getattr(resize, "cover", resize.name == "resize_small") or of_shorter_side
+    return Cut(share, "center" if covers else "squash", getattr(resize, "filter", "bilinear"))
 
 
 def _results(

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from vit_jax.base.errors import InputError
 from vit_jax.data.images.formats import EXTENSIONS
 
 # Split -> the names, in small letters, that its folder or list may have.
@@ -48,6 +49,24 @@ def split_of(name: str) -> str | None:
     return next((split for split, names in SPLIT_NAMES.items() if name.lower() in names), None)
 
 
+def sort_by_split(
+    paths: Iterable[pathlib.Path], where: str
+) -> tuple[dict[str, pathlib.Path], list[pathlib.Path]]:
+    """({split: its folder or list}, those that name no split).
+
+    Raises: InputError, which begins with `where`, if a split has two.
+    """
+    found: dict[str, pathlib.Path] = {}
+    others = []
+    for path in paths:
+        split = split_of(path.name if path.is_dir() else path.stem)
+        if split is None:
+            others.append(path)
+        elif (other := found.setdefault(split, path)) != path:
+            raise InputError(f"{where}: {other.name} and {path.name} are both {split}; keep one")
+    return found, others
+
+
 class File(NamedTuple):
     """An image file.
 
@@ -72,27 +91,22 @@ def look_up(path: str | os.PathLike) -> File | None:
     return File(found.st_size, found.st_dev << 64 | found.st_ino if found.st_ino else 0)
 
 
-def group_links(
-    root: str | os.PathLike, files: Mapping[str, File], classes: Mapping[str, str]
-) -> dict[str, str]:
-    """{name: the first name of its file} of those in `classes` that share a file, as links do.
+def group_links(root: str | os.PathLike, files: Mapping[str, File]) -> dict[str, str]:
+    """{name: the first name of its file} of those `files` that are one on the disk, by links.
 
     Names are paths from `root`. Warns, once a process, of the links among them.
     """
     by_file: dict[int, list[str]] = {}
-    for name in classes:
-        if files[name].identity:
-            by_file.setdefault(files[name].identity, []).append(name)
+    for name, file in files.items():
+        if file.identity:
+            by_file.setdefault(file.identity, []).append(name)
     first = {n: min(names) for names in by_file.values() if len(names) > 1 for n in names}
-    links = sorted(name for name in first if name != first[name])
-    other = [name for name in links if classes[name] != classes[first[name]]]
-    for what, names in (("count several times", links), ("have several labels", other)):
-        if names:
-            pairs = few(f"{name} is {first[name]}" for name in names)
-            warn_once(
-                f"{shown(root)}: {len(names):,} images {what}, by links: {pairs}; remove the links "
-                "unless you mean them"
-            )
+    if links := sorted(name for name in first if name != first[name]):
+        warn_once(
+            f"{shown(root)}: {len(links):,} images count several times, by links: "
+            f"{few(f'{name} is {first[name]}' for name in links)}; remove the links unless you "
+            "mean them"
+        )
     return first
 
 
@@ -117,11 +131,10 @@ class Walk:
         """
         root, found = os.fspath(root), dict[str, File]()
         seen: set[str] = set()
-
-        def note(error: OSError) -> None:
-            self.ignored.append(os.fspath(error.filename))
-
-        for parent, folders, names in os.walk(root, onerror=note, followlinks=True):
+        note = self.ignored.append
+        for parent, folders, names in os.walk(
+            root, onerror=lambda error: note(error.filename), followlinks=True
+        ):
             seen.add(os.path.realpath(parent))
             self.ignored += [os.path.join(parent, name) for name in folders if is_hidden(name)]
             folders[:] = [
@@ -195,7 +208,7 @@ def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
 
 
 def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
-    """What `root` holds, and what to do: "found 12 images, 3 folders, 1 .txt; add some".
+    """What `root` holds, and what to do: "found 12 .jpg, 3 folders, 1 .txt; add some".
 
     Where a data set lies below `root`, its folder is the remedy instead of `remedy`.
     """
@@ -204,13 +217,10 @@ def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
     if len(below) == 1:
         # data_dir may be a key of data or of an evaluator.
         return f"found {shown(below[0].name)}/ with train/ in it; set data_dir to {shown(below[0])}"
-
-    def kind(entry: os.DirEntry) -> str:
-        extension = os.path.splitext(entry.name)[1].lower()
-        if os.path.isdir(entry.path):
-            return "folders"
-        return "images" if extension in EXTENSIONS else extension or "files without extension"
-
-    kinds = collections.Counter(kind(e) for e in os.scandir(root) if not is_hidden(e.name))
+    kinds = collections.Counter(
+        "folders" if p.is_dir() else p.suffix.lower() or "files without extension"
+        for p in sorted(root.iterdir())
+        if not is_hidden(p.name)
+    )
     found = few(f"{number:,} {what}" for what, number in kinds.most_common())
     return f"found {found or 'nothing in it'}; {remedy}"

@@ -32,6 +32,7 @@ from vit_jax.data.images.files import (
     is_hidden,
     say_ignored,
     shown,
+    sort_by_split,
     split_of,
     warn_once,
 )
@@ -86,13 +87,7 @@ def find_layout(data_dir: str | os.PathLike | None) -> Layout:
         is_list = root.is_file()
         remedy = "use --config=folder:list" if is_list else "give --config.data.data_dir=IMAGES"
         raise InputError(f"{where} is not a local folder; needed: one folder a class; {remedy}")
-    folders = class_like_folders(root)
-    splits: dict[str, pathlib.Path] = {}
-    ignored = [path for path in folders if split_of(path.name) is None]
-    for path in folders:
-        split = split_of(path.name)
-        if split and (other := splits.setdefault(split, path)) != path:
-            raise InputError(f"{where}: {other.name} and {path.name} are both {split}; keep one")
+    splits, ignored = sort_by_split(class_like_folders(root), where)
     if splits and "train" not in splits:
         raise InputError(
             f"{where} has {'/ and '.join(path.name for path in splits.values())}/ but no train/ "
@@ -118,12 +113,11 @@ class Folder(DataSet):
         base, found = layout.find(split, _list_images)
         below_split = bool(layout.splits) and base == layout.root
         classes = {path: path.split("/")[below_split] for path in found}
-        groups = group_links(base, found, classes)
+        groups = group_links(base, found)
         if split != "all" and base != layout.train_root:
             class_names = _begun_with(class_names, layout, divider)
             kept = of_classes(class_names, {path: (name,) for path, name in classes.items()}, base)
             classes = {path: classes[path] for path in kept}
-            _warn_of_links(base, classes, layout.train_root)
         elif classes and split != "all":
             given = "val" in layout.splits
             splits = split_files(divider, layout.root, base, classes, None if given else groups)
@@ -131,10 +125,8 @@ class Folder(DataSet):
             class_names = tuple(name for name in class_names if name not in unknown)
             classes = pick(splits, split, classes, base)
         if not classes:
-            raise InputError(
-                f"data.data_dir: {shown(base)} holds no images in folders of classes: "
-                f"{describe_contents(base)}"
-            )
+            what = f"holds no images in folders of classes: {describe_contents(base)}"
+            raise InputError(f"data.data_dir: {shown(base)} {what}")
         label_of = {class_name: label for label, class_name in enumerate(class_names)}
         labels = {path: label_of[classes[path]] for path in sorted(classes)}
         # Names that are not UTF-8 cannot be written down otherwise.
@@ -208,7 +200,6 @@ def own_images(
         num_examples=len(paths),
         num_classes=1 if class_names is None else len(class_names),
         class_names=class_names,
-        image_shape=None,
         fingerprint=fingerprint(*identity, *["exif"] * request.exif),
         read=read,
         record_name=lambda record: shown(base.relative_to(root) / paths[record]),
@@ -257,16 +248,6 @@ def _begun_with(class_names: tuple[str, ...], layout: Layout, divider: Divider) 
     place = len(layout.train_root.relative_to(layout.root).parts)
     begun = {name.split("/")[place] for name in divider.begun_with() if name.count("/") > place}
     return tuple(name for name in class_names if name in begun) or class_names
-
-
-def _warn_of_links(base: pathlib.Path, paths: Collection[str], train_root: pathlib.Path) -> None:
-    """Warns of those of `paths` below `base` that are links to training images."""
-    root = os.path.join(os.path.realpath(train_root), "")
-    if linked := [p for p in paths if os.path.realpath(base / p).startswith(root)]:
-        warn_once(
-            f"{shown(base)}: {len(linked):,} images are links into {train_root.name}/, so "
-            f"they are trained on: {few(sorted(linked))}; remove the links"
-        )
 
 
 def of_classes(

@@ -126,10 +126,7 @@ def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
 def _from_pixels(i: int, image: Any) -> Image.Image:
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8:
-        raise InputError(
-            f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels. For values in the "
-            "model's own range, call model.apply (vit_jax.load_pretrained)"
-        )
+        raise InputError(f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels")
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.size == 0 or (pixels.ndim != 2 and pixels.shape[2:] not in ((3,), (4,))):
@@ -163,8 +160,6 @@ def _without_labels(
         split="all",
         num_examples=len(names),
         num_classes=1,
-        class_names=None,
-        image_shape=None,
         fingerprint=fingerprint(*identity),
         read=read,
         record_name=names.__getitem__,

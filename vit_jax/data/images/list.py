@@ -22,8 +22,17 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from vit_jax.base.errors import InputError
-from vit_jax.data.images.files import File, few, group_links, look_up, shown, split_of, warn_once
+from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.data.images.files import (
+    File,
+    few,
+    group_links,
+    look_up,
+    shown,
+    sort_by_split,
+    split_of,
+    warn_once,
+)
 from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.sources import DataSet, Request, Source
@@ -95,10 +104,8 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
     Raises: InputError if there is none for training, or two for a split.
     """
     if data_dir is None:
-        raise InputError(
-            "data.data_dir=None: needs a .csv, .tsv or .jsonl file of files and labels, or a "
-            "folder with train.csv; give --config.data.data_dir=LIST"
-        )
+        needed = "a list of files and labels, or a folder with train.csv"
+        raise InputError(f"data.data_dir=None: needs {needed}; give --config.data.data_dir=LIST")
     path = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(path)!r}"
     if path.is_file():
@@ -109,13 +116,10 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
     if not path.is_dir():
         raise InputError(f"{where}: no such list; give --config.data.data_dir=LIST")
     path = path.resolve()
-    found: dict[str, pathlib.Path] = {}
-    for file in sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES):
-        split = split_of(file.stem)
-        if split is None:
-            warn_once(f"{shown(path)}: ignored {shown(file.name)}, which names no split")
-        elif (other := found.setdefault(split, file)) != file:
-            raise InputError(f"{where}: {other.name} and {file.name} are both {split}; keep one")
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
+    found, others = sort_by_split(files, where)
+    if others:
+        warn_once(f"{shown(path)}: ignored {few(p.name for p in others)}, which name no split")
     if "train" not in found:
         raise InputError(f"{where}: holds no train.csv or train.jsonl; add one, or name the list")
     return Lists(path, found)
@@ -183,10 +187,7 @@ def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) 
     if not known:
         raise InputError(f"{where}: the training images in {train} have no labels; add some")
     if unknown := [label for label in _sorted_labels(rows) if label not in known]:
-        raise InputError(
-            f"{where} has the labels {', '.join(map(repr, unknown))}, which {train} lacks; give "
-            "them images there or remove them"
-        )
+        raise InputError(f"{where} has the labels {unknown}, which {train} lacks; add them there")
     if not rows:
         raise InputError(f"{where} lists no images; add some")
 
@@ -204,8 +205,7 @@ def _look_up(file: pathlib.Path, rows: Rows) -> tuple[dict[str, File], dict[str,
         if found is None:
             raise InputError(f"data.data_dir: {shown(file)}: {shown(path)} is no file")
         files[path] = found
-    labels = {path: ";".join(row.labels) for path, row in rows.items()}
-    links = group_links(file.parent, files, labels)
+    links = group_links(file.parent, files)
     groups = {path: f"group {row.group}" for path, row in rows.items() if row.group}
     return files, _join(links, groups)
 
@@ -241,8 +241,7 @@ def _check_disjoint(root: pathlib.Path, found: Mapping[str, Rows]) -> None:
 def _raise_first(where: str, faults: Sequence[str]) -> None:
     """Raise InputError with the first of `faults`, if there are any, and the number of the rest."""
     more = [f"{len(faults) - _SHOWN} lines more"] * (len(faults) > _SHOWN)
-    if faults:
-        raise InputError(*(f"{where}{fault}" for fault in [*faults[:_SHOWN], *more]))
+    collect_faults([f"{where}{fault}" for fault in [*faults[:_SHOWN], *more]])
 
 
 def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = None) -> Rows:
@@ -262,8 +261,6 @@ def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = N
                 found[path] = _parse_row(path, row, multi_label, only)
             except ValueError as e:
                 faults.append(f"line {line}: {e}")
-    except UnicodeDecodeError as e:
-        faults.append(f"cannot be read ({e}); needed: UTF-8")
     except (ValueError, csv.Error) as e:
         faults.append(str(e))
     _raise_first(f"data.data_dir: {shown(file)}, ", faults)
@@ -290,11 +287,6 @@ def _parse_row(
     path: str, row: Mapping[Any, Any], multi_label: bool | None, only: str | None
 ) -> Row:
     """The row of `path`; raises ValueError with a fault of it."""
-    if None in row:
-        raise ValueError(
-            f"has {len(row[None]):,} more values than there are columns; write several labels into "
-            "one cell, as cat;dog"
-        )
     labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
     if not labels and "labels" not in row:
         raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
@@ -328,7 +320,7 @@ def _labels(value: Any) -> list[str]:
 def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
     """(line, {column: value}) of each row, with the columns of a `Row` and `file`.
 
-    Values for which there is no column have the key None. Warns of columns that are not read.
+    Warns of columns that are not read.
 
     Raises: ValueError if columns are missing, or a line is no row.
     """
@@ -337,9 +329,8 @@ def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
         rows = _json_rows(lines) if file.suffix.lower() == ".jsonl" else _csv_rows(lines)
         for line, row in rows:
             known = _find_columns(tuple(row))
-            unknown |= {*row} - {*known.values(), None, ""}
-            extra = {None: row[None]} if None in row else {}
-            yield line, {column: row[name] for column, name in known.items()} | extra
+            unknown |= {*row} - {*known.values(), ""}
+            yield line, {column: row[name] for column, name in known.items()}
     if unknown:
         warn_once(f"{shown(file)}: these columns are not read: {few(sorted(unknown))}")
 
@@ -347,20 +338,15 @@ def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
 @functools.lru_cache(maxsize=64)
 def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
     """{column: its name in a list} of the columns that are read and are among `names`."""
-    given = {name.strip().lower(): name for name in names if name is not None}
+    given = {name.strip().lower(): name for name in names}
     found = {c: next((n for n in options if n in given), "") for c, options in _COLUMNS.items()}
     return {column: given[name] for column, name in found.items() if name}
 
 
 def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     header = lines.readline()
-    # Commas, unless another delimiter gives a column for the file.
-    names_by = {
-        mark: next(csv.reader([header], delimiter=mark, skipinitialspace=True), [])
-        for mark in _DELIMITERS
-    }
-    delimiter = next((m for m in names_by if "file" in _find_columns(tuple(names_by[m]))), ",")
-    names = names_by[delimiter]
+    delimiter = max(_DELIMITERS, key=header.count)
+    names = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
     columns = _find_columns(tuple(names))
     # pandas writes the numbers of rows in a column without a name.
     others = [name for name in names if name.strip() and name not in columns.values()]
@@ -372,6 +358,11 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
         )
     reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
     for row in reader:
+        if None in row:  # the values beyond the last column
+            raise ValueError(
+                f"line {reader.line_num + 1}: has {len(row[None]):,} more values than there are "
+                "columns; write several labels into one cell, as cat;dog"
+            )
         for name in classes:
             if row[name] not in _SHOWS:
                 raise ValueError(
