@@ -33,8 +33,9 @@ PART = '''
 import logging
 
 import flax.linen as nn
-from vit_jax.config import Part, key
+from vit_jax.config import key
 from vit_jax.config.registries import FAMILIES, SOURCES
+from vit_jax.data import DataSet
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
 
@@ -47,7 +48,7 @@ class Net(nn.Module):
     names, parse = (), dict
 
 
-class Rings(Part):
+class Rings(DataSet):
     """Rings."""
 
     most: int = key(3, "rings")
@@ -58,11 +59,12 @@ FAMILIES["MyNet"] = Net
 SOURCES["my_rings"] = Rings
 '''
 OTHER = """
-from vit_jax.config import Part, key
+from vit_jax.config import key
 from vit_jax.config.registries import SOURCES
+from vit_jax.data import DataSet
 
 
-class Other(Part):
+class Other(DataSet):
     other: int = key(1, "another")
 
 
