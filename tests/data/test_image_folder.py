@@ -82,6 +82,9 @@ def test_a_division_stays_as_images_come_and_go(tmp_path, caplog):
     said = "\n".join(caplog.messages)
     assert "51 images are not among those that runs/a began with" in said and "cat/new0" in said
     assert "5 images that runs/a holds out are missing" in said
+    moved = {f"pets/{name}": "cat" for name in files}
+    Divider(stored, "runs/a", anew=True)("elsewhere", moved, {})
+    assert "elsewhere: 100 images seem to be those of runs/a under other names" in caplog.text
     # A run that starts from it trains on the new ones; an export knows only what is held out.
     for known in (stored, Division(hashes=stored.held_out())):
         anew = Divider(known, anew=True)("pets", more, {})
@@ -105,6 +108,16 @@ def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
     after = folder(root, divider=Divider(Division(divider.decided)))
     assert after.fingerprint == before.fingerprint and after.class_names == ("cat", "dog")
     assert folder(root).num_examples > after.num_examples
+
+
+def test_validation_images_that_link_to_training_images_are_named(tmp_path, caplog):
+    for split, number in (("train", 10), ("val", 3)):
+        make_folder(tmp_path / split, {"cat": number, "dog": number})
+    folder(tmp_path, "val")
+    assert not caplog.text
+    (tmp_path / "val/cat/link.jpg").symlink_to(tmp_path / "train/cat/0.jpg")
+    assert folder(tmp_path, "val").num_examples == 7
+    assert "1 images are links into train/, so they are trained on: cat/link.jpg" in caplog.text
 
 
 def test_new_classes_of_own_splits_are_left_out(tmp_path, caplog):
@@ -218,7 +231,8 @@ def test_links_are_followed_and_not_round_and_round(tmp_path, caplog):
     (root / "dog/also.jpg").symlink_to(root / "dog/0.jpg")
     os.link(root / "cat/1.jpg", root / "dog/a_cat.jpg")
     folder(root)
-    assert "2 images count several times, by links: dog/a_cat.jpg is cat/1.jpg" in caplog.text
+    assert "2 images count several times, by links" in caplog.text
+    assert "1 images have several labels, by links: dog/a_cat.jpg is cat/1.jpg" in caplog.text
 
 
 @pytest.mark.parametrize(

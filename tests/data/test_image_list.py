@@ -289,6 +289,7 @@ def test_links_to_one_image_are_named_and_held_out_together(root, caplog):
     assert len(held) == 4 and len({*held}) == 2
     said = "\n".join(caplog.messages)
     assert "20 images count several times, by links: link0.jpg is 0.jpg" in said
+    assert "1 images have several labels, by links: link7.jpg is 7.jpg" in said
 
 
 def test_a_group_in_two_splits_is_refused(tmp_path):

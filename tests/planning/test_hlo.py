@@ -97,6 +97,13 @@ def test_cycles_count_as_often_as_their_loop_runs(scanned):
     assert scanned.cycles() == 24 * (1000 + 10) + 5
 
 
+def test_bytes_are_those_of_slices_and_of_hbm(scanned):
+    # The copy reads the stack; the slice of it one row; the rest of the body is on the chip. After
+    # the loop the sum reads the stack twice, and so does the product, which writes it too.
+    stack, row = 24 * 16 * 4, 16 * 4
+    assert scanned.bytes_accessed() == 24 * (stack + row + 4) + 2 * stack + 3 * stack
+
+
 def test_known_trip_counts_are_believed():
     text = SCANNED.replace(
         "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'

@@ -165,7 +165,7 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
                 "bytes": sent_bytes, "sent_bytes": sent_bytes}  # fmt: skip
     figures = {
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
-        "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": 0,
+        "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": None,
         "compiler_cycles": None, "collectives": [exchange],
     }  # fmt: skip
     found = estimate(figures, None)

@@ -142,6 +142,7 @@ class Divider:
 
     def __call__(self, where: str, classes: Mapping[str, str], groups: Groups) -> dict[str, str]:
         if self._anew:
+            self._warn_of_other_names(where, classes)
             known = self._known._replace(splits={**self._known.splits, **self.decided})
             found = divide_anew(where, classes, groups, known)
         else:
@@ -169,6 +170,21 @@ class Divider:
     def find_missing(self) -> list[str]:
         """The images that `known` trained on and that were not there; once the data are open."""
         return sorted(n for n, s in self._begun.items() if s == "train" and n not in self.decided)
+
+    def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
+        """Warns if `known` may have the same images from another folder on."""
+
+        def tail(name):  # from the last folder on
+            return tuple(name.split("/")[-2:])
+
+        if any(name in self._known.splits for name in names):
+            return
+        tails = {tail(name) for name in self._known.splits}
+        if same := sum(tail(name) in tails for name in names):
+            warn_once(
+                f"{where}: {same:,} images seem to be those of {self._model} under other names; "
+                "give the data as that run had them, or val may have images that it trained on"
+            )
 
     def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
         """As `known` says; {} if it knows none of the images."""

@@ -225,7 +225,7 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
         encoded_bytes += path.stat().length * part.take / part.examples_in_shard
     pixel_bytes = num_examples * math.prod(image_shape) if image_shape else 0
     needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
-    available = psutil.virtual_memory().available
+    available = min(psutil.virtual_memory().available, _container_memory())
     if reader == "memory" and needed > available:
         raise InputError(
             f"data.reader='memory': loading {num_examples} examples takes about "
@@ -234,6 +234,16 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
         )
     small = encoded_bytes + pixel_bytes <= _SMALL_BYTES and needed <= available
     return "memory" if reader == "memory" or (reader is None and small) else on_disk
+
+
+def _container_memory() -> float:
+    """Free bytes under the container's memory limit (cgroup 2); infinite if there is none."""
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        return int(limit) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return math.inf
 
 
 def _make_parse(features: dict, view: View, num_classes: int) -> Callable:

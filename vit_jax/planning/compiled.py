@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import num_microbatches
 from vit_jax.devices import flops
 from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
-from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
+from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 
@@ -63,7 +62,7 @@ def compile_plan(
         "compile_s": compile_s,
         "memory_bytes": memory | judge(memory["peak"], target, compiled is not None),
         "collectives": program and collective_table(program, mesh),
-        "hbm_bytes_accessed": accessed_bytes(memory, num_microbatches(config)),
+        "hbm_bytes_accessed": program and program.bytes_accessed(),
         "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
         "kernels": kernels,
     }

@@ -59,10 +59,9 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
         traffic = "of memory only the state, read and written once, and the batch"
     elif figures["compiler_cycles"] is not None:
         is_minimum, traffic = False, "all accessed memory is HBM, though some may be VMEM"
-    parts = {
-        "flops_s": figures["flops"]["counted_per_step"] / peak,
-        "hbm_s": moved * chip.devices / chip.hbm_bytes_per_s,
-    }
+    parts = {"flops_s": figures["flops"]["counted_per_step"] / peak}
+    if moved is not None:
+        parts["hbm_s"] = moved * chip.devices / chip.hbm_bytes_per_s
     if figures["collectives"] is not None:
         parts["collectives_s"] = collectives_s
     step_s = max(parts.values())
@@ -76,7 +75,7 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
             f"the chip's peaks ({chip.source})",
             "every matrix product at the peak of bfloat16",
             *_common_assumptions(figures, chip),
-            traffic,
+            *[traffic] * (moved is not None),
             "everything overlaps" + ", so this is the minimum time" * is_minimum,
         ],
     }

@@ -1,4 +1,4 @@
-"""Parses the text of a program compiled by XLA: its collectives and estimated cycles.
+"""Parses the text of a program compiled by XLA: its collectives, HBM traffic and estimated cycles.
 
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
@@ -13,7 +13,8 @@ import numpy as np
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
           "collective-broadcast")  # fmt: skip
 _DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{[^{}]*\})?")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
 class Instruction(NamedTuple):
@@ -137,6 +138,71 @@ class Program:
                 total, found = total + place.count * int(estimate[1]), True
         return total if found else None
 
+    def bytes_accessed(self) -> int:
+        """Bytes that a device reads from and writes to HBM in a step.
+
+        If a fusion reads or writes only a slice of an array, only that slice counts.
+        """
+        free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
+                "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
+        total = 0
+        for place in self._places():
+            each = place.instruction
+            if place.within or each.opcode in free or each.opcode.endswith("-done"):
+                continue
+            total += place.count * self._bytes_of(each, self._computations[place.computation])
+        return total
+
+    def _bytes_of(self, each: Instruction, siblings: dict[str, Instruction]) -> int:
+        types = [siblings[name].type for name in each.operands if name in siblings]
+        if each.opcode in ("copy-start", "slice-start"):  # (result, operand, context)
+            return sum(map(_hbm_bytes, _elements(each.type)[:2]))
+        if each.opcode.endswith("-start"):
+            return _hbm_bytes(each.type)
+        if each.opcode == "dynamic-slice":
+            return 2 * _hbm_bytes(each.type)
+        if each.opcode == "dynamic-update-slice":
+            return 2 * _hbm_bytes(types[1])
+        body = next((self._computations.get(name, {}) for name in _called(each, "calls")), {})
+        read = [_hbm_bytes(kind) for kind in types]
+        written = _hbm_bytes(each.type)
+        for i, parameter in _parameters(body).items():
+            users = [other for other in body.values() if parameter in other.operands]
+            if i >= len(read) or not read[i] or not users:
+                continue
+            sliced = self._sliced_bytes(body, parameter)
+            if sliced is not None:
+                read[i] = sliced
+            updates = [user for user in users if user.opcode == "dynamic-update-slice"
+                       and user.operands[0] == parameter]  # fmt: skip
+            if len(updates) == len(users) == 1:
+                update = _bytes(body[updates[0].operands[1]].type)
+                written += update - min(read[i], written)
+                read[i] = 0
+        return sum(read) + max(written, 0)
+
+    def _sliced_bytes(self, body: dict[str, Instruction], name: str) -> int | None:
+        """Bytes of the slices that a computation takes of the array `name`; None if it reads all.
+
+        The slices may be taken in fusions within it.
+        """
+        total, users = 0, [each for each in body.values() if name in each.operands]
+        for user in users:
+            part: int | None = None
+            if user.opcode == "dynamic-slice" and user.operands[0] == name:
+                part = _bytes(user.type)
+            elif user.opcode == "bitcast":
+                part = self._sliced_bytes(body, user.name)
+            elif user.opcode == "fusion":
+                inner = self._computations[_called(user, "calls")[0]]
+                at = [i for i, operand in enumerate(user.operands) if operand == name]
+                parts = [self._sliced_bytes(inner, _parameters(inner)[i]) for i in at]
+                part = None if None in parts else sum(p for p in parts if p is not None)
+            if part is None:
+                return None
+            total += part
+        return total if users else None
+
     def _places(self) -> Iterator[_Place]:
         assert self._entry is not None
         yield from self._walk(self._entry, 1, self._entry, ())
@@ -179,7 +245,7 @@ def _parse(line: str) -> Instruction | None:
     opcode, _, rest = rest.partition("(")
     end = _closing("(" + rest) - 1
     operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-    attributes = rest if opcode == "constant" else rest[end:]
+    attributes = rest if opcode in ("constant", "parameter") else rest[end:]
     return Instruction(start[1], kind, opcode, operands, attributes)
 
 
@@ -198,6 +264,15 @@ def _called(each: Instruction, role: str) -> list[str]:
     if not match:
         return []
     return re.findall(r"[\w.\-]+", match[1]) if match[1] else [match[2]]
+
+
+def _parameters(body: dict[str, Instruction]) -> dict[int, str]:
+    """{position: name} of a computation's parameters."""
+    return {
+        int(each.attributes.partition(")")[0]): each.name
+        for each in body.values()
+        if each.opcode == "parameter"
+    }
 
 
 def _elements(kind: str) -> list[str]:
@@ -219,6 +294,11 @@ def _started_bytes(each: Instruction) -> int:
     sizes = list(map(_bytes, _elements(each.type)))
     number = len(each.operands)
     return max(sum(sizes[:number]), sum(sizes[number : 2 * number]))
+
+
+def _hbm_bytes(kind: str) -> int:
+    """The bytes in HBM of an array or a tuple of arrays, from the text of its type."""
+    return sum(_size(m) for m in _ARRAY.finditer(kind) if not _ON_CHIP.search(m[3] or ""))
 
 
 def _size(match: re.Match) -> int:

@@ -91,22 +91,28 @@ def look_up(path: str | os.PathLike) -> File | None:
     return File(found.st_size, found.st_dev << 64 | found.st_ino if found.st_ino else 0)
 
 
-def group_links(root: str | os.PathLike, files: Mapping[str, File]) -> dict[str, str]:
+def group_links(
+    root: str | os.PathLike, files: Mapping[str, File], classes: Mapping[str, str]
+) -> dict[str, str]:
     """{name: the first name of its file} of those `files` that are one on the disk, by links.
 
-    Names are paths from `root`. Warns, once a process, of the links among them.
+    Names are paths from `root`. Warns, once a process, of the links among them, and of those whose
+    `classes` differ.
     """
     by_file: dict[int, list[str]] = {}
     for name, file in files.items():
         if file.identity:
             by_file.setdefault(file.identity, []).append(name)
     first = {n: min(names) for names in by_file.values() if len(names) > 1 for n in names}
-    if links := sorted(name for name in first if name != first[name]):
-        warn_once(
-            f"{shown(root)}: {len(links):,} images count several times, by links: "
-            f"{few(f'{name} is {first[name]}' for name in links)}; remove the links unless you "
-            "mean them"
-        )
+    links = sorted(name for name in first if name != first[name])
+    other = [name for name in links if classes[name] != classes[first[name]]]
+    for what, names in (("count several times", links), ("have several labels", other)):
+        if names:
+            pairs = few(f"{name} is {first[name]}" for name in names)
+            warn_once(
+                f"{shown(root)}: {len(names):,} images {what}, by links: {pairs}; remove the links "
+                "unless you mean them"
+            )
     return first
 
 

@@ -113,11 +113,12 @@ class Folder(DataSet):
         base, found = layout.find(split, _list_images)
         below_split = bool(layout.splits) and base == layout.root
         classes = {path: path.split("/")[below_split] for path in found}
-        groups = group_links(base, found)
+        groups = group_links(base, found, classes)
         if split != "all" and base != layout.train_root:
             class_names = _begun_with(class_names, layout, divider)
             kept = of_classes(class_names, {path: (name,) for path, name in classes.items()}, base)
             classes = {path: classes[path] for path in kept}
+            _warn_of_links(base, classes, layout.train_root)
         elif classes and split != "all":
             given = "val" in layout.splits
             splits = split_files(divider, layout.root, base, classes, None if given else groups)
@@ -329,3 +330,13 @@ def _list_images(split_root: pathlib.Path) -> dict[str, File]:
     if empty and files:
         warn_once(f"{shown(split_root)}: these classes hold no image: {few(empty)}")
     return files
+
+
+def _warn_of_links(base: pathlib.Path, paths: Collection[str], train_root: pathlib.Path) -> None:
+    """Warns of those of `paths` below `base` that are links to training images."""
+    root = os.path.join(os.path.realpath(train_root), "")
+    if linked := [p for p in paths if os.path.realpath(base / p).startswith(root)]:
+        warn_once(
+            f"{shown(base)}: {len(linked):,} images are links into {train_root.name}/, so "
+            f"they are trained on: {few(sorted(linked))}; remove the links"
+        )

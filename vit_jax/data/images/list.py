@@ -205,7 +205,8 @@ def _look_up(file: pathlib.Path, rows: Rows) -> tuple[dict[str, File], dict[str,
         if found is None:
             raise InputError(f"data.data_dir: {shown(file)}: {shown(path)} is no file")
         files[path] = found
-    links = group_links(file.parent, files)
+    labels = {path: ";".join(row.labels) for path, row in rows.items()}
+    links = group_links(file.parent, files, labels)
     groups = {path: f"group {row.group}" for path, row in rows.items() if row.group}
     return files, _join(links, groups)
 
