@@ -83,23 +83,23 @@ def test_each_kind_is_a_line(parts):
         assert {*registry} & {*ours, "decode"}, registry
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
-        "Mixer", "consistency", "poly1", "worst_class", "rings",
-        "noise", "adan", "msgpack",
+        "MyMixer", "my_consistency", "my_poly1", "my_worst_class", "my_rings",
+        "my_noise", "my_adan", "my_msgpack",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("model.name", "Mixr-S/16", "did you mean Mixer-S/16?"),
+        ("model.name", "MyMixr-S/16", "did you mean MyMixer-S/16?"),
         ("model.dtype", "bfloat16", "model.dtype: Mixer has no such field"),
         ("model.remat", "full", "model.remat: Mixer has no such field"),
-        ("objective.name", "consistncy", "did you mean consistency?"),
-        ("loss.name", "ploy1", "did you mean poly1?"),
-        ("data.ops", "posterise(4)", "did you mean posterize?"),
-        ("data.ops", "posterize(9)", "bits=9: needs a number in [1, 8]; usage: posterize("),
-        ("data.ops", "nose(4)", "did you mean noise?"),
-        ("data.ops", "noise(4)|posterize(4)", "runs on the host"),
+        ("objective.name", "my_consistncy", "did you mean my_consistency?"),
+        ("loss.name", "my_ploy1", "did you mean my_poly1?"),
+        ("data.ops", "my_posterise(4)", "did you mean my_posterize?"),
+        ("data.ops", "my_posterize(9)", "bits=9: needs a number in [1, 8]; usage: my_posterize("),
+        ("data.ops", "my_nose(4)", "did you mean my_noise?"),
+        ("data.ops", "my_noise(4)|my_posterize(4)", "runs on the host"),
         ("optimizer.name", "adam", "did you mean"),
         ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a number in"),
     ],
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path
     (tmp_path / "config.json").write_text(config_json(load_config("quickstart:debug")))
     seen = []
     monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", lambda *args: seen.append(args[0]))
-    words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=adan"
+    words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=my_adan"
     assert main([f"--workdir={tmp_path}", *words, "--config.optimizer.b3=0.8"]) == 0
     assert (seen[0].plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
 
@@ -126,13 +126,13 @@ def test_keys_reach_the_part_alone(config):
     with at_fault("objective.name"):
         OBJECTIVES.make({"name": "supervise"})
     with at_fault("objective.strength"):
-        OBJECTIVES.make({"name": "consistency", "strength": -1.0})
+        OBJECTIVES.make({"name": "my_consistency", "strength": -1.0})
     with at_fault("optimizer.b3"):
         make_optimizer("adamw", schedule=lambda step: 0.0, b3=0.5)
     with at_fault("optimizer.b3"):
-        make_optimizer("adan", schedule=lambda step: 0.0, b3=2)
+        make_optimizer("my_adan", schedule=lambda step: 0.0, b3=2)
     where = {"split": "test", "image_size": (8, 8), "own": {"most_rings": 4}}
-    assert make_source("rings", **where).num_classes == 4
+    assert make_source("my_rings", **where).num_classes == 4
     assert make_source("digits", **where).num_classes == 10  # which does not take it
 
 
@@ -140,7 +140,7 @@ def test_keys_reach_the_part_alone(config):
 def test_loss_by_its_equation():
     logits_BC, labels = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32), np.array([0, 0])
     p_B = np.exp(logits_BC[:, 0]) / np.exp(logits_BC).sum(axis=1)
-    found = make_loss("poly1", epsilon=3.0)(logits_BC, labels)
+    found = make_loss("my_poly1", epsilon=3.0)(logits_BC, labels)
     np.testing.assert_allclose(found, -np.log(p_B) + 3 * (1 - p_B), rtol=1e-6)
 
 
@@ -161,16 +161,16 @@ def test_family_without_dtype_constrain_and_remat(config):
 
 @pytest.mark.usefixtures("parts")
 def test_format_holds_every_family(tmp_path):
-    for name in ("Mixer-mu/4", "ViT-mu/4"):
+    for name in ("MyMixer-mu/4", "ViT-mu/4"):
         model = models.create_model(name, num_classes=3, image_size=8)
         variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
         path = tmp_path / f"{name[:3]}.msgpack"
-        save_pretrained(path, model, variables, format="msgpack")
+        save_pretrained(path, model, variables, format="my_msgpack")
         found, loaded = load_pretrained(path)
         assert found == with_known(model, scan=False)
         jax.tree.map(np.testing.assert_array_equal, loaded, variables)
-    with pytest.raises(InputError, match="model; export it as stablehlo or msgpack"):
-        model = models.create_model("Mixer-mu/4", image_size=8)
+    with pytest.raises(InputError, match="model; export it as stablehlo or my_msgpack"):
+        model = models.create_model("MyMixer-mu/4", image_size=8)
         save_pretrained(tmp_path / "x", model, {}, format="hf")
 
 
@@ -178,20 +178,20 @@ def test_format_holds_every_family(tmp_path):
 def test_hf_leaves_out_a_loss_of_ones_own(tmp_path, caplog):
     model = models.create_model("ViT-mu/4", num_classes=3, image_size=8)
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
-    spec = Spec((8, 8), "antialiased", loss="poly1")
+    spec = Spec((8, 8), "antialiased", loss="my_poly1")
     save_pretrained(tmp_path / "hf", model, variables, format="hf", spec=spec)
-    assert "omits the loss poly1" in caplog.text
+    assert "omits the loss my_poly1" in caplog.text
     assert pretrained_spec(tmp_path / "hf").loss is None
 
 
 def test_list_of_models(parts, capsys):
-    assert main(["models", "Mixer-mu", f"--config.plugins={parts / 'mixer.py'}"]) == 0
-    assert "Mixer-mu/16" in capsys.readouterr().out
+    assert main(["models", "MyMixer-mu", f"--config.plugins={parts / 'mixer.py'}"]) == 0
+    assert "MyMixer-mu/16" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("parts")
 def test_host_op_keeps_the_highest_bits():
-    (posterize,), _ = parse_ops("posterize(2, 1.0)", (1, 1))
+    (posterize,), _ = parse_ops("my_posterize(2, 1.0)", (1, 1))
     image = np.array([[[255, 64, 63]]], np.uint8)
     np.testing.assert_array_equal(posterize(image, np.zeros(2, np.int64)), [[[192, 64, 0]]])
 

@@ -109,7 +109,7 @@ def test_parts_from_outside(installed, tmp_path):
     names = write_parts(tmp_path)
     assert len(names) == 10  # and a config
     trained = installed(
-        "--config=mine.py", "--config.plugins=adan.py", "--config.optimizer.name=adan",
+        "--config=mine.py", "--config.plugins=adan.py", "--config.optimizer.name=my_adan",
         "--config.optimizer.b3=0.98", "--config.duration=4 steps", "--config.log.every=4 steps",
         "--config.evals.test.every=4 steps", "--config.evals.worst.every=4 steps",
         "--workdir=run",
@@ -123,7 +123,7 @@ def test_parts_from_outside(installed, tmp_path):
     for name in names:  # only the run's own copies are left
         if name != "flax_msgpack.py":
             (tmp_path / name).unlink()
-    words = ("--workdir=run", "--format=msgpack", "--output=rings.msgpack")
+    words = ("--workdir=run", "--format=my_msgpack", "--output=rings.msgpack")
     refused = installed("export", *words, "--config.plugins=flax_msgpack.py")
     assert refused.returncode == 2 and "--trust_plugins" in refused.stderr
     done = installed("export", *words, "--config.plugins=flax_msgpack.py", "--trust_plugins")
@@ -131,7 +131,7 @@ def test_parts_from_outside(installed, tmp_path):
     receipt = json.loads((tmp_path / "rings.receipt.json").read_text())
     assert receipt["model"]["family"] == "Mixer" and receipt["model"]["token_dim"] == 8
     assert receipt["read_back"]["largest_logit_difference"] == 0
-    assert (receipt["loss"], receipt["computed_in"]) == ("poly1", "float32")
+    assert (receipt["loss"], receipt["computed_in"]) == ("my_poly1", "float32")
 
 
 END = (

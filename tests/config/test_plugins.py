@@ -33,8 +33,9 @@ PART = '''
 import logging
 
 import flax.linen as nn
-from vit_jax.config import Part, key
+from vit_jax.config import key
 from vit_jax.config.registries import FAMILIES, SOURCES
+from vit_jax.data import DataSet
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
 
@@ -47,26 +48,27 @@ class Net(nn.Module):
     names, parse = (), dict
 
 
-class Rings(Part):
+class Rings(DataSet):
     """Rings."""
 
     most: int = key(3, "rings")
     notes: str = key("none", "about them")
 
 
-FAMILIES["Net"] = Net
-SOURCES["rings"] = Rings
+FAMILIES["MyNet"] = Net
+SOURCES["my_rings"] = Rings
 '''
 OTHER = """
-from vit_jax.config import Part, key
+from vit_jax.config import key
 from vit_jax.config.registries import SOURCES
+from vit_jax.data import DataSet
 
 
-class Other(Part):
+class Other(DataSet):
     other: int = key(1, "another")
 
 
-SOURCES["other"] = Other
+SOURCES["my_other"] = Other
 """
 RUNS = "vit_jax_plugins.part runs"
 
@@ -110,8 +112,8 @@ def ran(caplog):
 def forget():
     """As in another process."""
     plugins._PLUGINS.clear()
-    FAMILIES.pop("Net", None)
-    for name in ("rings", "other"):
+    FAMILIES.pop("MyNet", None)
+    for name in ("my_rings", "my_other"):
         SOURCES.pop(name, None)
     for name in [name for name in sys.modules if name.startswith(("vit_jax_plugins", "part"))]:
         del sys.modules[name]

@@ -4,8 +4,8 @@ import pytest
 from at_fault import at_fault
 from opened import with_known_facts
 
-from vit_jax.config import base_config
-from vit_jax.data import dataset_sizes, make_source
+from vit_jax.config import SOURCES, base_config, key
+from vit_jax.data import DataSet, dataset_sizes, make_source
 from vit_jax.data.dataset_sizes import KNOWN_DATA, known_sizes
 
 
@@ -45,6 +45,21 @@ def test_what_the_user_says_goes_before_the_table():
     assert known_sizes("cifar10", "train", num_classes=3) == (3, 50_000)
     assert known_sizes("cifar10", "train", num_examples=7) == (10, 7)
     assert known_sizes("mine", "any", num_classes=3, num_examples=7) == (3, 7)
+
+
+def test_a_data_set_states_its_own_sizes(monkeypatch):
+    class Own(DataSet):
+        """Data."""
+
+        classes_made: int = key(3, "number of classes")
+
+        def sizes(self):
+            return self.classes_made, {"train": 100}
+
+    monkeypatch.setitem(SOURCES, "own", Own)
+    assert known_sizes("own", "train") == (3, 100)
+    own = {"classes_made": 5, "key_of_others": 1}
+    assert known_sizes("own", "train[:10%]", own=own) == (5, 10)
 
 
 def test_what_is_not_known_is_asked_for():

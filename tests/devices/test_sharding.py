@@ -6,6 +6,7 @@ import math
 import re
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from numpy_vit import random_params
 from short_objective import objective_of
 
 from vit_jax.base import tree
-from vit_jax.config import OPTIMIZERS, base_config
+from vit_jax.config import FAMILIES, OPTIMIZERS, base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import (
@@ -423,6 +424,18 @@ def test_what_cannot_be_split_is_named_once_and_replicated(caplog):
         "  stranger (16, 16): no rule",
         "  up/kernel (8, 9): axis 1 does not divide by tensor=2",
     ]
+
+
+def test_a_family_says_how_names_of_its_own_are_split(monkeypatch, caplog):
+    class Own(nn.Module):
+        split_params = (("stranger", ("fsdp", "tensor")), ("own/kernel", (None, "tensor")))
+
+    monkeypatch.setitem(FAMILIES, "Own", Own)
+    state = {"stranger": jnp.zeros((16, 16)), "own": {"kernel": jnp.zeros((3, 8, 8))}}
+    shardings = state_shardings(state, mesh_of("data 2, fsdp 2, tensor 2"))
+    assert shardings["stranger"].spec == P("fsdp", "tensor")
+    assert shardings["own"]["kernel"].spec == P(None, None, "tensor")
+    assert not warnings_of(caplog)
 
 
 def test_one_device_needs_no_warning(caplog):

@@ -1,7 +1,11 @@
+import re
+
 import jax
 import numpy as np
 import numpy_vit
 import pytest
+from formulas import SIZES as VIT_SIZES
+from formulas import vit_macs, vit_params
 from numpy_vit import dense, random_params
 
 from vit_jax.experiment.state import TrainState
@@ -13,6 +17,15 @@ from vit_jax.transfer.shapes import abstract_params
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 24, "num_heads": 2}
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, 4, 12, 3)).astype(np.float32)
+
+
+def by_hand(name):
+    """(parameters, multiply-adds) of the model called `name`: one more token, position and head."""
+    variant, patch = re.fullmatch(r"DeiT-(\w+)/(\d+)", name).groups()
+    size, sizes = (int(patch),) * 2, {"grid": (224 // int(patch),) * 2, "num_classes": 1000}
+    width = VIT_SIZES[variant][0]
+    params = vit_params(variant, size, **sizes) + 2 * width + (width + 1) * 1000
+    return params, vit_macs(variant, size, prefix=2, num_heads=2, **sizes)
 
 
 def small(num_classes=5, **fields):

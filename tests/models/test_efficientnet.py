@@ -1,6 +1,7 @@
 """EfficientNet: sizes, batch statistics in a step, and timm's files."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,39 @@ from vit_jax.run.validation import find_faults
 RNG = np.random.default_rng(0)
 TINY = {"width_factor": 0.125, "depth_factor": 0.1}  # 7 blocks
 slow = pytest.mark.slow
+
+# B0's stages: blocks, kernel, stride, expansion, channels; factors of width and depth by size.
+MBCONVS = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80),
+           (3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))  # fmt: skip
+FACTORS = {"B0": (1.0, 1.0), "B1": (1.0, 1.1), "B2": (1.1, 1.2), "B3": (1.2, 1.4), "B4": (1.4, 1.8),
+           "B5": (1.6, 2.2), "B6": (1.8, 2.6), "B7": (2.0, 3.1), "B8": (2.2, 3.6),
+           "L2": (4.3, 5.3)}  # fmt: skip
+
+
+def by_hand(name):
+    """(parameters, multiply-adds) of the model called `name`."""
+    wider, deeper = FACTORS[name.removeprefix("EfficientNet-")]
+
+    def scaled(channels):
+        low = int(channels * wider) // 8 * 8
+        nearest = low + 8 * (channels * wider - low >= 4)
+        return nearest + 8 * (nearest < 0.9 * channels * wider)
+
+    side, channels, last = math.ceil(224 / 2), scaled(32), scaled(1280)
+    params, macs = 27 * channels + 2 * channels, 27 * channels * side**2
+    for blocks, kernel, stride, expansion, width in MBCONVS:
+        for block in range(math.ceil(blocks * deeper)):
+            inner, squeezed, width_out = expansion * channels, channels // 4, scaled(width)
+            if expansion > 1:
+                params += channels * inner + 2 * inner
+                macs += channels * inner * side**2
+            side = math.ceil(side / stride) if block == 0 else side
+            params += kernel**2 * inner + 2 * inner + inner * width_out + 2 * width_out
+            params += 2 * inner * squeezed + squeezed + inner
+            macs += (kernel**2 + width_out) * inner * side**2 + 2 * inner * squeezed
+            channels = width_out
+    params += channels * last + 2 * last + (last + 1) * 1000
+    return params, macs + channels * last * side**2 + last * 1000
 
 
 @slow

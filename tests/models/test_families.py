@@ -1,9 +1,11 @@
 """Every known name of a model: sizes, work, and the way through the step, checkpoints and exports.
 
-Of each family the smallest here, all of them by -m slow.
+Of each family the smallest here, all of them by -m slow. The family in vit_jax/models/FILE.py has
+its own tests in test_FILE.py, with the formula `by_hand`: name -> (parameters, multiply-adds).
 """
 
 import functools
+import importlib
 
 import flax.linen as nn
 import jax
@@ -11,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from at_fault import at_fault
-from by_hand import by_hand
 from etils import epath
 from numpy_vit import random_params, random_variables
 
@@ -100,7 +100,8 @@ def test_parameters_and_multiply_adds(name):
     model = create_model(name)
     if "scan" in field_names(type(model)):
         model = model.clone(scan=True)
-    params, macs = by_hand(name)
+    file = find_family(name).__module__.rpartition(".")[2]
+    params, macs = importlib.import_module(f"test_{file}").by_hand(name)
     assert sum(leaf.size for leaf in abstract_params(model).values()) == params
     assert params == PARAMS.get(name, params)
     assert forward_macs(model) == macs
@@ -251,11 +252,11 @@ def test_save_and_restore(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
+# Of others' formats; a family that is not here has none.
 FORMATS = {
     "ViT": ("npz", "npz_v2", "hf", "timm"),
     "DeiT": ("hf", "timm"),
     "T2T": ("t2t",),
-    "Axial": (),
     "R+ViT": ("npz",),
     "BiT": ("npz",),
     "EfficientNet": ("timm",),
@@ -266,7 +267,8 @@ FORMATS = {
 def test_export(name, tmp_path):
     family = next(key for key in FAMILIES if FAMILIES.find(key) is find_family(name))
     model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
-    formats = () if family == "ViT" and model.parallel else FORMATS[family]  # 22B: none
+    # 22B: none.
+    formats = () if family == "ViT" and model.parallel else FORMATS.get(family, ())
     expected = random_variables(model, images_for(model))
     params, state = expected["params"], {k: v for k, v in expected.items() if k != "params"}
     pretrained = Pretrained(
@@ -316,33 +318,6 @@ def test_parts_of_a_model(name, expected):
         if leaf.startswith(("stem/", "trunk/conv_root/", "trunk/norm_root/"))
     ]
     assert of_resnet and {tree.part_of(leaf) for leaf in of_resnet} == {"embedding"}
-
-
-def test_a_resnet_takes_images_of_any_size():
-    model = create_model("BiT-R50x1", 3, None, stages=(1,), stem_width=32)
-    params = {"params": random_params(model, jnp.zeros((1, 32, 32, 3)))}
-    for size in ((32, 32), (40, 57)):
-        assert jax.eval_shape(model.apply, params, jnp.zeros((2, *size, 3))).shape == (2, 3)
-    with at_fault("image_size"):
-        create_model("ViT-mu/4", 3, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "patch_size", "stages", "stride"),
-    [
-        ("R+ViT-S/32", (16, 16), (), 64),
-        ("R50+ViT-S/16", (1, 1), (3, 4, 9), 16),
-        ("R50+ViT-S/32", (1, 1), (3, 4, 6, 3), 32),
-        ("R50+ViT-S/48", (3, 3), (3, 4, 9), 48),
-        ("R50+ViT-S/64", (2, 2), (3, 4, 6, 3), 64),
-        ("R101+ViT-L/16", (1, 1), (3, 4, 26), 16),
-    ],
-)
-def test_free_combinations(name, patch_size, stages, stride):
-    model = create_model(name, None, (stride, 3 * stride))
-    assert (model.patch_size, model.stages) == (patch_size, stages)
-    assert model.token_stride == token_stride(name) == (stride, stride)
-    assert model.grid == (1, 3)
 
 
 @each("DeiT-Ti/16", "EfficientNet-B0", names=SMALLEST)

@@ -1,5 +1,5 @@
 import pytest
-from by_hand import SIZES, vit_params
+from formulas import SIZES, vit_params
 
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS, parse_vit_name

@@ -1,4 +1,5 @@
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import numpy_vit
 import pytest
 from at_fault import at_fault, keys_of
+from formulas import vit_macs, vit_params
 from numpy_vit import random_params
 
 from vit_jax.base import tree
@@ -21,6 +23,14 @@ IMAGE_SIZE, PATCH_SIZE = (4, 12), (2, 4)  # a grid of 2 x 3
 RANDOM = np.random.default_rng(1)
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, *IMAGE_SIZE, 3)).astype(np.float32)
 SMALL = {"patch_size": PATCH_SIZE, "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
+
+
+def by_hand(name):
+    """(parameters, multiply-adds) of the model called `name`."""
+    variant, patch = re.fullmatch(r"ViT-(\w+)/(\d+)", name).groups()
+    size, sizes = (int(patch),) * 2, {"grid": (224 // int(patch),) * 2, "num_classes": 1000}
+    pool = "map" if variant == "22B" else "token"
+    return vit_params(variant, size, pool=pool, **sizes), vit_macs(variant, size, **sizes)
 
 
 def small(num_classes=5, image_size=IMAGE_SIZE, **fields):

@@ -17,10 +17,10 @@ from studied import (
     study_of,
 )
 
-from vit_jax.config import classification
+from vit_jax.config import classification, key
 from vit_jax.config.text import load_config
 from vit_jax.studies import running
-from vit_jax.studies.engine import DIVERGED, Measured, Result
+from vit_jax.studies.engine import DIVERGED, Measured, Result, Study
 from vit_jax.studies.figures import find_curves
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -116,6 +116,17 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
 )
 def test_wrong_cells_are_named(cells):
     assert set(keys_at_fault(grid_of(cells))) == {"study.cells"}
+
+
+def test_a_study_names_its_entries_by_its_key():
+    class Own(Study):
+        """Runs by name."""
+
+        settings: tuple[str, ...] = key((), "runs by name", form="entries")
+        others: tuple[str, ...] = key((), "no entries")
+
+    study = Own(settings=("first: model.depth=1; seed=2",), others=("a",))
+    assert study.entries == {"settings": {("first",): {"model.depth": "1", "seed": "2"}}}
 
 
 def test_two_cells_that_would_share_a_workdir_and_an_unknown_evaluator():

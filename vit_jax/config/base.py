@@ -17,7 +17,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
-from vit_jax.config.registries import REGISTRIES
+from vit_jax.config.registries import REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
@@ -180,7 +180,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     d = config.data
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
-    own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
+    own = (name, data_dir) == (d.name, d.data_dir) or SOURCES.find(name).is_made
     classes = d.classes if own or not EVALUATORS.find(entry.type).learns_classes else None
     if entry.get("classes") is not None:
         classes = entry.classes

@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults
-from vit_jax.config import image_hw
+from vit_jax.config import SOURCES, image_hw
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
@@ -45,7 +45,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",
     )
     faults.check(parse_mix, d.mix)
-    if d.name == "synthetic":
+    if SOURCES.find(d.name).is_made:
         for key in ("classes", "subset", "mix"):
             faults.need(not d[key], f"data.{key}={d[key]!r}: synthetic data take none")
     _check_pixels(config, faults)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import SOURCES, own_keys
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -20,7 +24,6 @@ KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
     "cifar100": (100, {"train": 50_000, "test": 10_000}),
     "oxford_iiit_pet": (37, {"train": 3_680, "test": 3_669}),
     "oxford_flowers102": (102, {"train": 1_020, "validation": 1_020, "test": 6_149}),
-    "digits": (10, {"train": 1_437, "test": 360}),
 }
 _VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.items()}
 
@@ -38,39 +41,49 @@ def known_facts(config: ConfigDict) -> dict[str, int]:
             f"data.num_examples: unknown for data.classes={d.classes}; set "
             "--config.data.num_examples=..."
         )
-    own = {"num_classes": num_classes, "num_examples": d.num_examples}
-    num_classes, num_examples = known_sizes(d.name, d.split, **own)
+    own = own_keys(config, "data")
+    num_classes, num_examples = known_sizes(
+        d.name, d.split, num_classes=num_classes, num_examples=d.num_examples, own=own
+    )
     if d.num_examples is None and d.mix:
         parts = parse_mix(d.mix)
-        num_examples += sum(known_sizes(part.name, part.split or d.split)[1] for part in parts)
+        num_examples += sum(
+            known_sizes(part.name, part.split or d.split, own=own)[1] for part in parts
+        )
     elif d.num_examples is None and d.subset is not None:
         num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
     return {"data.num_classes": num_classes, "data.num_examples": num_examples}
 
 
 def known_sizes(
-    name: str, split: str, *, num_classes: int | None = None, num_examples: int | None = None
+    name: str,
+    split: str,
+    *,
+    num_classes: int | None = None,
+    num_examples: int | None = None,
+    own: Mapping[str, Any] = {},
 ) -> tuple[int, int]:
     """The number of classes and examples of a split, without reading the data set.
 
     Args:
       name: as in data.name; a config or version in it ("/" or ":") is ignored, except for VTAB.
       split: as in data.split, in TFDS notation.
-      num_classes, num_examples: the user's values; None takes the table's.
+      num_classes, num_examples: the user's values; None takes the known ones.
+      own: the keys of `data` that only some data sets read.
 
     Raises:
       InputError: neither gives a number, or the split does not exist.
     """
     if num_classes is not None and num_examples is not None:
         return num_classes, num_examples
-    table = KNOWN_DATA | _VTAB
     known_name = name if name in _VTAB else name.partition(":")[0].partition("/")[0]
-    if known_name not in table:
+    known = SOURCES.make({"name": name, **own}).sizes() or (KNOWN_DATA | _VTAB).get(known_name)
+    if known is None:
         given = {"data.num_classes": num_classes, "data.num_examples": num_examples}
         missing = [key for key, value in given.items() if value is None]
         why = f"unknown for data.name={name!r} without its files"
         raise InputError(*(f"{key}: {why}; set --config.{key}=..." for key in missing))
-    known_classes, splits = table[known_name]
+    known_classes, splits = known
     if num_examples is None:
         num_examples = splits.get(split)  # of a whole split, without importing TensorFlow
     if num_examples is None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.config import SOURCES
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
@@ -45,7 +46,7 @@ def parse_mix(text: str) -> tuple[Part, ...]:
                 f"data.mix: {entry!r} is not an entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with "
                 "a weight between 0 and 1, such as cifar10@train[:50%]=0.3"
             )
-        if part.name == "synthetic":
+        if SOURCES.find(part.name).is_made:
             faults.append("data.mix: synthetic data cannot be mixed with others; leave them out")
     if parts and not faults and weight_units([part.weight for part in parts])[0] <= 0:
         faults.append(

@@ -13,8 +13,8 @@ import importlib.metadata
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -122,7 +122,16 @@ class Request:
 
 
 class DataSet(Part):
-    """A data set that `data.name` chooses; its fields are keys of `data` that only it reads."""
+    """A data set that `data.name` chooses; its fields are keys of `data` that only it reads.
+
+    is_made: whether it makes as many images, of as many classes, as the config asks for.
+    """
+
+    is_made: ClassVar[bool] = False
+
+    def sizes(self) -> tuple[int, Mapping[str, int]] | None:
+        """(classes, {split: examples}), for plans; None: only `open` knows."""
+        return None
 
     def open(self, request: Request) -> Source:
         """The split that is asked for; raises InputError if it cannot be had."""
@@ -187,6 +196,9 @@ class Digits(DataSet):
     Source: https://archive.ics.uci.edu/dataset/80 (the test set of optdigits).
     """
 
+    def sizes(self):
+        return 10, {"train": 1_437, "test": 360}
+
     def open(self, request: Request) -> Source:
         split = request.split
         if split not in ("train", "test"):
@@ -217,6 +229,8 @@ class Synthetic(DataSet):
     Each split has one noise image. Image i is that image plus the three lowest bytes of i, one per
     channel in turn (modulo 256); its label is i % num_classes.
     """
+
+    is_made = True
 
     def open(self, request: Request) -> Source:
         num_classes, num_examples = request.num_classes, request.num_examples

@@ -16,14 +16,13 @@ from vit_jax.data.images.formats import with_channels
 from vit_jax.data.sources import Source, fingerprint, read_labels
 
 
-def check_classes(classes: Sequence[int] | None) -> None:
+def check_classes(classes: Sequence[int] | None, key: str = "data.classes") -> None:
     """Raise InputError unless `classes` is None or holds at least two labels, all different."""
     if classes is None:
         return
     labels = all(type(label) is int and label >= 0 for label in classes)
     if not labels or len(set(classes)) != len(classes) or len(classes) < 2:
-        given = f"data.classes={tuple(classes)}"
-        raise InputError(f"{given}: needs two or more different labels, e.g. 0,1,2")
+        raise InputError(f"{key}={tuple(classes)}: needs two or more different labels, e.g. 0,1,2")
 
 
 def match_classes(source: Source, names: Sequence[str]) -> Source:

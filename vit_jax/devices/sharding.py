@@ -15,15 +15,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
+from vit_jax.config import FAMILIES, OBJECTIVES
 from vit_jax.devices.mesh import BATCH_AXES
 
 logger = logging.getLogger("vit_jax")
 
 # (regular expression for the end of a leaf's name, mesh axis of each of its last axes); the first
-# match counts. Scanned layers have one more axis in front, which is never split.
+# match counts. Scanned layers have one more axis in front, which is never split. The rules here are
+# of names that several parts use; those of one part are its `split_params`, and count before these.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    # The token module of a T2T-ViT has one head and narrow tokens: tensor does not split it.
-    (r"mixer_\d/(\w+/)?\w+/kernel", (None, "fsdp")),
     (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),
     (r"lora_a", ("fsdp", None)),
@@ -36,19 +36,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"conv[12]/kernel", (None, None, "fsdp", "tensor")),
     (r"conv3/kernel", (None, None, "tensor", "fsdp")),
     (r"(conv_root|conv_proj|conv_last)/kernel", (None, None, None, "fsdp")),
-    # In a block of an EfficientNet the same, around a depthwise convolution.
-    (r"conv_expand/kernel", (None, None, "fsdp", "tensor")),
-    (r"conv_depthwise/kernel", (None, None, None, "tensor")),
-    (r"conv_project/kernel", (None, None, "tensor", "fsdp")),
-    (r"se_reduce/kernel", ("fsdp", None)),
-    (r"se_expand/kernel", (None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
     (r"(bias|scale|mean|var|probe|pos_embedding(/\w+)?)", ()),
     (r"(class_token|distillation_token|mask_token)", ()),
-    # The heads and the centres of self-distillation.
-    (r"(hidden_\d|bottleneck|prototypes)/kernel", ("fsdp", None)),
-    (r"centre/\w+", ()),
     (r"(random_features|count|step)", ()),
+    (r"hidden_\d/kernel", ("fsdp", None)),  # of the heads of objectives
 )
 
 # Only the update reads and writes moments and averages, so each device that holds a copy of a
@@ -78,10 +70,12 @@ def state_shardings(state, mesh: Mesh, splits_params: bool = False):
     """
     replicated = []
     named = tree.flatten_names(state)
+    parts = [registry.find(name) for registry in (FAMILIES, OBJECTIVES) for name in registry]
+    rules = [rule for part in parts for rule in getattr(part, "split_params", ())] + [*RULES]
 
     def shard(name, leaf):
         factored = _FACTORED.fullmatch(name)
-        axes = next((axes for rule, axes in RULES if re.search(rf"(^|/){rule}$", name)), None)
+        axes = next((axes for rule, axes in rules if re.search(rf"(^|/){rule}$", name)), None)
         if axes and factored:
             param = named[f"params/{factored['param']}"]
             axes = _axes_left(axes, param.shape, leaf.shape, factored["moment"])

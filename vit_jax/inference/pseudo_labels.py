@@ -164,7 +164,7 @@ def _open_images(
     """The images to label, and the facts that make them and their labels."""
     d, spec = config.data, pretrained.spec
     name, split = parse_unlabelled(config)
-    made = name == "synthetic"
+    made = config_lib.SOURCES.find(name).is_made
     source = data.make_source(
         name,
         split=split,

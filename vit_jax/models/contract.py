@@ -67,6 +67,10 @@ class Model(nn.Module):
     scan = WITHOUT["scan"]
     channels = WITHOUT["channels"]
 
+    # (regular expression for the end of a parameter's name, mesh axis of each of its last axes) for
+    # names that no other family has; see `devices.sharding.RULES`.
+    split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
+
     names: ClassVar[tuple[str, ...]] = ()  # of the papers' models; `parse` may take others
 
     @staticmethod

@@ -303,6 +303,15 @@ class EfficientNet(Model):
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
+    # In a block as in a ResNet's unit, around a depthwise convolution.
+    split_params = (
+        (r"conv_expand/kernel", (None, None, "fsdp", "tensor")),
+        (r"conv_depthwise/kernel", (None, None, None, "tensor")),
+        (r"conv_project/kernel", (None, None, "tensor", "fsdp")),
+        (r"se_reduce/kernel", ("fsdp", None)),
+        (r"se_expand/kernel", (None, "fsdp")),
+    )
+
     names = EFFICIENTNET_NAMES
     parse = staticmethod(efficientnet_fields)
     has_batch_statistics = True

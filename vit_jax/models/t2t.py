@@ -204,6 +204,9 @@ class T2TViT(ViT):
     token_module: str = key("performer", "T2T-ViT: its layers", choices=TOKEN_MODULES)
     token_width: int = key(64, "T2T-ViT: width of its tokens", within=FROM_1)
 
+    # The token module has one head and narrow tokens: tensor does not split it.
+    split_params = ((r"mixer_\d/(\w+/)?\w+/kernel", (None, "fsdp")),)
+
     names = T2T_NAMES
     parse = staticmethod(t2t_fields)
     possible_names = T2T_NAMES

@@ -5,7 +5,7 @@ Axes: B examples, C classes.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import flax.linen as nn
 import flax.struct
@@ -197,9 +197,11 @@ class ObjectivePart(Part):
 
     splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
+    split_params: of its own parameters and states, as `models.contract.Model.split_params`.
     """
 
     splits_on_cpus = False
+    split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
 
     @property
     def learns_labels(self) -> bool:

@@ -124,6 +124,8 @@ class SelfDistillation(ObjectivePart):
     gram_group: int = key(1, "images whose patches are compared", within=POSITIVE)
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
+    split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
+
     def check(self):
         faults = Faults()
         faults.need(

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import SplitKey
+from vit_jax.config import SOURCES, SplitKey
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.data.images.files import few
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
@@ -100,8 +100,8 @@ def open_evaluated(
         learns = EVALUATORS.find(entry.type).learns_classes
         for split_key, key in config_lib.eval_splits(config, entry).items():
             where = f"evals.{name}.{split_key}"
-            names = ("num_classes", "num_examples") if key.data_name == "synthetic" else ()
-            numbers = {name: d[name] for name in names}
+            made = SOURCES.find(key.data_name).is_made
+            numbers = {name: d[name] for name in ("num_classes", "num_examples") if made}
             try:
                 source = sources.get(key) or opened.get(key)
                 source = source or _open_split(config, key, divider=divider, **numbers)

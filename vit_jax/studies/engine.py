@@ -1,7 +1,9 @@
 """The engine of studies: what a study declares, and what all studies share.
 
 A study is a subclass of `Study`, a frozen dataclass whose fields are the keys `study.*` that it
-reads, and one line in STUDIES. It declares functions of the results so far, without side effects:
+reads, and one line in STUDIES. A key with `form="entries"` has texts "name: key=value; key=value",
+those of `cells` two names, "row | column". A study declares functions of the results so far,
+without side effects:
 
     members   its runs, each with its config, its place in the tables, and the runs before it;
               `choose` picks the best of some that have ended, and other members follow from that
@@ -33,8 +35,6 @@ T = TypeVar("T")
 
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
-# Lists of entries "name: key=value; key=value"; those of `cells` have two names, "row | column".
-_LISTS = ("cells", "candidates", "stages", "finetunings")
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
 _DIGITS = 16  # of the digest in a shortened name
@@ -223,7 +223,7 @@ class Study(Part):
     def entries(self) -> dict[str, Entries]:
         """{key: its entries} of the lists that the study reads; raises InputError for faults."""
         faults = Faults()
-        keys = [key for key in _LISTS if hasattr(self, key)]
+        keys = [key for key, declared in self.declared().items() if declared.form == "entries"]
         found = {key: faults.check(parse_entries, key, getattr(self, key)) or {} for key in keys}
         collect_faults(faults)
         return found

@@ -44,8 +44,10 @@ from vit_jax.studies.figures import draw_table
 class Grid(Study):
     """See the module."""
 
-    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"')
-    candidates: tuple[str, ...] = key((), 'of every cell: "name: key=value; key=value"')
+    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"', form="entries")
+    candidates: tuple[str, ...] = key(
+        (), 'of every cell: "name: key=value; key=value"', form="entries"
+    )
     choose_by: str | None = key(None, "metric that chooses among candidates")
     finetune: str = key("", 'what follows, "key=value; key=value"; "": nothing')
     finetune_metric: str | None = key(None, "metric of the fine-tuned model")

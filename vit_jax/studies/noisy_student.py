@@ -34,7 +34,7 @@ _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")
 class NoisyStudent(Study):
     """See the module."""
 
-    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"')
+    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"', form="entries")
 
     own_keys = ("init_from", "init_head", "data.mix", "data.soft_labels")
 

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, with_values
+from vit_jax.config import flatten, own_keys, with_values
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -78,7 +78,7 @@ def _count_classes(config: ConfigDict) -> int | None:
     d = config.data
     if d.classes is None:
         return None
-    num_classes, whole = known_sizes(d.name, d.split)
+    num_classes, whole = known_sizes(d.name, d.split, own=own_keys(config, "data"))
     kept = max(round(whole * len(d.classes) / num_classes), 1)
     return kept if d.subset is None else subset_size(d.subset, kept, f"{d.name} {d.split}")
 
@@ -91,10 +91,11 @@ def _count_pseudo(config: ConfigDict) -> int | None:
     d, study = config.data, config.study
     if [part.name for part in parse_mix(d.mix)] != ["pseudo"]:
         return None
-    num_classes, own = known_sizes(d.name, d.split, num_classes=d.num_classes)
+    keys = own_keys(config, "data")
+    num_classes, own = known_sizes(d.name, d.split, num_classes=d.num_classes, own=keys)
     if study.per_class is not None:
         return own + num_classes * study.per_class
-    return own + known_sizes(*parse_unlabelled(config), num_classes=num_classes)[1]
+    return own + known_sizes(*parse_unlabelled(config), num_classes=num_classes, own=keys)[1]
 
 
 def plan_members(study: Study, planner: Planner) -> Report:

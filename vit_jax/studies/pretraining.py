@@ -29,8 +29,8 @@ _SCRATCH = "from scratch"
 class Pretraining(Study):
     """See the module."""
 
-    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"')
-    finetunings: tuple[str, ...] = key((), '"name: key=value; key=value"')
+    stages: tuple[str, ...] = key((), 'runs by name, "name: key=value; key=value"', form="entries")
+    finetunings: tuple[str, ...] = key((), '"name: key=value; key=value"', form="entries")
 
     own_keys = ("init_from",)
 

@@ -52,7 +52,7 @@ class Point(NamedTuple):
 class Scaling(Study):
     """See the module."""
 
-    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"')
+    cells: tuple[str, ...] = key((), '"row | column: key=value; key=value"', form="entries")
     durations: tuple[str, ...] = key((), "values of `duration`; (): the config's own")
     topology: str | None = key(None, "chips on which TPU-core-days are planned")
 

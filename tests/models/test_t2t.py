@@ -1,4 +1,4 @@
-"""T2T-ViT: its authors' files, its constants in training; Axial-ViT: its equations."""
+"""T2T-ViT: its authors' files, and its constants in training."""
 
 import json
 import shutil
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
-from numpy_vit import dense, encoder_block, float64, layer_norm, patches, random_params
 from safetensors.numpy import load_file
 
 import vit_jax
@@ -18,10 +17,32 @@ from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference.layers import attention_weights, layer_outputs
-from vit_jax.models import create_model
 from vit_jax.models.t2t import SPLITS, _init_features, performer_attention, soft_split
 
 RNG = np.random.default_rng(0)
+
+# Width, layers, MLP.
+T2T = {"7": (256, 7, 512), "10": (256, 10, 512), "12": (256, 12, 512), "14": (384, 14, 1152),
+       "19": (448, 19, 1344), "24": (512, 24, 1536)}  # fmt: skip
+
+
+def by_hand(name):
+    """(trained parameters, multiply-adds), with tokens of width 64 and 32 random features."""
+    width, depth, mlp_dim = T2T[name.removeprefix("T2T-ViT-")]
+    side, params, macs = 224, 0, 0
+    for inputs, stride in ((7 * 7 * 3, 4), (3 * 3 * 64, 2)):
+        side //= stride
+        positions = side**2
+        params += 2 * inputs + 2 * 64 + inputs * 3 * 64 + 3 * (64 * 64 + 64)
+        macs += positions * (inputs * 3 * 64 + 3 * 64 * 64)
+        params += 3 * 64
+        macs += positions * 32 * (64 + 64 + 64 + 64 + 1)
+    tokens, patch = (side // 2) ** 2 + 1, 3 * 3 * 64
+    block = 4 * width**2 + width + 2 * width * mlp_dim + mlp_dim + width + 4 * width
+    params += (patch + 1) * width + width + depth * block + 2 * width + (width + 1) * 1000
+    macs += (tokens - 1) * patch * width + width * 1000
+    macs += depth * (tokens * width * (4 * width + 2 * mlp_dim) + 2 * tokens**2 * width)
+    return params, macs
 
 
 def compare(model, variables, arrays, suffix):
@@ -127,32 +148,3 @@ def test_random_features_are_orthogonal_and_attention_approaches_the_softmax():
     weights = np.exp(q[0] @ k[0].T)
     expected = weights @ v[0] / weights.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(performer_attention(q, k, v, many)[0], expected, atol=1e-2)
-
-
-def test_axial_blocks_by_hand():
-    """Attention in the rows, an MLP, attention in the columns, an MLP: in NumPy, line by line."""
-    sizes = {"width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
-    model = create_model("Axial-ViT-B/32", 5, (16, 24), patch_size=8, **sizes)
-    images = RNG.normal(size=(2, 16, 24, 3)).astype(np.float32)
-    params = random_params(model, images)
-    p = float64(params)
-    expected = []
-    for image in images:
-        x_ND = dense(p["embedding"], patches(image, (8, 8))) + p["pos_embedding"][0]
-        for i in range(2):
-            x_YXD, layer = x_ND.reshape(2, 3, 16), p["encoder"][f"layer_{i}"]
-            for y in range(2):
-                x_YXD[y] = encoder_block(layer["row"], x_YXD[y], 2, "tanh")
-            for x in range(3):
-                x_YXD[:, x] = encoder_block(layer["column"], x_YXD[:, x], 2, "tanh")
-            x_ND = x_YXD.reshape(6, 16)
-        x_D = layer_norm(p["encoder"]["norm"], x_ND).mean(axis=0)
-        expected.append(dense(p["head"], x_D))
-    found = jax.jit(model.apply)({"params": params}, images)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    anything = model.clone(image_size=None, pos_embed="sincos_2d")
-    of_any = {name: leaf for name, leaf in params.items() if name != "pos_embedding"}
-    shapes = jax.eval_shape(anything.apply, {"params": of_any}, images[:, :8])
-    assert shapes.shape == (2, 5)
-    with at_fault("output"):
-        attention_weights(model, params, images)
