@@ -1,6 +1,7 @@
 """Files of images: formats and modes as Pillow reads them, EXIF, and what is skipped."""
 
 import io
+import struct
 import logging
 import os
 
@@ -86,6 +87,14 @@ def test_images_are_turned_as_exif_says(file_format, orientation):
     assert (upright.shape == (90, 60, 3)) == (orientation > 4)
     if file_format in ("JPEG", "PNG"):
         assert np.array_equal(decode(encoded, exif=False), pil_rgb(encoded))
+
+
+def test_an_image_whose_exif_has_odd_values_is_turned_too():
+    """A signed resolution unit, which Pillow reads, but cannot write again."""
+    tags = struct.pack("<HHII", ORIENTATION, 3, 1, 6) + struct.pack("<HHIi", 0x0128, 9, 1, -1)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4)
+    odd = encode(smooth_image(), "JPEG", exif=exif)
+    np.testing.assert_array_equal(decode(odd), decode(oriented(6, "JPEG")))
 
 
 def test_exif_can_be_ignored_in_a_tiff():

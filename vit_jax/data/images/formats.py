@@ -22,7 +22,6 @@ from vit_jax.data.host_tf import tf
 
 with epy.lazy_imports():
     import PIL.Image
-    import PIL.ImageOps
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,6 +30,9 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = rb"\C*(Exif\x00\x00|eXIf)\C*"
 _EXIF_WITHIN = 1 << 16
 _ORIENTATION = 0x0112  # the tag's number
+# Orientation -> how Pillow undoes it, by number: Image.Transpose.FLIP_LEFT_RIGHT and so on. Its
+# `exif_transpose` writes all tags anew, which fails for the odd tags of some cameras.
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 _32_BITS = ("I", "F")  # Pillow's modes
 
 _RATIOS = (1, 2, 4, 8)  # at which libjpeg decodes, from the low frequencies of 8 x 8 pixels
@@ -75,12 +77,17 @@ def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of large images
             image = PIL.Image.open(io.BytesIO(encoded))
-            if image.format == "TIFF" and not exif:  # Pillow turns them when it loads them
-                image.getexif()[_ORIENTATION] = 1
-            turned = exif and image.getexif().get(_ORIENTATION) in range(2, 9)
-            if image.format in ("JPEG", "PNG") and not turned:
+            turn = None
+            if image.format == "TIFF":  # which Pillow turns when it loads them
+                if not exif:
+                    image.getexif()[_ORIENTATION] = 1
+            elif exif:
+                turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+            if image.format in ("JPEG", "PNG") and turn is None:
                 return encoded
-            pixels = to_8_bit(PIL.ImageOps.exif_transpose(image) if turned else image)
+            pixels = to_8_bit(image)
+            if turn is not None:
+                pixels = pixels.transpose(PIL.Image.Transpose(turn))
             buffer = io.BytesIO()
             # A BMP takes a tenth of the time of an uncompressed PNG.
             pixels.save(buffer, "BMP" if pixels.mode == "RGB" else "PNG", compress_level=0)
