@@ -1,9 +1,9 @@
 """Files of images: formats and modes as Pillow reads them, EXIF, and what is skipped."""
 
 import io
-import struct
 import logging
 import os
+import struct
 
 import numpy as np
 import PIL.Image
