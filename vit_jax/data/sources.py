@@ -274,10 +274,13 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
         return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)
-    if source.record_files is None:
+    by_batch = ids.batch(_LABELS_AT_ONCE)
+    if not source.encoded:
+        found = by_batch.map(label_of).unbatch()
+    elif source.record_files is None:
         found = ids.map(label_of, PARALLEL_CALLS).ignore_errors()
     else:
-        found = stored_labels(source.record_files, ids.batch(_LABELS_AT_ONCE))
+        found = stored_labels(source.record_files, by_batch)
     labels = np.full(stop - start, -1, np.int32)
     for record_ids, label in Elements(found.batch(_LABELS_AT_ONCE)):
         labels[record_ids - start] = label
