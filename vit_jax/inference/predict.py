@@ -132,7 +132,12 @@ def outputs(
     spec, model = pretrained.spec, pretrained.model
     loss = loss_of(pretrained) if what == "probabilities" else None
     static = {"mean": spec.mean, "std": spec.std, "loss": loss, "what": what, "layer": layer}
-    compute = functools.partial(_compute, model=model, image_size=spec.image_size, **static)
+    static |= {"model": model, "image_size": spec.image_size}
+    try:
+        hash(model)
+        compute = functools.partial(_jitted, **static)
+    except TypeError:  # a plug-in's model may have a list among its fields
+        compute = jax.jit(functools.partial(_compute, **static))
     for found, batch in computed(pretrained, source, compute, **how):
         kept = len(batch["mask"])
         yield np.asarray(found[:kept], np.float32), batch
@@ -187,9 +192,6 @@ def computed(
         yield found, {k: v[:kept] for k, v in batch.items()}
 
 
-@functools.partial(
-    jax.jit, static_argnames=("model", "image_size", "mean", "std", "loss", "what", "layer")
-)
 def _compute(
     params: tree.Params,
     model_state: tree.ModelState,
@@ -217,6 +219,11 @@ def _compute(
         return as_map(model, model.apply(variables, images, method="tokens"), image_size)
     logits_BC = model.apply(variables, images)
     return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
+
+
+_jitted = jax.jit(  # kept for more calls with an equal model
+    _compute, static_argnames=("model", "image_size", "mean", "std", "loss", "what", "layer")
+)
 
 
 def _host_ops(pretrained: Pretrained, source: Source) -> tuple[HostOp, ...]:
