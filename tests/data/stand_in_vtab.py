@@ -115,13 +115,16 @@ FEATURES = {
 }  # fmt: skip
 
 
-def write_stand_ins(root, tfds_names=tuple(FEATURES)):
-    """Write root/NAME/VERSION for each data set; every image shows its labels."""
+def write_stand_ins(root, tfds_names=tuple(FEATURES), make_label=lambda i, count: i % count):
+    """Write root/NAME/VERSION for each data set; every image shows its labels.
+
+    `make_label`: (index, number of classes) -> label, for data sets with a feature `label`.
+    """
     for name in tfds_names:
-        _write(root, name)
+        _write(root, name, make_label)
 
 
-def _write(root, name):
+def _write(root, name, make_label):
     version, _ = SPLITS[name]
     folder = root / name / version
     folder.mkdir(parents=True)
@@ -138,7 +141,7 @@ def _write(root, name):
             file = f"{dataset}-{split}.tfrecord-{shard:05d}-of-{len(edges) - 1:05d}"
             with tf.io.TFRecordWriter(str(folder / file)) as writer:
                 for i in range(start, stop):
-                    example = features.encode_example(_make_example(name, i))
+                    example = features.encode_example(_make_example(name, i, make_label))
                     writer.write(serializer.serialize_example(example))
         lengths = [str(stop - start) for start, stop in itertools.pairwise(edges)]
         template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
@@ -176,7 +179,7 @@ def _used(name):
     return {split: (sizes[split], used[split]) for split in sizes}
 
 
-def _make_example(name, i):
+def _make_example(name, i, make_label):
     example = {key: _filler(feature, i) for key, feature in FEATURES[name].items()}
     if name == "clevr":
         count, depth = i % 8, i // 8 % 6
@@ -200,7 +203,7 @@ def _make_example(name, i):
         example |= {"label_azimuth": azimuth, "label_elevation": elevation}
         example["image"] = example["image2"] = _bars(96, 96, 5 * azimuth, 10 * elevation)
     else:
-        label = i % FEATURES[name]["label"].num_classes
+        label = make_label(i, FEATURES[name]["label"].num_classes)
         height, width, _ = FEATURES[name]["image"].shape
         example |= {"label": label, "image": _colour(height or 24, width or 32, label)}
     return example

@@ -1,5 +1,6 @@
 """VTAB-1k: the table of its tasks, the rules of its labels, and every task on stand-in data."""
 
+import logging
 import math
 import shutil
 
@@ -190,10 +191,15 @@ def test_pixels_of_dsprites(reader, stand_ins):
     np.testing.assert_array_equal(batch["label"], shown // 4)
 
 
-def test_short_tests_are_named(tmp_path, caplog):
-    write_stand_ins(tmp_path, ["dtd"])
+def test_absent_classes_and_short_tests_are_named(tmp_path, caplog):
+    """Of the first 800 every seventh class alone is there."""
+    write_stand_ins(tmp_path, ["dtd"], make_label=lambda i, count: i * 7 % count // 7 * 7)
     open_task("dtd", tmp_path, "train800")
-    assert not caplog.messages
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for words in ("vtab/dtd train800: 40 of 47 classes", "kind 1, kind 2, kind 3, kind 4, kind 5"):
+        assert words in record.getMessage()
+    caplog.clear()
     open_task("dtd", tmp_path, "test")
     assert all(word in caplog.text for word in ("40", "1880", "comparable"))
 

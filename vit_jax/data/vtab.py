@@ -12,9 +12,12 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint
+from vit_jax.data.images.files import few
+from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_labels
 from vit_jax.data.tfds import View, open_prepared, prepared_folder
 
 logger = logging.getLogger("vit_jax")
@@ -138,7 +141,8 @@ TASKS: dict[str, Task] = {
 class Vtab(DataSet):
     """A split of the task `vtab/TASK`, from its TFDS data set below `data_dir`.
 
-    Warns of a test split whose size differs from VTAB's, because its results are not comparable.
+    Warns of classes without any training image, and of a test split whose size differs from VTAB's,
+    because its results are not comparable.
     """
 
     def open(self, request: Request) -> Source:
@@ -164,8 +168,21 @@ class Vtab(DataSet):
             if split != "test" or found["classes"] != needed["classes"]:
                 raise InputError(f"data.name={name!r}: {said}; use the version of TFDS's catalogue")
             logger.warning("%s; the results are not comparable with VTAB's", said)
+        if split in ("train800", "train800val200"):
+            _warn_of_absent(source, name, split)
         identity = fingerprint(name, split, source.fingerprint)
         return dataclasses.replace(source, name=name, split=split, fingerprint=identity)
+
+
+def _warn_of_absent(source: Source, name: str, split: str) -> None:
+    labels = read_labels(source, 0, source.num_examples)
+    absent = np.setdiff1d(np.arange(source.num_classes), labels)
+    if len(absent):
+        names = source.class_names or [f"class {i}" for i in range(source.num_classes)]
+        logger.warning(
+            "%s %s: %d of %d classes have no training image and cannot be learnt: %s",
+            name, split, len(absent), source.num_classes, few(names[i] for i in absent),
+        )  # fmt: skip
 
 
 def find_missing(tasks: Iterable[str], data_dir: str | None) -> dict[str, str]:
