@@ -46,11 +46,12 @@ def test_pixels_lie_one_after_the_other(digits):
     assert both.fingerprint not in (digits[0].fingerprint, concatenate(digits[::-1]).fingerprint)
 
 
-def test_pseudo_labels_without_names(digits):
-    """They take the names of as many classes."""
+def test_pseudo_labels_without_names(digits, caplog):
+    """They take the names of as many classes, with one warning."""
     named = dataclasses.replace(digits[0], class_names=tuple("abcdefghij"))
     nameless = dataclasses.replace(digits[1], name="pseudo", class_names=None)
     assert concatenate([named, nameless, nameless]).class_names == named.class_names
+    assert len(caplog.messages) == 1 and "gives no names of classes" in caplog.text
     with at_fault("data.mix"):
         concatenate([named, dataclasses.replace(nameless, num_classes=9)])
 

@@ -171,12 +171,15 @@ def test_a_draw_of_which_nothing_can_be_read_is_refused():
         evaluate((features, labels), test, broken=broken, shots=(1, 5))
 
 
-def test_a_class_with_too_few_images_gives_what_it_has():
+def test_a_class_with_too_few_images_gives_what_it_has(caplog):
     features, labels = clusters(60, 0.1)
     labels[labels == 2] = 0
     labels[:1], features[:1] = 2, np.eye(4)[2]
     test = clusters(30, 0.01)
     result = evaluate((features, labels), test, shots=(5,))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "1 of 3 classes have fewer than 5 images" in record.getMessage()
     assert 0 < result["5shot_top1"] <= 1
 
 

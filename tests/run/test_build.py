@@ -206,15 +206,22 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     assert data_fingerprint(config, source) != before
 
 
-def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path):
+def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     config = make_config(test=check(ops="resize"), other=check())
     (tmp_path / "config.json").write_text(config_json(config))
     run = read_run(epath.Path(tmp_path))
     check_unchanged(config, run, tmp_path)
+    assert not caplog.records
 
     changed = make_config(test=check(ops="resize(8)"), new=check())
     changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
     check_unchanged(changed, run, tmp_path)
+    (record,) = caplog.records
+    assert (
+        "evals.test.ops: was 'resize', now 'resize(8)'; keep the old value with "
+        "--config.evals.test.ops=resize" in record.getMessage()
+    )
+    assert "every" not in record.getMessage()
 
     changed.data.split, changed.data.ops, changed.model.hidden_head = "train[:99%]", "flip", True
     changed.data.mean = (0.0, 0.0, 0.0)

@@ -40,6 +40,13 @@ pytestmark = pytest.mark.usefixtures("one_device")
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 
+def test_logits_of_an_untrained_head_are_named(caplog):
+    for value, warned in ((1.0, False), (0.0, True)):
+        logits = np.full((2, 3), value, np.float32)
+        export_lib._compare(logits, logits, epath.Path("out"))
+        assert ("the head was never trained" in caplog.text) == warned
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The workdir of a run with a running average, saved at step 10."""

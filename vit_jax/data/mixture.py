@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
+
+logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,11 @@ def concatenate(sources: Sequence[Source]) -> Source:
     first = sources[0]
     for other in sources[1:]:
         _check_alike(first, other)
+    if nameless := [other.split for other in sources[1:] if _takes_names(first, other)]:
+        logger.warning(
+            "data.mix: the teacher of %s gives no names of classes; they are taken to be those of "
+            "%s %s, in the same order", nameless[0], first.name, first.split,
+        )  # fmt: skip
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 

@@ -5,6 +5,7 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.1, "Metrics".
 """
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,6 +25,8 @@ from vit_jax.evaluators.features import (
 )
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
+
+logger = logging.getLogger("vit_jax")
 
 # Of big_vision's few-shot evaluator; so large that the bias, its weight, is hardly regularised.
 _CONSTANT = 100.0
@@ -147,7 +150,13 @@ class FewShot(FeatureEvaluator):
         def draws() -> list[np.ndarray]:
             labels, most = gather_labels(source), max(self.shots)
             seeds = range(self.num_draws)
-            return [draw_support(labels, source.num_classes, most, seed) for seed in seeds]
+            drawn = [draw_support(labels, source.num_classes, most, seed) for seed in seeds]
+            if short := int((drawn[0] < 0).any(axis=1).sum()):
+                logger.warning(
+                    "few-shot: %d of %d classes have fewer than %d images in the support split; "
+                    "using all that they have", short, source.num_classes, most,
+                )  # fmt: skip
+            return drawn
 
         def measure(state: TrainState) -> dict[str, float]:
             chosen = np.unique(draws())

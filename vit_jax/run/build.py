@@ -196,6 +196,11 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if size > d.num_examples:
+        logger.warning(
+            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
+            size, d.num_examples,
+        )  # fmt: skip
     for teacher in run.described_teachers:
         logger.info(
             "teacher: %s, %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]

@@ -11,7 +11,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
-from vit_jax.config import changed_keys, say_changes
+from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.schedules import half_cosine, make_config_schedule
 from vit_jax.run.workdir import StoredRun
@@ -44,6 +44,8 @@ def check_unchanged(
 ) -> None:
     """Raise InputError if the run that was `before` has other settings, or another past.
 
+    Warns of changed evaluators, whose values do not compare with those of before.
+
     `free`: keys that may differ.
     """
     if before.stored is None:
@@ -51,6 +53,14 @@ def check_unchanged(
     check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
     resolved = before.stored.resolved
     changed = changed_keys(resolved, config)
+    in_both = {*resolved.evals} & {*config.evals}
+    evals = changed_evals(resolved, config)
+    evals = {key: values for key, values in evals.items() if key.split(".")[1] in in_both}
+    if evals:
+        logger.warning(
+            "%s: evaluators have changed since the run began, so their results may not be "
+            "comparable with earlier ones: %s", workdir, "; ".join(say_changes(evals)),
+        )  # fmt: skip
     of_end = {key: changed[key] for key in KEYS_OF_THE_END if key in changed}
     if not of_end:
         return

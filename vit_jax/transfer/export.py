@@ -6,6 +6,7 @@ largest difference between its logits and those of the exported files.
 
 import contextlib
 import itertools
+import logging
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,8 @@ _IMAGES = 2
 # Fields of a model that the card states.
 _SIZES = ("stages", "stem_width", "width_factor", "depth_factor", "width", "depth", "num_heads")
 Logits = Callable[[np.ndarray], Any]
+
+logger = logging.getLogger("vit_jax")
 
 
 def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
@@ -87,11 +90,18 @@ def _open(path: epath.Path) -> Logits:
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
     """Compare the logits of the exported files with the model's.
 
+    Warns if all of them are 0, as those of a head that never learned.
+
     Raises:
       RuntimeError: if they differ by more than rounding.
     """
     difference = float(np.abs(found - expected).max())
     largest = float(np.abs(expected).max())
+    if largest == 0:
+        logger.warning(
+            "%s: all logits are 0, so comparing them shows nothing: the head was never trained; "
+            "use the features, or fine-tune first", output
+        )  # fmt: skip
     if not difference <= _TOLERANCE * max(largest, 1e-6):
         what = f"the exported files give logits that differ by {difference:.3g}"
         raise RuntimeError(f"--output={output}: {what}, with {largest:.3g} the largest")
