@@ -248,6 +248,11 @@ def load_pretrained(
     pretrained = read_pretrained(source)
     family, changes = type(pretrained.model), dict(fields)
     if num_classes is not None:
+        if fields.get("hidden_head"):
+            raise InputError(
+                "hidden_head=True: num_classes replaces the whole head by a linear one of zeros, "
+                "and zeros pass no gradient back to a hidden layer; leave it out"
+            )
         changes = {"num_classes": num_classes} | changes
         if "hidden_head" in field_names(family):
             changes["hidden_head"] = False
