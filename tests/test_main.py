@@ -289,6 +289,15 @@ def test_print_config_of_evaluate(capsys):
     assert (list(printed["evals"]), printed["data"]["name"]) == (["knn"], "cifar10")
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_print_config_of_a_run(command, tmp_path, capsys):
+    config = load_config("configs/quickstart.py:debug")
+    (tmp_path / "config.json").write_text(config_json(config))
+    assert main([command, f"--workdir={tmp_path}", "--print_config", "--config.seed=3"]) == 0
+    config.seed = 3
+    assert capsys.readouterr().out == to_json(config)
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"vit_jax {vit_jax.__version__}\n"

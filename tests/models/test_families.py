@@ -108,6 +108,12 @@ def test_parameters_and_multiply_adds(name):
     assert macs / 1e9 == pytest.approx(GMACS.get(name, macs / 1e9), rel=0.004)
 
 
+def test_a_family_without_known_names_does_not_hide_a_wrong_name(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "Plain", type("Plain", (nn.Module,), {}))
+    with at_fault("name"):
+        find_family("VT-B/16")
+
+
 def test_every_published_number_is_of_some_name():
     assert {*PARAMS, *GMACS} <= set(NAMES)
 

@@ -170,6 +170,8 @@ def _rows(figures: Mapping[str, Any], prefix: str = ""):
 
 
 def _readable(value: Any) -> str:
+    if value is None:
+        return "unknown"
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

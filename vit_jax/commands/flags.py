@@ -129,11 +129,13 @@ def is_run(workdir: str | None) -> bool:
 def print_config(flags: argparse.Namespace) -> int:
     """Print the config as JSON, for `--print_config`; return the exit code.
 
-    Keys that depend on the data or the devices are null unless they are set.
+    Without `--config` it is that of the run in `--workdir`. Keys that depend on the data or the
+    devices are null unless they are set.
     """
     from vit_jax.config.stored import to_json
 
-    print(to_json(load_valid_config(flags)), end="")
+    of_run = flags.config is None and is_run(getattr(flags, "workdir", None))
+    print(to_json(load_valid_config(flags, of_run=of_run)), end="")
     return exit_codes.DONE
 
 

@@ -213,6 +213,9 @@ def _choose_reader(reader: str | None, info, parts, num_examples: int, image_sha
       memory than there is.
     """
     stored_as = info.file_format.value
+    if stored_as not in _BY_FORMAT:
+        known = " or ".join(_BY_FORMAT)
+        raise InputError(f"data.name: {info.full_name} is stored as {stored_as}; needed: {known}")
     on_disk = _BY_FORMAT[stored_as]
     if reader not in (None, "memory", on_disk, ON_DISK):
         where = f"data.reader={reader!r}: {info.full_name} is stored as {stored_as}"

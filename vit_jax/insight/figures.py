@@ -99,6 +99,8 @@ def _filters(subject: Subject) -> Made | str:
         return found
     rows = found.reshape(len(found), -1)
     components, shares = principal_components(rows, MAX_COMPONENTS)
+    if not len(components):
+        return "all its filters are the same"
     components = components.reshape(-1, *found.shape[1:])
     figure = plots.draw_filters(components, shares, len(found))
     return figure, {"components": components, "share_of_variance": shares, "filters": found}
@@ -162,10 +164,12 @@ def _heads(subject: Subject) -> Made:
     return figures, {"attention": seen.heads} | seen.shown
 
 
-def _features(subject: Subject) -> Made:
+def _features(subject: Subject) -> Made | str:
     seen = subject.seen
     rows = seen.features.reshape(-1, seen.features.shape[-1])
     components, shares = principal_components(rows, 3)
+    if len(components) < 3:
+        return f"its {len(rows)} patches span fewer than three directions; give more images"
     projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T
     projected = projected.reshape(*seen.features.shape[:3], 3)
     figure = plots.draw_features(seen.images, projected)

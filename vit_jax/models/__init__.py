@@ -57,7 +57,8 @@ def find_family(name: str) -> type[Any]:
 
 def known_names() -> list[str]:
     """The names of the papers' models; the grammar of most families allows more."""
-    return [name for family in map(FAMILIES.find, FAMILIES) for name in family.names]
+    families = map(FAMILIES.find, FAMILIES)
+    return [name for family in families for name in getattr(family, "names", ())]
 
 
 def fields_of(name: str) -> list[str]:

@@ -319,7 +319,17 @@ class _SelfDistillation:
             found["views"] = jnp.concatenate([found["views"], local["views"]], axis=1)
         return found
 
-    def _see(self, params, images, hidden, dropout_key, model=None, *, hides=False, learns=True):
+    def _see(
+        self,
+        params: Params,
+        images: jax.Array,
+        hidden: Hidden | None,
+        dropout_key: jax.Array | None,
+        model: Model | None = None,
+        *,
+        hides: bool = False,
+        learns: jax.Array | bool = True,
+    ) -> dict[str, jax.Array]:
         """Outputs of the model and of the heads for views (B, V, H, W, channels).
 
         Args:

@@ -61,8 +61,12 @@ def train_and_evaluate(
     finished = read_summary(run)
     compare_runs(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
-        how = "stopped early" if finished.get("stopped_early") else "finished"
-        logger.info("already %s at step %d; nothing to do", how, finished["step"])
+        how = (
+            "stopped early at step %d; to go on, raise stop.patience"
+            if finished.get("stopped_early")
+            else "already finished at step %d; nothing to do"
+        )
+        logger.info(how, finished["step"])
         return finished
     describe(run)
     check_kernels(run.experiment.model, run.mesh)

@@ -174,7 +174,7 @@ def test_table_has_a_row_for_every_figure():
     table = as_table({"a": 1, "b": {"c": 2.0, "d": {"median": 3, "min": 1, "max": 5}}, "e": None})
     assert [list(column.cells) for column in table.columns] == [
         ["a", "b.c", "b.d", "e"],
-        ["1", "2", "3", "None"],
+        ["1", "2", "3", "unknown"],
         ["", "", "1", ""],
         ["", "", "5", ""],
     ]
