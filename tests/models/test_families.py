@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params, random_variables
 

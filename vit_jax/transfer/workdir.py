@@ -136,7 +136,7 @@ def read_class_names(path: epath.Path) -> Any:
     try:
         return json.loads(named.read_text())
     except (OSError, ValueError) as e:  # ValueError also for text that is not UTF-8
-        raise InputError(f"{named}: not readable ({e}); it names the run's classes") from None
+        raise InputError(f"{named}: not readable ({e}); copy it from the run") from None
 
 
 def _evaluated_by(config: ConfigDict) -> str:
