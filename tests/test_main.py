@@ -239,8 +239,8 @@ def test_wrong_flags_are_answered_with_all_flags(words, says, tmp_path, capsys):
     ("words", "says"),
     [
         ("benchmark --what=stap", "--what: invalid choice: 'stap'"),
-        ("benchmark --what=step --steps=0", "--steps: invalid positive_int value: '0'"),
-        (f"predict --batch_size={10**20}", "--batch_size: invalid positive_int value"),
+        ("benchmark --what=step --steps=0", "--steps: got '0'; needs a positive int"),
+        (f"predict --batch_size={10**20}", f"--batch_size: got '{10**20}'; needs a positive int"),
         ("report runs/a --format=xml", "--format: invalid choice: 'xml'"),
         ("export --weights=both", "--weights: invalid choice: 'both'"),
         ("figures --image_size=big", "--image_size: invalid image_size value: 'big'"),

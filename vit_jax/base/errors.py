@@ -4,8 +4,9 @@ import difflib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -60,8 +61,14 @@ class Faults(list[str]):
         up_to = "" if most is None else f", up to {most:,}"
         self.need(holds, f"{key}={value}: needs a positive number{up_to}")
 
-    def check(self, fn: Callable[..., T], *args: Any, prefix: str = "", **kwargs: Any) -> T | None:
+    def check(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return fn(*args, **kwargs); if it raises InputError, add its faults and return None."""
+        return self.check_in("", fn, *args, **kwargs)
+
+    def check_in(
+        self, prefix: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """`check` with `prefix` before each fault."""
         try:
             return fn(*args, **kwargs)
         except InputError as e:

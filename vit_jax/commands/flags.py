@@ -48,9 +48,9 @@ def define_format_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def positive_int(text: str) -> int:
-    """The `type` of a flag that takes a positive int32; raises ValueError for another text."""
-    if not 0 < int(text) < 2**31:
-        raise ValueError
+    """The `type` of a flag that takes a positive int32."""
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"got {text!r}; needs a positive int, up to {2**31 - 1}")
     return int(text)
 
 

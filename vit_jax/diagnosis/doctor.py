@@ -312,8 +312,10 @@ def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
     run = prepare(config, workdir or unused, by_calculation)
     said = io.StringIO()
     terminal.log_to_console(Console(file=said))
-    describe(run)
-    terminal.log_to_console(Console(stderr=True), quiet=True)  # as before
+    try:
+        describe(run)
+    finally:
+        terminal.log_to_console(Console(stderr=True), quiet=True)  # as before
     attention = choose_attention(run.mesh.devices.flat[0].platform).__name__
     order = f"order of data: {run.config.data.order}; attention: {attention}"
     return Finding("train would choose", OK, said.getvalue() + order)

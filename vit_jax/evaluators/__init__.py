@@ -95,7 +95,7 @@ def make_evaluators(
                 f"{'classification' if of_labels else 'multilabel'}"
             )
             continue
-        measure = faults.check(evaluator.bind, inputs, prefix=f"evals.{name}.")
+        measure = faults.check_in(f"evals.{name}.", evaluator.bind, inputs)
         if measure is not None:
             evaluators[name] = measure
     collect_faults(faults)

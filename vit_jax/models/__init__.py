@@ -172,7 +172,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     sizes_are_good = all([faults.check(image_hw, size, key) for key, size in given.items()])
     if sizes_are_good and None not in (config.data.image_size, config.model.name):
         size, fields = config.data.image_size, model_fields(config)
-        faults.check(create_model, config.model.name, 1, size, prefix="model.", **fields)
+        faults.check_in("model.", create_model, config.model.name, 1, size, **fields)
 
 
 def _find_remat_faults(config: ConfigDict) -> list[str]:

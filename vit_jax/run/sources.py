@@ -261,7 +261,7 @@ def _open_mixture(
     keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
     # The classes of pseudo labels are the teacher's, which were chosen before.
     keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
-    others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
+    others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
     opened = [source, *(other for other in others if other is not None)]
     if d.reader is not None or data.held_alike(opened):

@@ -54,7 +54,7 @@ def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Tea
     teachers, faults = [], Faults()
     for source, weight in objective_of(config).teachers.items():
         where = f"objective.teacher={source!r}: "
-        teacher = faults.check(_read, source, config, shapes_only, prefix=where)
+        teacher = faults.check_in(where, _read, source, config, shapes_only)
         if teacher is not None:
             teachers.append(teacher._replace(weight=weight))
     collect_faults(faults)

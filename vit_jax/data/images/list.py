@@ -346,8 +346,13 @@ def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
 
 def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     header = lines.readline()
-    delimiter = max(_DELIMITERS, key=header.count)
-    names = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
+    names_by = {
+        mark: next(csv.reader([header], delimiter=mark, skipinitialspace=True), [])
+        for mark in _DELIMITERS
+    }
+    # Commas, unless another delimiter gives a column for the file.
+    delimiter = next((m for m in names_by if "file" in _find_columns(tuple(names_by[m]))), ",")
+    names = names_by[delimiter]
     columns = _find_columns(tuple(names))
     # pandas writes the numbers of rows in a column without a name.
     others = [name for name in names if name.strip() and name not in columns.values()]
