@@ -235,7 +235,7 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
 
 
 def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
-    """What `find` gives on process 0, on every process; on the others as JSON gives it back.
+    """What `find` gives on process 0, on every process; of several as JSON gives it back.
 
     Args:
       what: is found, for errors.
@@ -255,8 +255,10 @@ def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
         except InputError as e:
             text = json.dumps({"faults": e.faults})
         client().key_value_set(key, text)
-    elif (text := _wait_for(key, timeout_s)) is None:
-        raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
+    else:
+        text = _wait_for(key, timeout_s)
+        if text is None:
+            raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
     said = json.loads(text)
     if "faults" in said:
         raise InputError(*said["faults"])

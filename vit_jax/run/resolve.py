@@ -216,7 +216,8 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
         sizes["patch_size"] = config_lib.image_hw(sizes["patch_size"])
     other = {f: getattr(model, f) for f, size in sizes.items() if getattr(model, f) != size}
     if other:
-        texts = {field: str(size).strip("()").replace(" ", "") for field, size in other.items()}
+        texts = {field: ",".join(map(str, size)) if isinstance(size, tuple) else size
+                 for field, size in other.items()}  # fmt: skip
         flags = [f"--config.model.{field}={text}" for field, text in texts.items()]
         remedy = remedy or f"; set {' '.join(flags)}"
         raise InputError(f"model.name={name!r}: {source} has other sizes{remedy}")

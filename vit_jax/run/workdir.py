@@ -59,17 +59,21 @@ class StoredRun(NamedTuple):
 
 def read_run(workdir: epath.Path) -> StoredRun:
     """What this process finds in `workdir`; raises InputError if config.json is damaged."""
-    return _parse_run(workdir, *_find_run(workdir))
+    return _parse_run(workdir, _find_run(workdir))
 
 
-def _find_run(workdir: epath.Path) -> list[Any]:
-    """Text of config.json, saved steps, number and kind of the devices of the last start."""
-    text = _read_if_there(workdir / "config.json")
-    return [text, restore.saved_steps(workdir / "checkpoints"), _last_devices(workdir)]
+def _find_run(workdir: epath.Path) -> dict[str, Any]:
+    """The fields of a `StoredRun` but for `stored`, all of which JSON can hold."""
+    return {
+        "text": _read_if_there(workdir / "config.json"),
+        "saved_steps": restore.saved_steps(workdir / "checkpoints"),
+        "devices": _last_devices(workdir),
+    }
 
 
-def _parse_run(workdir: epath.Path, text: str, *others: Any) -> StoredRun:
-    return StoredRun(text, parse_stored(text, workdir) if text else None, *others)
+def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
+    text = found["text"]
+    return StoredRun(stored=parse_stored(text, workdir) if text else None, **found)
 
 
 def check_store(workdir: epath.Path) -> None:
@@ -98,12 +102,12 @@ def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
         damaged.
     """
 
-    def find() -> list[Any]:
+    def find() -> dict[str, Any]:
         check_store(workdir)
         check_free(workdir)
         return _find_run(workdir)
 
-    return _parse_run(workdir, *processes.say_to_all("what the workdir holds", find, timeout_s))
+    return _parse_run(workdir, processes.say_to_all("what the workdir holds", find, timeout_s))
 
 
 def _read_if_there(path: epath.Path) -> str:
