@@ -179,7 +179,7 @@ MUTATIONS = [
     M("vit_jax/base/tree.py", "len(layers) - last_layers]", "len(layers) - last_layers - 1]",
       "run/test_resolve.py::test_last_layers"),
     M("vit_jax/run/resolve.py", "if config.model[field] is None and theirs", "if theirs",
-      "run/test_resolve.py::test_a_resumed_run_compares_what_was_decided"),
+      "run/test_resolve.py::test_a_source_of_any_image_size_needs_one"),
     M("vit_jax/experiment/durations.py", "global_batch_size + Fraction(1, 2)", "global_batch_size",
       "experiment/test_schedules.py::test_duration"),
     M("vit_jax/experiment/optimizers/optimizers.py", "lambda leaf: leaf.ndim > 1",

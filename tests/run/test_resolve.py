@@ -136,6 +136,8 @@ def test_a_source_of_any_image_size_needs_one():
         take_fields(config, pretrained)
     config.data.image_size = 32
     assert take_fields(config, pretrained)["model.pos_embed"] == "sincos_2d"
+    config.model.pos_embed = "none"  # what the user sets stays
+    assert "model.pos_embed" not in take_fields(config, pretrained)
 
 
 def test_a_run_of_the_same_name_gives_its_sizes():
