@@ -129,8 +129,8 @@ def is_run(workdir: str | None) -> bool:
 def print_config(flags: argparse.Namespace) -> int:
     """Print the config as JSON, for `--print_config`; return the exit code.
 
-    Without `--config` it is that of the run in `--workdir`. Keys that depend on the data or the
-    devices are null unless they are set.
+    Without `--config`, print the stored config of the run in `--workdir`. Keys that depend on the
+    data or the devices are null unless they are set.
     """
     from vit_jax.config.stored import to_json
 

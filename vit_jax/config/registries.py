@@ -123,12 +123,12 @@ OPS: Registry[Any] = Registry(
 class Families(Registry[Any]):
     """A part is a Linen module, whose fields are its keys; see `models.contract.Model`.
 
-    Its name is what the names of its models have before the first dash; for hybrids, without the
-    ResNet's number of layers.
+    A family is called by the start of its models' names, up to the first dash. For hybrids, the
+    number of the ResNet's layers is left out.
     """
 
     def find(self, name: str) -> type[Any]:
-        """The family called `name`, or that of the model called `name`."""
+        """The family, for its own name or for the name of one of its models."""
         if name in self:
             return super().find(name)
         return super().find(re.sub(r"^R\d+\+", "R+", str(name).partition("-")[0]))

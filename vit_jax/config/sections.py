@@ -86,9 +86,9 @@ class Data(Section):
     )
     num_examples: int | None = key(
         None,
-        "size of the training data, of a mixture that of all its data sets; so many examples "
-        "are one epoch, whatever data.repeats and the weights in data.mix; None: taken from the "
-        "data",
+        "size of the training data; a mixture counts all its data sets. One epoch has so many "
+        "examples; data.repeats and the weights in data.mix do not change that. None: taken from "
+        "the data",
         within=POSITIVE,
     )
     mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')

@@ -35,7 +35,7 @@ class ReconstructionLoss(SplitEvaluator):
     What is hidden depends on an image's record id only, so that the losses of different steps
     compare. During training the first `num_images` images of the split are written as
     WORKDIR/reconstructions/NAME_STEP.png, a row for each: what the model sees, its reconstruction,
-    the image. The objective is that of the run.
+    the image. It uses the objective of the run.
     """
 
     num_images: int = key(8, "images to draw, the first of the split", within=FROM_0)

@@ -79,7 +79,7 @@ def _read(workdir: epath.Path) -> Holder | None:
 
 
 def is_held(workdir: epath.Path, token: str) -> bool:
-    """Whether the file, as this process sees it now, is that of the lock with `token`."""
+    """Whether the lock file names `token`, as this process sees it now."""
     holder = _read(workdir)
     return holder is not None and holder.token == token
 

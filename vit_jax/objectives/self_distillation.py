@@ -91,8 +91,8 @@ class SelfDistillation(ObjectivePart):
     head_layers: int = key(3, "dense layers before the prototypes", within=POSITIVE)
     bottleneck: int = key(256, "width of the prototypes", within=POSITIVE)
     patch_head: str = key(
-        "shared", "head of the patches: that of the views, as in iBOT, or an own one, as in the "
-        "large models of DINOv2", choices=("shared", "own"),
+        "shared", "the head of the patches: shared with the views, as in iBOT; or one of their "
+        "own, as in the large models of DINOv2", choices=("shared", "own"),
     )  # fmt: skip
     centring: str = key("centre", "what keeps targets apart", choices=centring.CENTRINGS)
     centre_momentum: float = key(0.9, "share of the centre that stays in a step", within=SHARE)

@@ -63,7 +63,7 @@ def read_run(workdir: epath.Path) -> StoredRun:
 
 
 def _find_run(workdir: epath.Path) -> dict[str, Any]:
-    """The fields of a `StoredRun` but for `stored`, all of which JSON can hold."""
+    """All fields of a `StoredRun` except `stored`, as values that JSON can hold."""
     return {
         "text": _read_if_there(workdir / "config.json"),
         "saved_steps": restore.saved_steps(workdir / "checkpoints"),
