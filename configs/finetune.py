@@ -1,18 +1,19 @@
-"""Fine-tuning on own images, and as in the paper's table 4: --config=finetune:MODEL,DATA
+"""Fine-tuning of any source, --config=finetune:DATA, and as in the paper, finetune:MODEL,DATA
 
-DATA is folder, or one of the table's data sets: imagenet2012, cifar10, cifar100, oxford_iiit_pet or
-oxford_flowers102. --config.init_from is required; the whole head is replaced by a new one. One of
-the words head_only, lastN (last4: the last 4 layers and the head) and lora (lora16: of rank 16;
+DATA is folder, or one of the data sets of table 4: imagenet2012, cifar10, cifar100, oxford_iiit_pet
+or oxford_flowers102. --config.init_from is required; the whole head is replaced by a new one. One
+of the words head_only, lastN (last4: the last 4 layers and the head) and lora (lora16: of rank 16;
 without a number 8) trains a part of the model; with lora by AdamW at a learning rate of 0.003.
 
-folder: own images, IMAGES/CLASS/*.jpg. Everything that the source knows is taken from it: pool,
-positions, value range, image size. Steps, warm-up and learning rate follow from the number of
-images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the paper.
+Without MODEL, or with folder: everything that the source knows is taken from it: the model with its
+sizes, pool, positions, value range, image size. Steps, warm-up and learning rate follow from the
+number of images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the
+paper. The folder holds IMAGES/CLASS/*.jpg.
 
-python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,folder --workdir=$W \\
+python -m vit_jax.main --config=configs/finetune.py:folder --workdir=$W \\
   --config.data.data_dir=IMAGES --config.init_from=hf:google/vit-base-patch16-224
 
-A row of table 4 (arXiv:2010.11929). Further word: headline.
+MODEL,DATA: a row of table 4 (arXiv:2010.11929). Further word: headline.
 
 From the paper: steps, SGD with momentum 0.9, batch 512, cosine, clipping at norm 1, no weight
 decay, 384 px (/14: 378), Inception crops and flips, tests on the whole image; headline, for
@@ -64,19 +65,21 @@ def get_config(arg=""):
     parts = [word for word in words if re.fullmatch(r"last\d+|lora\d+", word)]
     parts += sorted(chosen & {"head_only", "lora"})
     words = [word for word in words if word not in parts]
-    if len(words) != 2 or len(parts) > 1 or "lastN" in chosen:
+    data = words[-1] if words else ""
+    model = words[0] if len(words) == 2 else None
+    if not words or len(words) > 2 or len(parts) > 1 or "lastN" in chosen:
         raise InputError(
-            f"got {arg!r}, needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one "
-            f"of folder, {', '.join(FINE_TUNING)}; optional words: {', '.join(WORDS)}, at most one "
-            "of head_only, lastN (such as last4) and lora"
+            f"got {arg!r}, needs DATA or MODEL,DATA, e.g. configs/finetune.py:folder or "
+            f"ViT-B/16,cifar10, DATA one of folder, {', '.join(FINE_TUNING)}; optional words: "
+            f"{', '.join(WORDS)}, at most one of head_only, lastN (such as last4) and lora"
         )
-    model, data = words
     if data not in ("folder", *FINE_TUNING):
         raise InputError(f"data {data!r}: {nearest(data, ['folder', *FINE_TUNING])}")
-    headline, is_bit = "headline" in chosen, model.startswith("BiT-")
-    if headline and (data != "imagenet2012" or is_bit):
+    headline, is_bit = "headline" in chosen, model is not None and model.startswith("BiT-")
+    if headline and (data != "imagenet2012" or is_bit or model is None):
         raise InputError(
-            f"headline: got {model} on {data}; it is defined for ViTs on imagenet2012; leave it out"
+            f"headline: got {','.join(words)}; it is defined for ViTs on imagenet2012, as in "
+            "ViT-B/16,imagenet2012,headline; leave it out"
         )
 
     c = base_config()
@@ -84,8 +87,8 @@ def get_config(arg=""):
     c.model.name, c.model.dtype, c.data.name = model, "bfloat16", data
     c.optimizer.name, c.optimizer.grad_clip_norm, c.schedule.name = "sgd", 1.0, "cosine"
     c.checkpoint.every, c.log.every = "500 steps", "50 steps"
-    if data == "folder":
-        use_own_images(c)
+    if model is None or data == "folder":
+        follow_source(c)
     else:
         follow_table(c, FINE_TUNING[data], headline)
         if is_bit:
@@ -105,14 +108,20 @@ def get_config(arg=""):
     return c
 
 
-def use_own_images(c):
+def follow_source(c):
     """Set what depends neither on the source nor on the number of images."""
-    find_family(c.model.name)
-    c.init_fields, c.schedule.rule = "source", "bit"
-    c.data.ops, c.global_batch_size = "scaled_inception_crop|flip", 64
-    how = {"every": "250 steps", "ops": "scaled_decode|resize(antialias=True)"}
-    c.evals.val = classification(split="val", **how)
-    c.evals.test = classification(split="test?", **how)  # if it is there
+    if c.model.name is not None:
+        find_family(c.model.name)
+    c.init_fields, c.schedule.rule, c.global_batch_size = "source", "bit", 64
+    how = {"every": "250 steps"}
+    if c.data.name == "folder":
+        c.data.ops = "scaled_inception_crop|flip"
+        how["ops"] = "scaled_decode|resize(antialias=True)"
+        c.evals.val = classification(split="val", **how)
+        c.evals.test = classification(split="test?", **how)  # if it is there
+    else:
+        c.data.ops, how["ops"] = "inception_crop|flip", "decode|resize(antialias=True)"
+        c.evals.test = classification(split=FINE_TUNING[c.data.name].test_split, **how)
 
 
 def follow_table(c, row, headline):
@@ -141,7 +150,7 @@ def follow_hyper_rule(c, row):
 def make_small(c):
     """20 steps of a tiny model on handwritten digits, from scratch."""
     c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
-    c.data.name, c.data.image_size = "digits", make_tiny(c.model, c.model.name)
+    c.data.name, c.data.image_size = "digits", make_tiny(c.model, c.model.name or "ViT-B/16")
     c.data.ops, c.model.dtype = "inception_crop(area_min=0.5)|flip", "float32"
     c.evals = {"test": classification(split="test", every="10 steps", ops="resize")}
     c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003

@@ -16,7 +16,7 @@ import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, with_values
+from vit_jax.config import flatten, model_fields, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
@@ -111,6 +111,44 @@ def test_another_model_than_the_sources_is_refused(folder, source, tmp_path, nam
     with at_fault("model.name") as error:
         prepare(make(folder, source, f"{name},folder"), tmp_path)
     assert "finetune:ViT-mu/8,folder" in str(error.value)
+
+
+NAMES = {
+    "bit.npz": "BiT-R50x1", "hf_deit": "DeiT-mu/8", "hybrid_resnet.npz": "R26+ViT-S/32",
+    "t2t_performer.safetensors": "T2T-ViT-7", "timm_efficientnet.safetensors": "EfficientNet-B0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES.items())
+def test_without_a_name_the_source_gives_the_model(file, name, golden):
+    """Of every family, with sizes that no name has."""
+    config, pretrained = load_config("finetune:folder"), read_pretrained(golden / file)
+    config.init_from, config.init_head, config.model.dtype = str(golden / file), "kept", "float32"
+    size = pretrained.spec.image_size
+    config.data.image_size = None if size else 64
+    config = with_values(config, take_fields(config, pretrained))
+    fields, classes = model_fields(config), pretrained.model.num_classes
+    model = create_model(config.model.name, classes, config.data.image_size, **fields)
+    assert model == pretrained.model.clone(image_size=size or (64, 64))
+    assert config.model.name == name and find_faults(config) == []
+
+
+def test_a_run_without_a_name_resumes_without_its_source(folder, source, tmp_path, caplog):
+    caplog.set_level("INFO", logger="vit_jax")
+    asked = make(folder, source, "folder", duration="3 steps", global_batch_size=8)
+    run = prepare(asked, tmp_path)
+    assert f"taken from init_from={source}: model.name=ViT-mu/8, model.gelu=exact" in caplog.text
+    write_workdir(tmp_path, run.resolved, run.train_source, run.division)
+    asked.init_from, stored = "gone", read_stored(tmp_path)
+    stored.asked.init_from = stored.resolved.init_from = "gone"
+    before = StoredRun(stored=stored, saved_steps=(1,))
+    assert prepare(asked, tmp_path, before=before).config.to_dict() == stored.resolved.to_dict()
+
+
+def test_what_the_sources_model_lacks_is_refused(folder, golden, tmp_path):
+    with at_fault("model.lora_rank"):
+        asked = make(folder, golden / "bit.npz", "folder,lora", data__image_size=32)
+        prepare(asked, tmp_path)
 
 
 def test_sizes_that_no_name_has_are_set_by_flags(folder, golden, tmp_path):

@@ -58,10 +58,11 @@ def find_misshapen(config: ConfigDict) -> list[str]:
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check that all numbers can be computed with, and the keys that no other room checks."""
+    from_scratch = "" if config.init_fields == "source" else ", or --config.init_from=scratch"
     faults.need(
         config.init_from != "",
         "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name of "
-        "published weights), or --config.init_from=scratch",
+        f"published weights){from_scratch}",
     )
     faults += find_wrong(declared_keys(config), flatten(config))
     for registry in REGISTRIES:

@@ -99,11 +99,20 @@ def sizes_of(name: str) -> dict[str, Any]:
 
 def name_of(model: nn.Module) -> str | None:
     """The name of the model with the family and the sizes of `model`; None if there is none."""
-    for name in about(model).possible_names:
-        same = all(getattr(model, field) == size for field, size in sizes_of(name).items())
-        if same and is_of_family(model, name):
-            return name
-    return None
+    name = nearest_name(model)
+    return None if name is None or other_sizes(model, name) else name
+
+
+def nearest_name(model: nn.Module) -> str | None:
+    """The name, of the family of `model`, with most of its sizes; None: the family has no names."""
+    names = [name for name in about(model).possible_names if is_of_family(model, name)]
+    return min(names, key=lambda name: len(other_sizes(model, name)), default=None)
+
+
+def other_sizes(model: nn.Module, name: str) -> dict[str, Any]:
+    """{field: size of `model`} for the sizes in which it differs from the model called `name`."""
+    sizes = sizes_of(name).items()
+    return {field: getattr(model, field) for field, size in sizes if getattr(model, field) != size}
 
 
 _SIZES_ELSEWHERE = {

@@ -17,6 +17,7 @@ config.json keeps what was asked for, what it came to, and who decided each key:
 "devices".
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -25,13 +26,25 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.config.plugins import find_plugin
 from vit_jax.config.stored import StoredConfig, keep_resolved
 from vit_jax.experiment.durations import parse_duration
 from vit_jax.experiment.finetune_length import RULES, bit_warmup
-from vit_jax.models import create_model, fields_of, find_family, is_of_family, name_of, sizes_of
-from vit_jax.models.fields import field_defaults
+from vit_jax.models import (
+    create_model,
+    fields_of,
+    find_family,
+    is_of_family,
+    name_of,
+    nearest_name,
+    sizes_of,
+)
+from vit_jax.models.fields import check_fields, field_defaults
+from vit_jax.run.validation import find_faults
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.shapes import abstract_params
+
+logger = logging.getLogger("vit_jax")
 
 # What is decided anew at every start, and must then be as the data decided at the first; the number
 # of microbatches is the recorded one, as far as the devices allow.
@@ -129,6 +142,8 @@ def resolve(
         }
         config = config_lib.with_values(config, changes)
         decided_by |= dict.fromkeys(changes, by)
+        if "model.name" in changes:
+            faults += find_faults(config)  # until now the checks of the model had none
         if by not in ("source", "teachers") or config.data.image_size is None:
             collect_faults(faults)  # the next stage needs what this one decides
     return Resolved(asked, config, {key: decided_by[key] for key in config_lib.flatten(config)})
@@ -160,20 +175,25 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     """The fields that `init_fields="source"` takes from `pretrained`.
 
     Fields of the model and the image size are taken where they are None, `data.mean` and `data.std`
-    where they have their defaults. The sizes are those of `model.name`, and must be the source's; a
-    run of the same `model.name` gives its own sizes.
+    where they have their defaults. If `model.name` is None, the source gives it with all sizes. The
+    sizes are otherwise those of `model.name`, and must be the source's; a run of the same
+    `model.name` gives its own sizes.
 
     Raises:
       InputError: the source is another model, or takes images of any size and `config` has none.
     """
     if config.init_fields != "source":
         return {}
-    same_name, changes = _check_name(config, pretrained), Changes()
-    family, model = find_family(config.model.name), pretrained.model
-    defaults = field_defaults(family) | family.parse(config.model.name)
-    own_sizes = {} if same_name else sizes_of(config.model.name)
-    left = _NOT_TAKEN | own_sizes.keys() | (_OF_HEAD if config.init_head == "new" else set())
-    for field in (set(fields_of(config.model.name)) & set(config.model)) - left:
+    model, changes = pretrained.model, Changes()
+    if (name := config.model.name) is None:
+        changes["model.name"] = name = _name_source(config, pretrained)
+        own_sizes = set[str]()
+    else:
+        own_sizes = set() if _check_name(config, pretrained) else {*sizes_of(name)}
+    family = find_family(name)
+    defaults = field_defaults(family) | check_fields(family, family.parse(name), name)
+    left = _NOT_TAKEN | own_sizes | (_OF_HEAD if config.init_head == "new" else set())
+    for field in sorted((set(fields_of(name)) & set(config.model)) - left):
         theirs = getattr(model, field)
         if config.model[field] is None and theirs != defaults.get(field):
             changes[f"model.{field}"] = theirs
@@ -188,9 +208,36 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         changes["data.image_size"] = height if height == width else (height, width)
     default = config_lib.base_config().data
     for key in ("mean", "std"):
-        if tuple(d[key]) == default[key] and len(getattr(spec, key)) == d.channels:
-            changes[f"data.{key}"] = tuple(getattr(spec, key))
+        theirs = tuple(getattr(spec, key))
+        if tuple(d[key]) == default[key] != theirs and len(theirs) == d.channels:
+            changes[f"data.{key}"] = theirs
+    if config.model.name is None:
+        said = ", ".join(f"{key}={value}" for key, value in changes.items())
+        logger.info("taken from init_from=%s: %s", pretrained.source, said)
     return changes
+
+
+def _run_name(pretrained: Pretrained) -> str | None:
+    """`model.name` of the run that the source is; None: it is no run."""
+    return pretrained.run["config"]["model"]["name"] if pretrained.run else None
+
+
+def _name_source(config: ConfigDict, pretrained: Pretrained) -> str:
+    """The name to which the source's fields are added: a run's own, else that of nearest sizes.
+
+    Raises:
+      InputError: the model is of a plug-in that `config` lacks.
+    """
+    family, run = type(pretrained.model), pretrained.run or {"config": {"plugins": ()}}
+    for plugin in {*run["config"]["plugins"]} - {*config.plugins}:
+        if find_plugin(plugin).module == family.__module__:
+            raise InputError(
+                f"init_from={pretrained.source!r}: its {family.__name__} is of a plug-in; give "
+                f"--config.plugins={plugin}"
+            )
+    name = _run_name(pretrained) or nearest_name(pretrained.model)
+    assert name is not None  # only a run may have a model of a plug-in
+    return name
 
 
 def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
@@ -199,8 +246,7 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
     Raises:
       InputError: the source has another family or other sizes than `config.model`.
     """
-    name, model = config.model.name, pretrained.model
-    run_name = pretrained.run["config"]["model"]["name"] if pretrained.run else None
+    name, model, run_name = config.model.name, pretrained.model, _run_name(pretrained)
     if name == run_name:
         return True
     source = f"init_from={pretrained.source!r}"
