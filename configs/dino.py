@@ -1,6 +1,8 @@
 """DINO (arXiv:2104.14294): a ViT predicts the outputs of its own running average, without labels.
 
 python -m vit_jax.main --config=configs/dino.py --config.data.data_dir=DIR --workdir=$W
+Your own images, of any size, with or without classes:
+  --config=configs/dino.py:folder --config.data.data_dir=IMAGES
 About 11 CPU minutes: --config=configs/dino.py:cifar10 --config.data.data_dir=DIR
 A few seconds, on handwritten digits: --config=configs/dino.py:debug
 
@@ -22,14 +24,18 @@ from vit_jax.experiment.recipes import (
     EVAL_OPS,
     begin,
     debug_on_digits,
+    debug_on_own_images,
     set_length,
     use_cifar10,
     use_imagenet,
+    use_own_images,
+    use_small_views,
     use_vit,
     view_ops,
 )
 
 WORDS = {
+    "folder": "a small ViT on your own images, with or without classes",
     "cifar10": "a small ViT on CIFAR-10",
     "debug": "20 steps of a tiny model",
 }
@@ -43,7 +49,9 @@ def get_config(arg=""):
     c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.4
     c.optimizer.weight_decay_on = ".*/kernel|class_token|pos_embedding"
     c.schedule.name = "cosine"
-    if "cifar10" in chosen:
+    if "folder" in chosen:
+        make_own(c)
+    elif "cifar10" in chosen:
         make_small(c)
     else:
         follow_paper(c)
@@ -67,19 +75,26 @@ def follow_paper(c):
     c.evals.images = patch_features(split="validation", every="10 epochs", ops=EVAL_OPS)
 
 
-def make_small(c):
-    """A ViT of 0.5 million parameters and 1,024 prototypes on CIFAR-10; 0.9 CPU seconds a step."""
-    set_length(c, 128, "600 steps", "60 steps", save="300 steps", log="10 steps")
+def make_own(c):
+    """A ViT of 1.2 million parameters on own images, from scratch."""
+    use_own_images(c, "1000 steps", "100 steps")
+    use_small_views(c, "scaled_inception_crop")
+    use_small_head(c)
+
+
+def use_small_head(c):
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 1024, 256, 64
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "200 steps", "35 steps"
     c.optimizer.peak_lr, c.optimizer.grad_clip_norm, c.optimizer.ema_decay = 1e-3, 3.0, 0.99
+
+
+def make_small(c):
+    """A ViT of 0.5 million parameters and 1,024 prototypes on CIFAR-10; 0.9 CPU seconds a step."""
+    set_length(c, 128, "600 steps", "60 steps", save="300 steps", log="10 steps")
+    use_small_head(c)
     use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3, pos_embed="sincos_2d")
     use_cifar10(c, "")
-    colours = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
-    c.data.num_global, c.data.num_local, c.data.local_size = 2, 4, 16
-    crop = f"inception_crop(area_min=0.3)|{colours}"
-    c.data.global_ops = f"{crop}; {crop}|solarize(0.2)"
-    c.data.local_ops = f"inception_crop(area_min=0.1, area_max=0.3)|{colours}"
+    use_small_views(c, "inception_crop")
     splits = {"train_split": "train[:10%]", "test_split": "test[:20%]"}
     how = {"every": "300 steps", "ops": "decode", "batch_size": 500}
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
@@ -88,12 +103,15 @@ def make_small(c):
 
 
 def make_tiny(c):
-    """20 steps of a tiny model on handwritten digits."""
+    """20 steps of a tiny model, on own images or handwritten digits."""
+    c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 32, 16, 8
+    c.objective.temperature_warmup, c.objective.freeze_prototypes = "10 steps", "5 steps"
+    if c.data.name == "unlabelled":
+        debug_on_own_images(c)
+        return
     debug_on_digits(c, eval_every="10 steps", eval_batch_size=256)
     set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
     c.model.dtype, c.model.stochastic_depth = "float32", None
-    c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 32, 16, 8
-    c.objective.temperature_warmup, c.objective.freeze_prototypes = "10 steps", "5 steps"
     c.data.num_local, c.data.local_size = 2, 4
     c.data.global_ops = "pad_crop(2); pad_crop(2)|greyscale(0.2)|solarize(0.2)"
     c.data.local_ops = "random_crop|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)"

@@ -1,7 +1,7 @@
 """Masked autoencoders on ImageNet-1k (arXiv:2111.06377): --config=mae:MODEL
 
-MODEL is ViT-B/16, ViT-L/16 or ViT-H/14. Words: 1600ep, finetune, linear, cifar10, debug. Without
-finetune and linear: pretraining, 800 epochs.
+MODEL is ViT-B/16, ViT-L/16 or ViT-H/14. Words: 1600ep, finetune, linear, folder, cifar10, debug.
+Without finetune and linear: pretraining, 800 epochs.
 
 From the paper (appendix A) and its code: pretraining with 75 % of the patches hidden, a decoder of
 8 layers of width 512, normalised pixels, AdamW with b2 0.95, weight decay 0.05, 1.5e-4 x batch /
@@ -24,6 +24,8 @@ python -m vit_jax.main --config=configs/mae.py:ViT-B/16,finetune --config.init_f
   --workdir=$W/fine
 Published, top-1 after 1600 epochs: fine-tuned B/16 83.6 %, L/16 85.9 %, H/14 86.9 %; linear B/16
 68.0 %, L/16 75.8 %, H/14 76.6 %.
+Your own images, of any size, with or without classes:
+  --config=configs/mae.py:folder --config.data.data_dir=IMAGES
 CIFAR-10, minutes on a CPU: --config=configs/mae.py:cifar10 --config.data.data_dir=DIR
 A minute on a CPU, on handwritten digits: --config=configs/mae.py:debug
 """
@@ -33,17 +35,20 @@ from vit_jax.config import base_config, classification, reconstruction, split_wo
 from vit_jax.experiment.recipes import (
     EVAL_OPS,
     debug_on_digits,
+    debug_on_own_images,
     make_small_on_cifar10,
     set_length,
     use_imagenet,
+    use_own_images,
 )
 
 WORDS = {
     "1600ep": "1600 epochs of pretraining instead of 800",
     "finetune": "fine-tuning of --config.init_from",
     "linear": "a linear classifier on the frozen features of --config.init_from",
+    "folder": "pretraining of a small model on your own images, with or without classes",
     "cifar10": "pretraining of a small model on CIFAR-10",
-    "debug": "20 steps of a tiny model on handwritten digits",
+    "debug": "20 steps of a tiny model on handwritten digits, or your own images",
 }
 # Of the fine-tuning: epochs, learning rate for a batch of 256, layer decay and stochastic depth;
 # epochs of the linear classifier.
@@ -56,12 +61,14 @@ MODELS = {
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    if {"cifar10", "debug"} & chosen and not words:
+    if {"folder", "cifar10", "debug"} & chosen and not words:
         words = ["ViT-B/16"]
-    if len(words) != 1 or words[0] not in MODELS or len({"finetune", "linear"} & chosen) == 2:
+    tasks = {"finetune", "linear", "folder"} & chosen
+    if len(words) != 1 or words[0] not in MODELS or len(tasks) > 1:
         raise InputError(
-            f"got {arg!r}, needs one of {', '.join(MODELS)}, or cifar10 or debug; optional words: "
-            f"{', '.join(WORDS)}, but not both finetune and linear"
+            f"got {arg!r}, needs one of {', '.join(MODELS)}, or folder, cifar10 or debug; optional "
+            f"words: {', '.join(WORDS)}, but one of finetune, linear and folder; a run of folder "
+            "is fine-tuned by --config=finetune:folder"
         )
     c = base_config()
     c.model.name, c.model.dtype = words[0], "bfloat16"
@@ -73,7 +80,9 @@ def get_config(arg=""):
         classify_linearly(c, MODELS[words[0]][4])
     else:
         pretrain(c, "1600 epochs" if "1600ep" in chosen else "800 epochs")
-    if "cifar10" in chosen:
+    if "folder" in chosen:
+        make_own(c)
+    elif "cifar10" in chosen:
         make_small(c)
     if "debug" in chosen:
         make_tiny(c)
@@ -114,6 +123,16 @@ def classify_linearly(c, epochs):
     c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
 
 
+def make_own(c):
+    """A ViT of 1.2 million parameters on own images, from scratch."""
+    use_own_images(c, "2000 steps", "200 steps")
+    c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
+    c.data.ops, c.optimizer.peak_lr = "scaled_inception_crop(area_min=0.2)|flip", 1e-3
+    c.evals.images = reconstruction(
+        data_name="folder", split="val?", every="500 steps", ops=c.evals.rank.ops
+    )
+
+
 def make_small(c):
     """A run of a few CPU minutes on CIFAR-10; finetune and linear take its workdir."""
     make_small_on_cifar10(c, near_every="600 steps")
@@ -125,6 +144,10 @@ def make_small(c):
 
 
 def make_tiny(c):
+    if c.data.name == "unlabelled":
+        c.objective.update(decoder_width=16, decoder_depth=1, decoder_heads=2)
+        debug_on_own_images(c)
+        return
     if "near" in c.evals:
         del c.evals["near"]
     ops = "flip|mixup_or_cutmix(0.8, 1.0)" if c.loss.label_smoothing else "flip"

@@ -1,30 +1,43 @@
-"""Go on with self-supervised training on your own images, without classes: --config=selfsup:MODEL
+"""Self-supervised training on your own images, of any size: selfsup:folder, or selfsup:MODEL
+
+python -m vit_jax.main --config=configs/selfsup.py:folder --config.data.data_dir=IMAGES \\
+  --workdir=$W
+
+IMAGES holds images at any depth, with or without folders of classes. selfsup:folder trains a small
+ViT at 64 px from scratch, minutes on a GPU, an hour on a CPU. If the images lie in a folder for
+each class, a tenth is held out to measure, by nearest neighbours; no training sees a label.
+
+A MODEL goes on from published weights or a run, at 224 px, for one GPU:
 
 python -m vit_jax.main --config=configs/selfsup.py:ViT-S/16 --config.init_from=SOURCE \\
   --config.data.data_dir=IMAGES --workdir=$W
 
-IMAGES holds images at any depth. With the word folder they lie in a folder for each class, as
-for configs/folder.py, and a tenth is held out; the classes are used only to measure, by 20 nearest
-neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
-scratch, with --config.init_fields=config, starts from random weights.
+SOURCE is whatever init_from takes; scratch, with --config.init_fields=config, starts from random
+weights. With MODEL,folder a tenth of each class is held out of the training too.
 A minute, with your images: --config=configs/selfsup.py:ViT-S/16,debug
 
 The objective is DINOv2, made smaller for one device: batches of 64 (up to 256 with more memory;
-then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
-Sinkhorn-Knopp, which needs no long average, 2 global and 6 local views, KoLeo over the batch. A
-rate of 1e-4 suits a trained model; from scratch take 5e-4. Exports and `init_from` of such a run
-take the teacher, the running average.
+then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes (folder: 1,024),
+Sinkhorn-Knopp, which needs no long average, 2 global and 6 local views (folder: 4), KoLeo over the
+batch. A rate of 1e-4 suits a trained model; from scratch it is 5e-4. Exports and `init_from` of
+such a run take the teacher, the running average.
 """
 
 import difflib
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
-from vit_jax.experiment.recipes import make_tiny, set_length, view_ops
+from vit_jax.experiment.recipes import (
+    debug_on_own_images,
+    set_length,
+    use_own_images,
+    use_small_views,
+    view_ops,
+)
 from vit_jax.models import create_model, token_stride
 
 WORDS = {
-    "folder": "images in a folder for each class",
+    "folder": "a small model from scratch; with MODEL: images in a folder for each class",
     "debug": "20 steps of a tiny model",
 }
 
@@ -34,55 +47,68 @@ def get_config(arg=""):
     model = "such as ViT-S/16 or ViT-B/14"
     is_model = bool(words) and not difflib.get_close_matches(words[0], WORDS)
     refuse_words(words[is_model:], {"MODEL": model} | WORDS, __file__)
-    if not words:
-        raise InputError(f"got {arg!r}, needs a MODEL {model}; optional words: {', '.join(WORDS)}")
-    patch = token_stride(words[0])[0]
-    size = 224 if 224 % patch == 0 else 14 * patch
-    create_model(words[0], image_size=size)
+    if not words and "folder" not in chosen:
+        raise InputError(
+            f"got {arg!r}, needs folder or a MODEL {model}; optional words: {', '.join(WORDS)}"
+        )
     c = base_config()
-    set_length(c, 64, "2000 steps", "200 steps", save="500 steps", log="10 steps")
-    c.init_from, c.init_fields = "", "source"  # init_from is required
-    c.model.name, c.model.dtype = words[0], "bfloat16"
-    c.data.name = "folder" if "folder" in chosen else "unlabelled"
-    c.data.image_size, c.data.local_size = size, max(1, round(96 / patch)) * patch
-    c.data.num_global, c.data.num_local = 2, 6
-    c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
-
-    o = c.objective
-    o.name, o.centring = "self_distillation", "sinkhorn"
-    o.num_prototypes, o.head_width = 4096, 1024
-    o.first_temperature, o.teacher_temperature = 0.04, 0.07
-    o.temperature_warmup, o.freeze_prototypes = "500 steps", "100 steps"
-    o.patch_weight, o.koleo_weight = 1.0, 0.1
-
-    c.optimizer.peak_lr, c.optimizer.layer_decay = 1e-4, 0.9
-    c.optimizer.embedding_rate, c.optimizer.grad_clip_norm = 0.2, 3.0
-    c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.2
-    c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.994, 1.0
-    c.schedule.name = "cosine"
-    ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
-    how = {"every": "500 steps", "ops": ops}
-    c.evals.rank = rank(split="train", **how, num_images=2000)
-    c.evals.images = patch_features(split="train", **how)
-    if "folder" in chosen:
-        c.evals.near = knn(train_split="train", test_split="val", **how, num_neighbours=(20,))
+    follow_dinov2(c)
+    if words:
+        go_on(c, words[0], "folder" if "folder" in chosen else "unlabelled")
+    else:
+        make_own(c)
     if "debug" in chosen:
         debug(c)
     return c
 
 
+def follow_dinov2(c):
+    o = c.objective
+    o.name, o.centring = "self_distillation", "sinkhorn"
+    o.first_temperature, o.teacher_temperature = 0.04, 0.07
+    o.patch_weight, o.koleo_weight = 1.0, 0.1
+    c.optimizer.layer_decay, c.optimizer.embedding_rate = 0.9, 0.2
+    c.optimizer.grad_clip_norm, c.schedule.name = 3.0, "cosine"
+    c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.2
+    c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.994, 1.0
+
+
+def go_on(c, model, data):
+    """Go on from a source, with its model."""
+    patch = token_stride(model)[0]
+    size = 224 if 224 % patch == 0 else 14 * patch
+    create_model(model, image_size=size)
+    set_length(c, 64, "2000 steps", "200 steps", save="500 steps", log="10 steps")
+    c.init_from, c.init_fields = "", "source"  # init_from is required
+    c.model.name, c.model.dtype, c.data.name = model, "bfloat16", data
+    c.data.image_size, c.data.local_size = size, max(1, round(96 / patch)) * patch
+    c.data.num_global, c.data.num_local = 2, 6
+    c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
+    c.objective.num_prototypes, c.objective.head_width = 4096, 1024
+    c.objective.temperature_warmup, c.objective.freeze_prototypes = "500 steps", "100 steps"
+    c.optimizer.peak_lr = 1e-4
+    ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
+    how = {"every": "500 steps", "ops": ops}
+    c.evals.rank = rank(split="train", **how, num_images=2000)
+    c.evals.images = patch_features(split="train", **how)
+    if data == "folder":
+        c.evals.near = knn(train_split="train", test_split="val", **how, num_neighbours=(20,))
+
+
+def make_own(c):
+    """A ViT of 1.2 million parameters, from scratch."""
+    use_own_images(c, "1000 steps", "100 steps")
+    use_small_views(c, "scaled_inception_crop")
+    o = c.objective
+    o.num_prototypes, o.head_width, o.bottleneck = 1024, 256, 64
+    o.temperature_warmup, o.freeze_prototypes = "200 steps", "35 steps"
+    c.optimizer.peak_lr, c.optimizer.ema_decay = 5e-4, 0.99
+
+
 def debug(c):
     """20 steps of a tiny model."""
     c.init_from, c.init_fields = "scratch", "config"
-    c.data.image_size = 2 * make_tiny(c.model, c.model.name)
-    c.model.dtype, c.data.local_size = "float32", c.data.image_size // 2
+    debug_on_own_images(c)
     o = c.objective
     o.num_prototypes, o.head_width, o.bottleneck = 32, 16, 8
     o.temperature_warmup, o.freeze_prototypes = "10 steps", "5 steps"
-    c.data.num_local = 2
-    set_length(c, 16, "20 steps", "5 steps", save="10 steps", log="5 steps")
-    for entry in c.evals.values():
-        entry.every = "10 steps"
-    c.evals.rank.num_images = 100
-    if "near" in c.evals:
-        c.evals.near.num_neighbours = (2,)

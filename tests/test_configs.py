@@ -41,7 +41,7 @@ from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
-from vit_jax.run.sources import check_images
+from vit_jax.run.sources import check_images, find_absent
 from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
 from vit_jax.run.validation import find_faults
 from vit_jax.studies.engine import parse_entries
@@ -73,11 +73,11 @@ FORMS = {
     "lejepa": "- cifar10 digits debug",
     "data_size": "tuned fixed tuned,debug fixed,debug",
     "five_classes": "- pretrain debug pretrain,debug",
-    "dino": "- cifar10 debug",
+    "dino": "- folder cifar10 debug folder,debug",
     "dinov2": "- own_head,sinkhorn debug",
-    "selfsup": "ViT-S/16 ViT-B/14,folder ViT-S/16,debug ViT-S/16,folder,debug",
-    "mae": "ViT-B/16 ViT-L/16,finetune ViT-H/14,1600ep ViT-B/16,linear cifar10 cifar10,finetune "
-    "debug finetune,debug linear,debug",
+    "selfsup": "folder ViT-S/16 ViT-B/14,folder folder,debug ViT-S/16,debug ViT-S/16,folder,debug",
+    "mae": "ViT-B/16 ViT-L/16,finetune ViT-H/14,1600ep ViT-B/16,linear folder cifar10 "
+    "cifar10,finetune debug finetune,debug linear,debug folder,debug",
     "masked_patches": "ViT-B/16,jft=mine ViT-B/16,imagenet2012,small_patch "
     "ViT-B/16,imagenet2012,finetune cifar10,pixels debug pixels,debug",
     "augreg": "ViT-B/16,imagenet2012,none ViT-B/16,imagenet21k,medium1,debug "
@@ -577,6 +577,19 @@ def test_folder_takes_every_family(words, model, image_size):
     c = load("folder", words)
     assert model is None or (c.model.name, c.data.image_size) == (model, image_size)
     create_model(c.model.name, 2, c.data.image_size, **model_fields(c))
+
+
+@pytest.mark.parametrize("name", ["mae", "dino", "selfsup"])
+def test_self_supervision_measures_what_own_images_allow(name, images):
+    """Without folders of classes there are no neighbours; in each layout all images are trained."""
+    c = load(name, "folder,debug")
+    c.data.data_dir = images
+    assert find_absent(c, training=True) == {}
+    opened, sources = open_all(c)
+    assert opened.data.num_examples == 12 and "near" in opened.evals
+    assert {"folder val", "folder train"} <= {f"{key.data_name} {key.split}" for key in sources}
+    c.data.data_dir = f"{images}/cat"
+    assert {"evals.near"} <= {*find_absent(c, training=True)} <= {"evals.near", "evals.images"}
 
 
 def test_folder_at_another_image_size(images):

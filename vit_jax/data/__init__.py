@@ -13,6 +13,7 @@ from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
+from vit_jax.data.images.files import class_like_folders
 from vit_jax.data.images.folder import find_layout
 from vit_jax.data.images.list import find_lists
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
@@ -35,11 +36,14 @@ OWN_IMAGES = ("folder", "list")
 
 
 def own_splits(name: str, data_dir: str | None) -> list[str]:
-    """The splits of the data set `name`, of OWN_IMAGES, in `data_dir`.
+    """The splits of the data set `name`, of OWN_IMAGES, in `data_dir`; [] if it has no classes.
 
     Raises: InputError if there is nothing.
     """
-    return find_lists(data_dir).names() if name == "list" else find_layout(data_dir).names()
+    if name == "list":
+        return find_lists(data_dir).names()
+    layout = find_layout(data_dir)
+    return layout.names() if len(class_like_folders(layout.train_root)) > 1 else []
 
 
 def make_source(

@@ -40,6 +40,7 @@ class ReconstructionLoss(SplitEvaluator):
 
     num_images: int = key(8, "images to draw, the first of the split", within=FROM_0)
 
+    learns_classes = True
     output = "features"
 
     def metrics(self):

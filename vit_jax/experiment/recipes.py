@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, nearest
-from vit_jax.config import base_config, knn, refuse_words, split_words
+from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
 from vit_jax.experiment.finetune_length import bit_steps, bit_warmup
 from vit_jax.models import tiny_fields, token_stride
 
@@ -247,3 +247,50 @@ def view_ops(*, smallest: float, middle: float) -> tuple[str, str]:
     crop = f"inception_crop(area_min={smallest}, antialias=True)|{colours}"
     local = f"inception_crop(area_min=0.05, area_max={middle}, antialias=True)|{colours}|blur(0.5)"
     return f"{crop}|blur(1.0); {crop}|blur(0.1)|solarize(0.2)", local
+
+
+def use_small_views(c: ConfigDict, crop: str) -> None:
+    """Set 2 global and 4 local views, of half the size, of images of few pixels.
+
+    `crop`: inception_crop or scaled_inception_crop.
+    """
+    colours = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
+    c.data.num_global, c.data.num_local, c.data.local_size = 2, 4, c.data.image_size // 2
+    whole = f"{crop}(area_min=0.3)|{colours}"
+    c.data.global_ops = f"{whole}; {whole}|solarize(0.2)"
+    c.data.local_ops = f"{crop}(area_min=0.1, area_max=0.3)|{colours}"
+
+
+def use_own_images(c: ConfigDict, duration: str, warmup: str) -> None:
+    """Set own images of any size, flat or nested, and a small ViT to pretrain on them from scratch.
+
+    The model, of 1.2 million parameters at 64 px, is the same for all objectives. Evaluators:
+    `features` and `rank`; and `near`, if the images lie in folders of classes.
+    """
+    set_length(c, 64, duration, warmup, save="250 steps", log="20 steps")
+    of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d"}
+    use_vit(c.model, "ViT-Ti/8", 128, 6, 512, 4, stochastic_depth=None, **of_vit)
+    c.data.name, c.data.image_size = "unlabelled", 64
+    how = {"every": "500 steps", "ops": "scaled_decode|resize_small(antialias=True)|central_crop"}
+    c.evals = {
+        "features": patch_features(split="train", **how),
+        "rank": rank(split="train", **how, num_images=2000),
+        "near": knn(
+            data_name="folder", train_split="train", test_split="val?", **how,
+            num_neighbours=(5, 20),
+        ),
+    }  # fmt: skip
+
+
+def debug_on_own_images(c: ConfigDict) -> None:
+    """Turn self-supervised training on own images into 20 steps of a tiny model."""
+    use_vit(c.model, c.model.name)
+    c.data.image_size = 2 * make_tiny(c.model, c.model.name)
+    c.model.dtype, c.data.local_size = "float32", c.data.image_size // 2
+    c.data.num_local = min(c.data.num_local, 2)
+    set_length(c, 16, "20 steps", "5 steps", save="10 steps", log="5 steps")
+    for entry in c.evals.values():
+        entry.every = "10 steps"
+    c.evals.rank.num_images = 100
+    if "near" in c.evals:
+        c.evals.near.num_neighbours = (2,)

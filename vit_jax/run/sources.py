@@ -134,12 +134,13 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
     """
     absent: dict[str, str] = {}
     for name, entry in config.evals.items():
-        if not entry.get("split", "").endswith("?"):
-            continue
-        key = config_lib.eval_splits(config, entry)["split"]
-        is_own = key.data_name in data.OWN_IMAGES
-        if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir):
-            absent[name] = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
+        for split_key, key in config_lib.eval_splits(config, entry).items():
+            if not entry[split_key].endswith("?"):
+                continue
+            is_own = key.data_name in data.OWN_IMAGES
+            if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir):
+                where = f"{key.data_dir} has no split {key.split!r}"
+                absent[name] = f"evals.{name}: left out, as {where}"
     if training:
         waits = [
             f"{key}={metric!r}: {absent[metric.partition('/')[0]]}; add it, or choose a metric of "
