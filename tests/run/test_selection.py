@@ -12,15 +12,18 @@ from at_fault import at_fault
 from etils import epath
 from opened import open_all
 
+import vit_jax
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.classification import Classification
-from vit_jax.evaluators.metric_names import check_metrics, find_direction
+from vit_jax.evaluators.metric_names import check_metrics, find_best, find_direction
 from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
-from vit_jax.run.selection import Selection, find_best
+from vit_jax.run.selection import Selection
 from vit_jax.run.sources import find_absent
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -196,6 +199,8 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     assert summary["step"] == 25 and summary["stopped_early"] is True
     assert summary["best"] == {"step": 10, "test/top1": 0.5}  # with what else was found there
     assert outcome(whole)[1] == [25, 24, 10]
+    assert read_pretrained(whole, best=True).run["step"] == 10
+    assert vit_jax.evaluate(whole, best=True) == {"step": 10, "test/top1": 0.5}
 
     def should_stop(guard, step):
         if step == kill_at:
@@ -225,6 +230,8 @@ def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KillError):
         patch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
         start(tmp_path, checkpoint__keep_best="None")
+    with pytest.raises(InputError, match=r"--config\.checkpoint\.keep_best=METRIC"):
+        read_pretrained(tmp_path, best=True)
     summary = start(tmp_path)
     assert summary["step"] == 25 and summary["stopped_early"]  # as step 10 was the best
     assert summary["best"] == {"step": 20, "test/top1": 0.3}

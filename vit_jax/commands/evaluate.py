@@ -4,12 +4,12 @@
   python -m vit_jax.main evaluate --init_from=ViT-B/16@augreg \\
     --config=evaluate:fewshot,knn,probe,cifar10 --config.data.data_dir=DIR
 
---workdir runs the evaluators of that run's config on its newest valid checkpoint; nothing is
-written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
---output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
-confusion matrix, and the wrong images; for a multilabel evaluator the average precision by class,
-and the wrong images. --init_from runs the evaluators of --config on any model that train can
-start from: a workdir, a file, an address or a name.
+--workdir runs the evaluators of that run's config on its newest valid checkpoint, with --best on
+its best; nothing is written to the workdir. --table=FILE.csv adds the results as a row, one for
+each model. --output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by
+class, the confusion matrix, and the wrong images; for a multilabel evaluator the average precision
+by class, and the wrong images. --init_from runs the evaluators of --config on any model that train
+can start from: a workdir, a file, an address or a name.
 
 Of your own images (--config.data.data_dir) without val/, the split val has those that the model's
 run held out, or a tenth if the model held out none of them. --config.evals.NAME.split=all evaluates
@@ -28,6 +28,7 @@ from rich.console import Console
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
+    define_best_flag,
     define_config_flags,
     define_process_flags,
     load_valid_config,
@@ -54,6 +55,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--table", type=files.absolute, metavar="FILE.csv",
         help="add a row with the results to a CSV",
     )  # fmt: skip
+    define_best_flag(parser)
     define_config_flags(parser, REQUIRED_TO_EVALUATE)
     define_process_flags(parser)
 
@@ -91,7 +93,10 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(write_results, flags.output)
-    source = StoredModel(workdir, trained) if of_run else transfer.read_pretrained(flags.init_from)
+    if of_run:
+        source = StoredModel(workdir, trained, flags.best)
+    else:
+        source = transfer.read_pretrained(flags.init_from, best=flags.best)
     results = evaluate_model(config, source, see)
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)

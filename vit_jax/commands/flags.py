@@ -139,6 +139,14 @@ def print_config(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
+def define_best_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that selects the best step of a run."""
+    parser.add_argument(
+        "--best", action="store_true",
+        help="of a run, the step that checkpoint.keep_best kept instead of the newest",
+    )  # fmt: skip
+
+
 def define_source_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select a model."""
     parser.add_argument(
@@ -147,6 +155,7 @@ def define_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init_from", metavar="SOURCE", help="or another model: workdir, file, address or name"
     )
+    define_best_flag(parser)
     parser.add_argument(
         "--weights", choices=("average", "raw"), help="if the run keeps a running average"
     )
@@ -174,7 +183,8 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
     if flags.workdir is not None:
         transfer.check_workdir(flags.workdir)
     averaged = {None: None, "average": True, "raw": False}[flags.weights]
-    pretrained = transfer.read_pretrained(flags.init_from or flags.workdir, averaged=averaged)
+    source = flags.init_from or flags.workdir
+    pretrained = transfer.read_pretrained(source, averaged=averaged, best=flags.best)
     if flags.image_size is None:
         return pretrained
     size = image_hw(flags.image_size, "--image_size")

@@ -15,6 +15,7 @@ import signal
 from rich.console import Console
 
 from vit_jax.commands.flags import (
+    define_best_flag,
     define_config_flags,
     load_valid_config,
     require_flags,
@@ -25,6 +26,7 @@ from vit_jax.job import exit_codes
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
     parser.add_argument("--workdir", metavar="DIR", help="folder for the labels")
+    define_best_flag(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -44,5 +46,6 @@ def main(flags: argparse.Namespace) -> int:
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend(config.mesh.platform)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # every part is written whole
-    print(json.dumps(label(config, transfer.read_pretrained(teacher), flags.workdir), indent=2))
+    pretrained = transfer.read_pretrained(teacher, best=flags.best)
+    print(json.dumps(label(config, pretrained, flags.workdir), indent=2))
     return exit_codes.DONE

@@ -6,7 +6,9 @@ of a plug-in may declare none: its names are then known only after its first eva
 """
 
 import logging
+import math
 import re
+from collections.abc import Mapping
 from typing import get_args
 
 from ml_collections import ConfigDict
@@ -53,6 +55,21 @@ def find_direction(config: ConfigDict, metric: str) -> Better:
     """Which values of the metric "name/metric" are better: as declared, else by its name."""
     found = declared_metrics(config, metric.partition("/")[0]) or {}
     return found.get(metric) or guess_direction(metric)
+
+
+def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int | None, int]:
+    """The first step with the best finite value, and the number of evaluations after it.
+
+    (None, number of all evaluations) before there is a finite one.
+
+    Args:
+      values: {step: value}, in the order of steps.
+      better: "higher" or "lower".
+    """
+    sign = -1.0 if better == "lower" else 1.0
+    finite = {step: sign * v for step, v in values.items() if v is not None and math.isfinite(v)}
+    best = max(finite, key=finite.__getitem__, default=None)
+    return best, sum(best is None or step > best for step in values)
 
 
 def check_metrics(config: ConfigDict) -> None:

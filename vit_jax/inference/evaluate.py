@@ -54,7 +54,7 @@ from vit_jax.run.validation import (
 from vit_jax.run.workdir import check_store
 from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.workdir import read_class_names
+from vit_jax.transfer.workdir import best_step, read_class_names
 
 logger = logging.getLogger("vit_jax")
 
@@ -69,6 +69,8 @@ def evaluate(
     source: epath.PathLike,
     config: ConfigDict | str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    *,
+    best: bool = False,
 ) -> dict[str, float]:
     """Evaluate a run, or any model; writes nothing.
 
@@ -79,6 +81,7 @@ def evaluate(
       source: the workdir of a run; with `config`, any source of `load_pretrained`.
       config: the evaluators and their data; None: the run's own.
       overrides: as in `load_config`.
+      best: of a run, the step that `checkpoint.keep_best` kept instead of the newest.
 
     Returns:
       {"test/top1": ..., ...}; for a run also its "step".
@@ -91,13 +94,13 @@ def evaluate(
         workdir = files.absolute(source)
         config, trained = load_run(workdir, as_pairs(overrides))
         start_backend(config.mesh.platform)
-        model = StoredModel(workdir, trained)
+        model = StoredModel(workdir, trained, best)
     else:
         config = load_config(config, overrides)
         validate(config, [], "config", REQUIRED_TO_EVALUATE)
         check_evaluates_any(config, "config")
         start_backend(config.mesh.platform)
-        model = transfer.read_pretrained(source)
+        model = transfer.read_pretrained(source, best=best)
     return evaluate_model(config, model)
 
 
@@ -150,17 +153,19 @@ def evaluate_model(
 
 
 class StoredModel:
-    """The newest valid checkpoint of the run in `workdir`, with all its weights.
+    """The newest valid checkpoint of the run in `workdir`, or its best, with all its weights.
 
     It is evaluated by the run's own experiment; the weights go right to the mesh. `trained`: the
     resolved config of the run.
     """
 
-    def __init__(self, workdir: epath.Path, trained: ConfigDict):
+    def __init__(self, workdir: epath.Path, trained: ConfigDict, best: bool = False):
         check_store(workdir)
         self.source, self._trained = str(workdir), trained
         self._checkpoints = workdir / "checkpoints"
-        self.facts = {"checkpoints in --workdir": restore.saved_steps(self._checkpoints)}
+        self._best = best_step(workdir, trained) if best else None
+        steps = restore.saved_steps(self._checkpoints)
+        self.facts = {"checkpoints in --workdir": steps, "best step": self._best}
         names, number = read_class_names(workdir), trained.data.num_classes
         self.class_names = class_names_of(names, number, self.source)
         self.division = read_division(workdir, trained)
@@ -192,7 +197,11 @@ class StoredModel:
         abstract = self._experiment.abstract_state
         fields = ("params", "model_state", "ema", "ema_model_state")
         wanted = {field: getattr(abstract, field) for field in fields}
-        restored = restore.restore_newest(self._checkpoints, wanted, partial=True)
+        if self._best is not None:
+            step = self._checkpoints / str(self._best)
+            restored = restore.restore_step(step, wanted, partial=True)
+        else:
+            restored = restore.restore_newest(self._checkpoints, wanted, partial=True)
         if restored is None:
             raise InputError(
                 f"--workdir={self.source}: has no checkpoint yet; wait for the run's first one"

@@ -5,7 +5,6 @@ a run that was killed decides as one that was not. Evaluators declare whether th
 lower value of a metric is better. A value that is not finite is never better.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,25 +12,10 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import SharedInputError, nearest
 from vit_jax.checkpoints import restore
-from vit_jax.evaluators.metric_names import Better, chosen_metrics, find_direction
+from vit_jax.evaluators.metric_names import chosen_metrics, find_best, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
 from vit_jax.run.writers import values_of
-
-
-def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int | None, int]:
-    """The first step with the best finite value, and the number of evaluations after it.
-
-    (None, number of all evaluations) before there is a finite one.
-
-    Args:
-      values: {step: value}, in the order of steps.
-      better: "higher" or "lower".
-    """
-    sign = -1.0 if better == "lower" else 1.0
-    finite = {step: sign * v for step, v in values.items() if v is not None and math.isfinite(v)}
-    best = max(finite, key=finite.__getitem__, default=None)
-    return best, sum(best is None or step > best for step in values)
 
 
 class Selection:

@@ -98,7 +98,9 @@ def _recognise(source: Source) -> Format:
     raise InputError(f"init_from={str(source.path)!r}: {why}")
 
 
-def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) -> Pretrained:
+def read_pretrained(
+    source: str | os.PathLike, *, averaged: bool | None = None, best: bool = False
+) -> Pretrained:
     """Read the model and parameters of `source`.
 
     Args:
@@ -109,16 +111,19 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         PUBLISHED, e.g. "ViT-B/16@augreg".
       averaged: for a workdir whose run keeps a running average of the parameters: True takes the
         average, False the raw parameters, None the average if there is one.
+      best: of a workdir, the step that `checkpoint.keep_best` kept instead of the newest.
 
     Raises:
       InputError: if the source does not exist or cannot be read.
     """
     path = locate(source)
     try:
-        opened = Source(path, averaged)
+        opened = Source(path, averaged, best)
         format = _recognise(opened)
         if averaged is not None and format is not FORMATS["workdir"]:
             raise InputError(workdir.NO_CHOICE.format(source))
+        if best and format is not FORMATS["workdir"]:
+            raise InputError(f"init_from={str(source)!r}: only runs keep a best step; leave it out")
         pretrained = format.read(opened)
     except InputError as e:
         forget(path)

@@ -42,13 +42,13 @@ class Source:
     """A source on disk. Its arrays and its JSON file are read when they are first used.
 
     path: the file or the folder; the folder also for its WEIGHTS beside a config.json.
-    averaged: whether the running average is wanted of a workdir; see `read_pretrained`.
+    averaged, best: which weights are wanted of a workdir; see `read_pretrained`.
     """
 
-    def __init__(self, path: epath.Path, averaged: bool | None = None):
+    def __init__(self, path: epath.Path, averaged: bool | None = None, best: bool = False):
         is_inside = path.name == WEIGHTS and (path.parent / "config.json").exists()
         self.path = path.parent if is_inside else path
-        self.averaged = averaged
+        self.averaged, self.best = averaged, best
 
     @property
     def has_arrays(self) -> bool:

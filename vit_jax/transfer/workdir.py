@@ -1,8 +1,10 @@
 """Reads models from the workdirs of this project."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Container
+import logging
+from collections.abc import Container, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -19,12 +21,15 @@ from vit_jax.config.stored import read_config
 from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import full_size, parse_ops
+from vit_jax.evaluators.metric_names import find_best, find_direction
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
+
+logger = logging.getLogger("vit_jax")
 
 _CROPS = ("central_crop", "central_crop(pad=True)", "torchvision_crop")  # of a `Cut`
 NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
@@ -42,16 +47,17 @@ def _workdir_of(path: epath.Path) -> epath.Path:
 
 
 def read(source: Source) -> Pretrained:
-    """Read the newest valid checkpoint of a workdir, or the one that the source is.
+    """Read the newest valid checkpoint of a workdir, its best one, or the one that the source is.
 
     LoRA adapters are merged into the kernels.
 
     Raises:
-      InputError: if there is no checkpoint, it does not verify, or `averaged` is given for a run
-        without a running average.
+      InputError: if there is no checkpoint, it does not verify, `averaged` is given for a run
+        without a running average, or `best` for one that kept none.
     """
     path, averaged = _workdir_of(source.path), source.averaged
     config = read_config(path)
+    chosen = path / "checkpoints" / str(best_step(path, config)) if source.best else source.path
     has_average = config.optimizer.ema_decay is not None
     if averaged is not None and not has_average:
         raise InputError(NO_CHOICE.format(path))
@@ -63,7 +69,7 @@ def read(source: Source) -> Pretrained:
         channels=config.data.channels,
         **model_fields(config),
     )
-    step, params, model_state = _restore(source.path, path, model, weights)
+    step, params, model_state = _restore(chosen, path, model, weights)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -73,9 +79,29 @@ def read(source: Source) -> Pretrained:
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(config, model, path)
-    return Pretrained(
-        str(source.path), plain, params, spec, run, state, read_division(path, config)
-    )
+    return Pretrained(str(chosen), plain, params, spec, run, state, read_division(path, config))
+
+
+def best_step(path: epath.Path, config: ConfigDict) -> int:
+    """The step that `checkpoint.keep_best` keeps of the run of `config` in the workdir `path`.
+
+    Raises:
+      InputError: the run does not keep its best step, or has not evaluated a saved step.
+    """
+    metric, where = config.checkpoint.keep_best, f"{path}: the run has kept no best step"
+    if metric is None:
+        raise InputError(
+            f"{where}, as checkpoint.keep_best is None; leave out the choice of the best step, or "
+            "train with --config.checkpoint.keep_best=METRIC, such as val/top1"
+        )
+    saved = restore.saved_steps(path / "checkpoints")
+    values = {row["step"]: row[metric] for row in _rows(path)
+              if metric in row and row["step"] in saved}  # fmt: skip
+    step, _ = find_best(values, find_direction(config, metric))
+    if step is None:
+        raise InputError(f"{where} by {metric} yet; wait, or leave out the choice of the best step")
+    logger.info("%s: step %d is the best by %s, %.5g", path, step, metric, values[step])
+    return step
 
 
 def _restore(
@@ -189,15 +215,18 @@ def _results(
 
     `raw` selects the metrics of the raw weights of a run with a running average.
     """
-    rows = path / "metrics.jsonl"
     found = {}
-    for line in rows.read_text().splitlines() if rows.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half a line, left by a killed process
+    for row in _rows(path):
         for name, value in row.items():
             of_these = name.endswith("_raw") == raw and name.partition("/")[0] in evals
             if of_these and row["step"] <= step:
                 found[name.removesuffix("_raw")] = {"value": value, "step": row["step"]}
     return found
+
+
+def _rows(path: epath.Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, without half a line that a killed process left."""
+    rows = path / "metrics.jsonl"
+    for line in rows.read_text().splitlines() if rows.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
