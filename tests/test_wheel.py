@@ -128,7 +128,7 @@ def test_parts_from_outside(installed, tmp_path):
     assert refused.returncode == 2 and "--trust_plugins" in refused.stderr
     done = installed("export", *words, "--config.plugins=flax_msgpack.py", "--trust_plugins")
     assert done.returncode == 0, done.stderr
-    receipt = json.loads((tmp_path / "rings.receipt.json").read_text())
+    receipt = json.loads((tmp_path / "rings.msgpack.receipt.json").read_text())
     assert receipt["model"]["family"] == "Mixer" and receipt["model"]["token_dim"] == 8
     assert receipt["read_back"]["largest_logit_difference"] == 0
     assert (receipt["loss"], receipt["computed_in"]) == ("my_poly1", "float32")

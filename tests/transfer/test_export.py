@@ -95,7 +95,7 @@ def test_a_run(run, tmp_path, capsys, format):
     assert spec.class_names == tuple("0123456789")
     assert spec.mean == (0.4, 0.5, 0.6)
 
-    folder, stem = (output, "") if output.is_dir() else (tmp_path, "model.")
+    folder, stem = (output, "") if output.is_dir() else (tmp_path, "model.npz.")
     receipt = json.loads((folder / f"{stem}receipt.json").read_text())
     assert (receipt["source"], receipt["step"]) == (str(run), 10)
     assert receipt["weights"] == "running average"
@@ -111,7 +111,7 @@ def test_a_run(run, tmp_path, capsys, format):
     assert not with_image_size(read_pretrained(run), 12).run["results"]  # measured at 8 px
     for name, digest in receipt["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
-    card = (folder / ("README.md" if stem == "" else "model.md")).read_text()
+    card = (folder / ("README.md" if stem == "" else "model.npz.md")).read_text()
     assert "step 10" in card
     assert "computes in" not in card
     assert "| test/top1 | 0.5 | 10 |" in card
@@ -123,7 +123,7 @@ def test_a_run_in_bfloat16_is_told_from_its_export(run, tmp_path, capsys):
     coarse = source._replace(model=source.model.clone(dtype=jnp.bfloat16))
     receipt = export_lib.export(coarse, tmp_path / "model.npz", "npz")
     assert (receipt["computed_in"], receipt["read_back"]["dtype"]) == ("bfloat16", "float32")
-    assert "The source computes in bfloat16" in (tmp_path / "model.md").read_text()
+    assert "The source computes in bfloat16" in (tmp_path / "model.npz.md").read_text()
 
 
 def test_the_weights_are_a_choice(run, tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_of_any_size_it_stays(golden, tmp_path):
     assert source.model.image_size is None
     receipt = export_lib.export(source, tmp_path / "model.npz", "npz")
     assert receipt["preprocessing"]["image_size"] is None
-    assert "- Images: any size, (pixel" in (tmp_path / "model.md").read_text()
+    assert "- Images: any size, (pixel" in (tmp_path / "model.npz.md").read_text()
     assert read_pretrained(tmp_path / "model.npz").model == source.model
     with pytest.raises(InputError, match=r"images of any size; choose .*--image_size"):
         export_lib.export(source, tmp_path / "bit.stablehlo", "stablehlo")
@@ -186,7 +186,7 @@ def test_outputs_that_a_folder_cannot_have(golden, tmp_path, capsys):
 
 def test_files_of_others_are_left_alone(golden, tmp_path, capsys):
     words = ["export", f"--init_from={golden / 'timm_vit_gap.safetensors'}", "--format=timm"]
-    for name in ("model.json", "model.md", "model.receipt.json"):
+    for name in ("model.json", "model.safetensors.md", "model.safetensors.receipt.json"):
         (tmp_path / name).write_text("mine")
         assert main([*words, f"--output={tmp_path / 'model.safetensors'}"]) == 2
         assert f"{name} already exists; remove it" in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_what_is_cropped_stays_so(golden, tmp_path, format, cut, ops, by_library
     output = tmp_path / ("model.npz" if format == "npz" else "model")
     receipt = export_lib.export(source._replace(spec=spec), output, format)
     assert receipt["preprocessing"]["ops"] == ops_for(spec)
-    card = (tmp_path / "model.md" if format == "npz" else output / "README.md").read_text()
+    card = (tmp_path / "model.npz.md" if format == "npz" else output / "README.md").read_text()
     assert f"by `{ops_for(spec)}`" in card
     assert "probabilities by sigmoid" in card
     assert ("does not support these ops" in card) == (by_library is not None)
@@ -377,9 +377,9 @@ def test_a_size_that_the_source_tells_is_kept(tmp_path):
     assert (source.model.image_size, source.spec.image_size) == (None, (8, 12))
     receipt = export_lib.export(source, tmp_path / "b.npz", "npz_v2")
     assert receipt["preprocessing"]["image_size"] == [8, 12]
-    assert "8 x 12 pixels" in (tmp_path / "b.md").read_text()
+    assert "8 x 12 pixels" in (tmp_path / "b.npz.md").read_text()
     assert pretrained_spec(tmp_path / "b.npz") == source.spec
-    export_lib.export(source, tmp_path / "c.stablehlo", "stablehlo")
+    export_lib.export(source, tmp_path / "b.stablehlo", "stablehlo")
 
 
 @pytest.mark.parametrize(("format", "kind"), [("hf", "none"), ("timm", "sincos_2d")])

@@ -174,12 +174,13 @@ def test_a_file_with_its_json_in_a_folder(hub, golden):
         ("a/b/c", None, ""),
     ],
 )
-def test_refusals_name_the_source_and_why(hub, repo_id, revision, why):
+def test_refusals_name_the_source_and_why(hub, repo_id, revision, why, capfd):
     hub.repositories["org/empty", COMMITS["main"]] = {}
     hub.repositories["org/cut", COMMITS["main"]] = {"model.safetensors": bytes(1000)}
     with at_fault("init_from") as error:
         fetch_from_hub(repo_id, revision=revision)
     assert str(error.value).startswith(f"init_from='hf:{repo_id}") and why in str(error.value)
+    assert "Retrying" not in capfd.readouterr().err
 
 
 def test_without_the_network_the_cache_serves_what_is_complete(hub, monkeypatch):

@@ -240,7 +240,8 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
 
 def side_file(model: epath.Path) -> epath.Path:
     """The file of hashes of an exported `model`, a file, or a folder with model.safetensors."""
-    return (model / "model" if model.is_dir() else model).with_suffix(HASHES)
+    file = model / "model.safetensors" if model.is_dir() else model
+    return file.with_name(f"{file.name}{HASHES}")
 
 
 def hashes_to_bytes(hashes: Collection[int]) -> bytes:

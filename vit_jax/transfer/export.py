@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from etils import epath
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import absolute, check_folder, check_names, write_whole
 from vit_jax.checkpoints.checksums import hash_params
-from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
+from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained
+from vit_jax.transfer import FORMATS, find_writer, load_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.source import to_json
@@ -52,7 +52,9 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
-    _check_free(output, writer)
+    check_folder(output.parent, "--output")
+    check_names(output, "--output")
+    _check_free(output, [output])
     image_size = model.image_size or pretrained.spec.image_size
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, about(model).channels)
@@ -62,7 +64,11 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
-        found = np.asarray((writer.open or _open)(staged)(images))
+        logging.disable(logging.WARNING)  # it would name the temporary folder
+        try:
+            found = np.asarray((writer.open or _open)(staged)(images))
+        finally:
+            logging.disable(logging.NOTSET)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
@@ -73,11 +79,13 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         root = staged if inside else staged.parent
         receipt["files"] = {name: sha256(root / name) for name in files}
         card, record = ("README.md", "receipt.json") if inside else (
-            f"{staged.stem}.md", f"{staged.stem}.receipt.json"
+            f"{staged.name}.md", f"{staged.name}.receipt.json"
         )  # fmt: skip
         write_whole(root / card, _card(receipt, output))
         write_whole(root / record, to_json(receipt))
-        _copy(root, output if inside else output.parent, [*files, card, record], output)
+        target, made = output if inside else output.parent, [*files, card, record]
+        _check_free(output, [target / name for name in made])
+        _copy(root, target, made, output)
     return receipt
 
 
@@ -164,15 +172,9 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
         raise
 
 
-def _check_free(output: epath.Path, writer: Format) -> None:
-    """Raise InputError if `output`, or a file that belongs to it, exists or cannot be written."""
-    check_folder(output.parent, "--output")
-    check_names(output, "--output")
-    taken = [output]
-    if output.suffix in (writer.suffixes or ()):  # one file, with companions
-        ends = (".json", ".md", ".receipt.json", HASHES)
-        taken += [output.with_suffix(end) for end in ends]
-    for path in taken:
+def _check_free(output: epath.Path, paths: Sequence[epath.Path]) -> None:
+    """Raise InputError if one of `paths` exists."""
+    for path in paths:
         if path.exists():
             raise InputError(
                 f"--output={output}: {path.name} already exists; remove it, or give another name"

@@ -185,7 +185,7 @@ def _files_beside(name: str) -> list[str]:
     """The files that may describe the weights in the file `name`, in the same folder."""
     stem = name.rpartition(".")[0]
     described = ["config.json", "preprocessor_config.json"] if name == WEIGHTS else [f"{stem}.json"]
-    return [*described, f"{stem}{HASHES}"]
+    return [*described, f"{name}{HASHES}"]
 
 
 def _entrance(weights: pathlib.Path) -> epath.Path:
@@ -296,8 +296,10 @@ def fetch_from_hub(
       InputError: if the repository, the revision or the file does not exist or may not be read, or
         if the Hub is not reached and the cache lacks a file.
     """
-    hub_logging.disable_propagation()  # it prints its own messages
+    hub_logging.disable_propagation()  # it prints its own messages, and of errors only:
+    hub_logging.set_verbosity_error()  # without a network each of six tries gives two lines
     source = f"hf:{repo_id}" if source is None else source
+    logger.info("asking %s for %s", constants.ENDPOINT, source)
     folder, _, name = file.rpartition("/")
     try:
         weights = pathlib.Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision))
