@@ -268,7 +268,7 @@ def use_own_images(c: ConfigDict, duration: str, warmup: str) -> None:
     `features` and `rank`; and `near`, if the images lie in folders of classes.
     """
     set_length(c, 64, duration, warmup, save="250 steps", log="20 steps")
-    of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d"}
+    of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d", "pool": "gap"}
     use_vit(c.model, "ViT-Ti/8", 128, 6, 512, 4, stochastic_depth=None, **of_vit)
     c.data.name, c.data.image_size = "unlabelled", 64
     how = {"every": "500 steps", "ops": "scaled_decode|resize_small(antialias=True)|central_crop"}

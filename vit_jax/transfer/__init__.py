@@ -121,9 +121,9 @@ def read_pretrained(
         opened = Source(path, averaged, best)
         format = _recognise(opened)
         if averaged is not None and format is not FORMATS["workdir"]:
-            raise InputError(workdir.NO_CHOICE.format(source))
+            raise InputError(workdir.NO_CHOICE.format(path))
         if best and format is not FORMATS["workdir"]:
-            raise InputError(f"init_from={str(source)!r}: only runs keep a best step; leave it out")
+            raise InputError(f"init_from={str(path)!r}: only runs keep a best step; leave it out")
         pretrained = format.read(opened)
     except InputError as e:
         forget(path)
