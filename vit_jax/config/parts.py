@@ -36,8 +36,8 @@ class Key(typing.NamedTuple):
     meaning: for users, without a full stop.
     within: the interval of its numbers, such as "(0, 1]"; "": any.
     choices: the texts that it may have; (): any.
-    form: of its text: "duration", "interval" (a duration above 0), "regex", "list" of durations,
-      "entries" of a study, or "" for any.
+    form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
+      share of the run), "regex", "list" of durations, "entries" of a study, or "" for any.
     item: the type of a tuple's items; None: it is no tuple.
     """
 

@@ -1,8 +1,8 @@
 """The sections of a config: their keys, with types, defaults, meanings and ranges.
 
 A key that is None is either required (`base.REQUIRED`) or optional; the meaning of an optional key
-says what None means. Durations are strings with a unit: "90 epochs", "10000 steps" or "5e6
-examples". Parts that are chosen by name add their own keys: see `registries`.
+says what None means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6
+examples", or "5 %", a share of the run. Parts that are chosen by name add their own keys: see `registries`.
 """
 
 from vit_jax.config.parts import Section, key
@@ -22,7 +22,7 @@ class Run(Section):
     )
     global_batch_size: int | None = key(None, "over all hosts and devices", within="[1, 16777216]")
     duration: str | None = key(
-        None, '"90 epochs", "10000 steps" or "5e6 examples"', form="interval"
+        None, 'of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length"
     )
     init_from: str | None = key(
         None,

@@ -194,7 +194,7 @@ def _check_spans(
         raise InputError(
             f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
             f"steps) do not fit into duration ({total_steps} steps); shorten them, e.g. "
-            f"--config.schedule.warmup='{total_steps // 10} steps'"
+            "--config.schedule.warmup='5 %'"
         )
     bounds = [warmup_steps, *milestones, total_steps]
     if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):

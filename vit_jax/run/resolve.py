@@ -9,6 +9,7 @@ A config file cannot know them:
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
     rule      follow_rule              length, learning rate and warm-up, by `schedule.rule`
+    rule      opener.Files.shares      the steps of shares of the run
     devices   opener.Files.layout      mesh, scan and remat, under `auto`
     devices   opener.Files.microbatches
 
@@ -69,6 +70,10 @@ class Opener:
         """What the data decide."""
         return {}
 
+    def shares(self, config: ConfigDict) -> Changes:
+        """The steps of durations that are shares of the run; they stay if it gets another end."""
+        return {}
+
     def layout(self, config: ConfigDict) -> Changes:
         """What the devices decide of LAYOUT_KEYS."""
         return {}
@@ -114,6 +119,7 @@ def resolve(
         ("data", opener.data),
         ("rule", freeze_layers),
         ("rule", follow_rule),
+        ("rule", opener.shares),
         ("devices", opener.layout),
         ("devices", opener.microbatches),
     )
