@@ -46,6 +46,24 @@ def test_duration_is_exact(text, num_examples, global_batch_size, steps):
     assert parse_duration(text, **sizes, key="duration") == steps
 
 
+@pytest.mark.parametrize(
+    ("text", "duration", "steps"),
+    [
+        ("5 %", "40 epochs", 34),
+        ("5%", "2 epochs", 2),
+        ("12.5 %", "20 steps", 3),
+        ("0 %", "1 epoch", 0),
+    ],
+)
+def test_a_share_is_of_the_run_before_rounding(text, duration, steps):
+    """17 examples in batches of 1: a twentieth of 40 epochs are 2 epochs, 34 steps."""
+    sizes = {"num_examples": 17, "global_batch_size": 1, "key": "schedule.warmup"}
+    assert parse_duration(text, **sizes, duration=duration) == steps
+    check_duration(text, key="schedule.warmup")
+    with at_fault("duration"):
+        check_duration(text, key="duration", form="length")
+
+
 def test_a_run_has_as_many_steps_as_its_state_counts():
     sizes = {"num_examples": 3, "global_batch_size": 1, "key": "duration"}
     assert parse_duration("2147483647 steps", **sizes) == 2**31 - 1

@@ -37,7 +37,8 @@ class Key(typing.NamedTuple):
     within: the interval of its numbers, such as "(0, 1]"; "": any.
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
-      share of the run), "regex", "list" of durations, "entries" of a study, or "" for any.
+      share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
+      "" for any.
     item: the type of a tuple's items; None: it is no tuple.
     """
 

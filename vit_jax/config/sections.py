@@ -2,7 +2,8 @@
 
 A key that is None is either required (`base.REQUIRED`) or optional; the meaning of an optional key
 says what None means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6
-examples", or "5 %", a share of the run. Parts that are chosen by name add their own keys: see `registries`.
+examples", or "5 %", a share of the run. Parts that are chosen by name add their own keys: see
+`registries`.
 """
 
 from vit_jax.config.parts import Section, key
@@ -106,7 +107,7 @@ class Data(Section):
     max_corrupt_fraction: float = key(
         0.1, "of the examples so far; the run stops above it", within=SHARE
     )
-    ops: str = key("", 'training ops: "decode|resize|flip" and so on')
+    ops: str = key("", 'training ops: "decode|resize|flip" and so on', form="ops")
     num_global: int = key(
         0,
         "views of data.image_size that a batch has of each image, for objectives that learn "
@@ -117,9 +118,10 @@ class Data(Section):
         "",
         'their ops; for each view, joined by ";", where they differ: the last hold for all that '
         "follow",
+        form="ops",
     )
     num_local: int = key(0, "views of data.local_size", within="[0, 511]")
-    local_ops: str = key("", "their ops, as in data.global_ops")
+    local_ops: str = key("", "their ops, as in data.global_ops", form="ops")
     local_size: Size = key(None, "int or (height, width), in pixels")
     mean: tuple[float, ...] = key(
         (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"

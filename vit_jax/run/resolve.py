@@ -147,9 +147,13 @@ def continue_run(
     new = config_lib.flatten(asked)
     defaults = config_lib.flatten(config_lib.default_config(asked.plugins))
     decided_by = {
-        key: "user" if key in by_user else "default" if defaults.get(key) == value else "recipe"
-        for key, value in new.items()
+        key: "default" if defaults.get(key) == value else "recipe" for key, value in new.items()
     }
+    for given in by_user:  # evals.few gives evals.few.split, and data.ops.flip a part of data.ops
+        related = (
+            key for key in new if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.")
+        )
+        decided_by |= dict.fromkeys(related, "user")
     if stored is None:
         return asked, decided_by
     anew = {*DECIDED_ANEW}
