@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import select
 import sys
 import traceback
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -69,7 +70,12 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             overrides.append((key, value))
         else:
             rest.append(word)
-    flags = parser.parse_args(rest)
+    flags, unknown = parser.parse_known_args(rest)
+    known = re.findall(r"--\w+", parser.format_usage())
+    collect_faults([
+        f"{word}: no such flag of {command}; {nearest(word.partition('=')[0], known)}"
+        for word in unknown
+    ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
     if keys and "config.KEY" not in flags:
         raise InputError(f"--config.{keys[0]}: this command takes no config")

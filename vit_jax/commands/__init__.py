@@ -9,7 +9,7 @@ import importlib
 import types
 
 COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study", "label",
-            "report", "figures", "check", "doctor", "configs", "models")  # fmt: skip
+            "report", "figures", "check", "doctor", "configs", "models", "keys")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

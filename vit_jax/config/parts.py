@@ -28,6 +28,10 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 P = TypeVar("P", bound="Part")
 
 
+_SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
+         object: "int or pair"}  # fmt: skip
+
+
 class Key(typing.NamedTuple):
     """The declaration of a key.
 
@@ -49,6 +53,11 @@ class Key(typing.NamedTuple):
     choices: tuple[str, ...]
     form: str
     item: type | None
+
+    def describe(self) -> str:
+        """What values it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
+        what = ", ".join(self.choices) or self.form or _SAID[self.kind]
+        return f"{what} in {self.within}" if self.within else what
 
     def find_fault(self, value: Any) -> str | None:
         """What `value` needs, of the right type or None; None: nothing."""

@@ -140,6 +140,25 @@ def resolve(
     return Resolved(asked, config, {key: decided_by[key] for key in config_lib.flatten(config)})
 
 
+def find_open(config: ConfigDict) -> dict[str, str]:
+    """{key: who will decide it} for the keys that `config` leaves to the stages of `resolve`."""
+    by_rule = config.schedule.rule is not None
+    waiting = {
+        "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
+        "devices": ("optimizer.accum_steps", *(config_lib.LAYOUT_KEYS if config.auto else ())),
+        "source": ("data.image_size", *(f"model.{field}" for field in config.model))
+        if config.init_fields == "source"
+        else (),
+        "rule": ("duration", "optimizer.peak_lr") * by_rule
+        + ("optimizer.freeze",) * (config.optimizer.last_layers is not None),
+    }
+    flat = config_lib.flatten(config)
+    found = {key: by for by, keys in waiting.items() for key in keys if flat[key] is None}
+    if by_rule and flat["schedule.warmup"] == config_lib.base_config().schedule.warmup:
+        found["schedule.warmup"] = "rule"
+    return found
+
+
 def continue_run(
     asked: ConfigDict, opener: Opener, stored: StoredConfig | None, by_user: Collection[str]
 ) -> tuple[ConfigDict, dict[str, str]]:
