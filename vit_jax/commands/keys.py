@@ -67,12 +67,13 @@ def main(flags: argparse.Namespace) -> int:
     if flags.format == "json":
         print(json.dumps([row._asdict() for row in rows], indent=2))
         return exit_codes.DONE
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    shown = sys.stdout.isatty()
+    console = Console(width=None if shown else _WIDE)
     for name, says in parts.says.items():
         if name.lower() in map(str.lower, flags.words):
             console.print(Text(f"{name}: {says}"))
     columns = (Column(name.replace("_", " "), overflow="fold") for name in Row._fields)
-    table = Table(*columns, box=box.SIMPLE_HEAD)
+    table = Table(*columns, box=box.SIMPLE_HEAD if shown else None)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     console.print(table)

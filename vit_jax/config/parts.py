@@ -29,7 +29,8 @@ P = TypeVar("P", bound="Part")
 
 
 _SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
-         object: "int or pair"}  # fmt: skip
+         object: "int or pair", "duration": "steps, epochs, examples or % of the run",
+         "interval": "steps, epochs, examples or % of the run"}  # fmt: skip
 
 
 class Key(typing.NamedTuple):
@@ -56,7 +57,7 @@ class Key(typing.NamedTuple):
 
     def describe(self) -> str:
         """What values it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
-        what = ", ".join(self.choices) or self.form or _SAID[self.kind]
+        what = ", ".join(self.choices) or _SAID.get(self.form or self.kind, self.form)
         return f"{what} in {self.within}" if self.within else what
 
     def find_fault(self, value: Any) -> str | None:
