@@ -100,17 +100,20 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
 
 
 def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(tmp_path):
-    def run(name, duration):
-        config = make_config(schedule__name="constant", duration=duration)
+    def run(name, duration, warmup):
+        config = make_config(schedule__name="constant", schedule__warmup=warmup, duration=duration)
         del config.evals.test  # half of what there is to compile
-        summary = train_and_evaluate(config, tmp_path / name)
+        command = {"config": CONFIG, "overrides": {"schedule.warmup": warmup}}
+        summary = train_and_evaluate(config, tmp_path / name, command)
         meta = restore.read_meta(epath.Path(tmp_path / name / f"checkpoints/{summary['step']}"))
         return meta["checksums"], summary
 
-    first, _ = run("extended", "10 steps")
-    longer, _ = run("whole", "20 steps")
-    extended, summary = run("extended", "20 steps")
+    first, _ = run("extended", "10 steps", "40 %")
+    longer, _ = run("whole", "20 steps", "4 steps")
+    extended, summary = run("extended", "20 steps", "40 %")  # of its first duration
     assert extended == longer != first and summary["step"] == 20
     stored = json.loads((tmp_path / "extended/config.json").read_text())
     assert stored["resolved"]["duration"] == "20 steps"
+    warmups = [stored[kind]["schedule"]["warmup"] for kind in ("asked", "resolved")]
+    assert warmups == ["40 %", "4 steps"] and stored["decided_by"]["schedule.warmup"] == "duration"
     assert json.loads((tmp_path / "extended/summary.json").read_text())["step"] == 20

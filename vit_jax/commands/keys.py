@@ -10,7 +10,8 @@ that is searched in keys and meanings. Values are those of --config or of the ru
 the defaults; without a WORD, it shows the keys that are in force there.
 
 decided by: user (a flag), recipe (the config file), default; source (of the weights), teachers,
-data, rule or devices: when the run starts; "with mae": has an effect with this part only.
+data, rule, duration (of a share of it) or devices: when the run starts; "with mae": has an effect
+with this part only.
 resume: whether the key may change when a run goes on; past: as far as its past stays the same.
 """
 

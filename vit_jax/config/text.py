@@ -220,8 +220,8 @@ def _set(
     node = functools.reduce(operator.getitem, parents, config)
     choices = declared.choices if declared else ()
     if optional and text == "None" and "none" in choices:
-        logger.warning("--config.%s=None: takes the default of the model; write none for its "
-                       "choice none", key)  # fmt: skip
+        logger.warning("--config.%s=None: takes the default; the choice none is in small letters",
+                       key)  # fmt: skip
     if optional and text == "none" and "none" not in choices:
         raise ValueError("write None, with a capital N")
     of_strings = declared is not None and declared.item is str

@@ -9,13 +9,13 @@ A config file cannot know them:
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
     rule      follow_rule              length, learning rate and warm-up, by `schedule.rule`
-    rule      opener.Files.shares      the steps of shares of the run
+    duration  opener.Files.shares      the steps of shares of the run
     devices   opener.Files.layout      mesh, scan and remat, under `auto`
     devices   opener.Files.microbatches
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
-"recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule" or
-"devices".
+"recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule",
+"duration" (of the run) or "devices".
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -119,7 +119,7 @@ def resolve(
         ("data", opener.data),
         ("rule", freeze_layers),
         ("rule", follow_rule),
-        ("rule", opener.shares),
+        ("duration", opener.shares),
         ("devices", opener.layout),
         ("devices", opener.microbatches),
     )
