@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vit_jax.config import Key
 
 _WIDE = 10_000  # columns of a pipe, which cuts nothing
-_MOST = 3  # parts that a row names
 
 
 class Row(NamedTuple):
@@ -168,7 +167,7 @@ def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
         found = (name for name in FAMILIES if FAMILIES.find(name) is FAMILIES.find(word))
         lower = next(found).lower()
     others = {
-        (key, declared): _row(key, declared.default, f"with {_few(names)}", declared)
+        (key, declared): _row(key, declared.default, f"with {', '.join(names[:3])}", declared)
         for (key, declared), names in parts.keys.items()
     }
     if lower in known:
@@ -184,8 +183,3 @@ def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
             return found
     names = [*parts.says, *(row.key.rpartition(".")[2] for row in rows)]
     raise InputError(f"{word}: no part, section, key or meaning has it; {nearest(word, names)}")
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more

@@ -39,8 +39,11 @@ class Node(ConfigDict):
         try:
             super().__setitem__(key, value)
         except TypeError:
-            needed = self.get_type(key).__name__
-            raise WrongTypeError(f"{key}={value!r}: needs a value of type {needed}") from None
+            kind = self.get_type(key)
+            needed = (
+                "its keys set one by one" if kind is Node else f"a value of type {kind.__name__}"
+            )
+            raise WrongTypeError(f"{key}={value!r}: needs {needed}") from None
 
     def __getattr__(self, key: str) -> Any:
         return self[key]
