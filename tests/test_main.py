@@ -357,6 +357,7 @@ def test_keys_by_part_section_name_and_text(refused, capsys):
     assert {"size", "crop"} <= {key.removeprefix("resize.") for key in keys_of(capsys, "resize")}
     assert "evals.NAME.shots" in keys_of(capsys, "fewshot")
     assert keys_of(capsys, "ViT-B/16").keys() == keys_of(capsys, "ViT").keys()
+    assert keys_of(capsys, "ViT-B/16")["model.width"]["value"] == 768
     assert {*keys_of(capsys, "stop")} == {"stop.metric", "stop.patience"}
     assert {*keys_of(capsys, "peak_lr", "seed")} == {"optimizer.peak_lr", "seed"}
     assert "schedule.warmup" in keys_of(capsys, "warm-up")

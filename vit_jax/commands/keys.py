@@ -71,12 +71,13 @@ def main(flags: argparse.Namespace) -> int:
     console = Console(width=None if shown else _WIDE)
     for name, says in parts.says.items():
         if name.lower() in map(str.lower, flags.words):
-            console.print(Text(f"{name}: {says}"))
+            console.print(Text(says))
     columns = (Column(name.replace("_", " "), overflow="fold") for name in Row._fields)
     table = Table(*columns, box=box.SIMPLE_HEAD if shown else None)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console.print(table)
+    if rows:
+        console.print(table)
     return exit_codes.DONE
 
 
@@ -120,7 +121,9 @@ def _of_parts() -> _Parts:
         for name in registry:
             part = registry.find(name)
             section = registry.section or ("evals.NAME" if registry is EVALUATORS else name)
-            found.says[name] = (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ")
+            selector = "evals.NAME" if registry is EVALUATORS else registry.selector
+            says = (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ")
+            found.says[name] = f"{selector}={name}: {says}"
             for key, declared in registry.keys_of(part).items():
                 found.keys.setdefault((f"{section}.{key}", declared), []).append(name)
     return found
@@ -163,9 +166,8 @@ def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
 
     lower = word.lower()
     known, in_force = {name.lower() for name in parts.says}, {row.key: row for row in keys}
-    if "-" in word and FAMILIES.chosen_keys(word):  # a model
-        found = (name for name in FAMILIES if FAMILIES.find(name) is FAMILIES.find(word))
-        lower = next(found).lower()
+    if "-" in word and (own := FAMILIES.chosen_keys(word)):  # a model
+        return [_row(f"model.{k}", key.default, f"with {word}", key) for k, key in own.items()]
     others = {
         (key, declared): _row(key, declared.default, f"with {', '.join(names[:3])}", declared)
         for (key, declared), names in parts.keys.items()
