@@ -180,6 +180,8 @@ MUTATIONS = [
       "run/test_resolve.py::test_last_layers"),
     M("vit_jax/run/resolve.py", "if config.model[field] is None and theirs", "if theirs",
       "run/test_resolve.py::test_a_source_of_any_image_size_needs_one"),
+    M("vit_jax/experiment/durations.py", "number *= length / 100", "number *= round(length) / 100",
+      "experiment/test_schedules.py::test_a_share_is_of_the_run_before_rounding"),
     M("vit_jax/experiment/durations.py", "global_batch_size + Fraction(1, 2)", "global_batch_size",
       "experiment/test_schedules.py::test_duration"),
     M("vit_jax/experiment/optimizers/optimizers.py", "lambda leaf: leaf.ndim > 1",

@@ -51,7 +51,7 @@ def test_duration_is_exact(text, num_examples, global_batch_size, steps):
     [
         ("5 %", "40 epochs", 34),
         ("5%", "2 epochs", 2),
-        ("12.5 %", "20 steps", 3),
+        ("10 %", "2.5 epochs", 4),
         ("0 %", "1 epoch", 0),
     ],
 )
