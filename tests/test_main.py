@@ -261,13 +261,23 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs = ("train", "evaluate", "predict", "export", "study", "label", "figures", "doctor")
+    of_runs = (
+        "train",
+        "branch",
+        "evaluate",
+        "predict",
+        "export",
+        "study",
+        "label",
+        "figures",
+        "doctor",
+    )
     of_jobs = ("train", "evaluate", "doctor")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor")
     assert ("--print_config" in out) == (command in of_configs)
-    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "check"))
+    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check"))
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
 

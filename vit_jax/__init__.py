@@ -23,6 +23,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
 __version__ = "0.1.0"
 
 _HOMES = {
+    "branch": "vit_jax.run.branch",
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.inference.evaluate",
     "load_config": "vit_jax.run.validation",

@@ -8,8 +8,8 @@ The same command continues an earlier run in the workdir; so does --workdir=DIR 
 import argparse
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
@@ -27,6 +27,9 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.stored import read_asked
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.run.build import Callback
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +73,7 @@ def train(
     config: ConfigDict | str | os.PathLike | None,
     workdir: epath.PathLike,
     overrides: Mapping[str, Any] | None = None,
+    callbacks: "Sequence[Callback]" = (),
 ) -> dict[str, Any]:
     """Train as `config` describes, continuing the run in `workdir` if there is one.
 
@@ -82,6 +86,12 @@ def train(
       config, overrides: as in `load_config`; None: what was asked for at the last start of the run
         in `workdir`.
       workdir: folder for everything that the run writes.
+      callbacks: functions f(step, state, metrics), called where the run has logged or evaluated:
+        after `step` updates, with the `TrainState` that evaluators see (the running averages, if
+        the run keeps them) and the values of that step, {"train/loss": 0.3, "test/top1": 0.9}. The
+        state's arrays are gone after the next step: copy what you keep. What `f` returns is
+        ignored. An error in it ends the run, and the same call resumes from the last save. In a
+        job of several processes each calls it, with its shards of the state.
 
     Returns:
       The summary, as in `workdir/summary.json`.
@@ -100,4 +110,4 @@ def train(
     config = load_config(config, overrides)
     validate(config, [], "config")
     start_backend(config.mesh.platform)
-    return train_and_evaluate(config, workdir, choose_layout=choose_layout)
+    return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

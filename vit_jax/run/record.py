@@ -93,8 +93,8 @@ class Record:
         self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 
-    def log(self, step: int) -> None:
-        """Write the training row of `step`, which must have been checked."""
+    def log(self, step: int) -> dict[str, float]:
+        """Write and return the training row of `step`, which must have been checked."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
         row["train/lr"] = float(self._schedule(step - 1))
@@ -102,6 +102,7 @@ class Record:
         self._writer.write(step, row)
         self._progress.update(step, row)
         self._warn(step, row)
+        return row
 
     def evaluate(self, state: TrainState, names: Sequence[str]) -> dict[str, float]:
         """Run the evaluators `names` on `state`, write their rows, and return all values."""
@@ -111,6 +112,12 @@ class Record:
             found = evaluate_all(self._run, state, names, self._writer)
         self._warn(int(state.step), found)
         return found
+
+    def tell(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Call the user's functions with the metrics of a step, if there are any."""
+        if metrics and self._run.callbacks:
+            with self._throughput.pause("callbacks"):
+                tell(self._run, state, metrics)
 
     def _warn(self, step: int, row: Mapping[str, float]) -> None:
         for warning in self._health.add(row):
@@ -181,4 +188,11 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock 
     if missed := processes.say_to_all("the missed evaluators", find, timeout_s):
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
         with open_writer(run, step, lock) as writer:
-            evaluate_all(run, state, missed, writer)
+            tell(run, state, evaluate_all(run, state, missed, writer))
+
+
+def tell(run: Run, state: TrainState, metrics: Mapping[str, float]) -> None:
+    """Call the user's functions with `metrics` and the state that evaluators see."""
+    for callback in run.callbacks:
+        with watchdog.phase("evaluation"):
+            callback(int(state.step), state.averaged() if state.ema else state, metrics)
