@@ -194,8 +194,24 @@ def test_train_evaluate_predict(tmp_path, monkeypatch):
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
     config.model.depth = 1
-    summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
-    assert summary["step"] == 4
+    config.optimizer.ema_decay = 0.9
+    calls = []
+
+    def watch(step, state, metrics):
+        calls.append((step, metrics))
+        assert not state.ema and "train/loss" in metrics
+        if len(calls) == 2:
+            raise RuntimeError("of the user's code")
+
+    args = config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None}
+    with pytest.raises(RuntimeError, match="of the user"):
+        vit_jax.train(*args, callbacks=[watch])
+    summary = vit_jax.train(*args, callbacks=[watch])
+    assert [step for step, _ in calls] == [2, 4, 4] and summary["step"] == 4
+    assert calls[2][1]["test/top1"] == summary["test/top1"]
+    found = vit_jax.compare([tmp_path / "run"])
+    assert (found["runs"], found["config"]) == (["run"], {})
+    assert found["metrics"]["test/top1"] == [summary["test/top1"]]
     assert config.duration == "40 steps"  # the caller's config is left as it was
     again = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
     assert again == summary

@@ -24,15 +24,20 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "branch": "vit_jax.run.branch",
+    "compare": "vit_jax.commands.report",
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.inference.evaluate",
+    "export": "vit_jax.transfer.export",
+    "figures": "vit_jax.commands.figures",
     "load_config": "vit_jax.run.validation",
     "load_image": "vit_jax.transfer.pretrained",
     "load_pretrained": "vit_jax.transfer",
+    "plan": "vit_jax.commands.plan",
     "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
+    "study": "vit_jax.commands.study",
     "train": "vit_jax.commands.train",
 }
 __all__ = [*_HOMES]
