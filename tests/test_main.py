@@ -361,6 +361,9 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert (code, err.splitlines()[-1]) == (75, "stopped at step 7")
     code, err = end_with(Interrupted("stopped at step 7"))
     assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
+    code, err = end_with(KeyboardInterrupt())
+    nothing = "Interrupted; nothing is saved. Run the same command to begin again"
+    assert (code, err.splitlines()[-1]) == (130, nothing)
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
     full = ValueError('RESOURCE_EXHAUSTED: Error writing "a":\nNo space left on device [28]')

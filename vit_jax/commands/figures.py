@@ -37,7 +37,6 @@ from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
-    from vit_jax.data import Source
     from vit_jax.transfer import Pretrained
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
@@ -79,14 +78,13 @@ def main(flags: argparse.Namespace) -> int:
         source = open_source(flags, pretrained, paths)
     how = {name: getattr(flags, name) for name in ("examples", "batch_size", "shown")}
     how |= {"compare_to": flags.compare_to, "progress": not flags.quiet}
-    written, reasons = _draw(pretrained, flags.output, source, names, **how)
+    said = figures(pretrained, flags.output, source, names=names, **how)
     if flags.format == "json":
-        said = {"output": os.fspath(flags.output), "figures": written, "left_out": reasons}
-        print(json.dumps(said))
+        print(json.dumps({"output": os.fspath(flags.output), **said}))
     else:
-        for name, made in written.items():
+        for name, made in said["figures"].items():
             print(f"{name}: {', '.join(made)}")
-        for name, reason in reasons.items():
+        for name, reason in said["left_out"].items():
             print(f"{name}: left out: {reason}")
     for path, fault in faults.items():
         print(f"error: {path}: {fault}", file=sys.stderr)
@@ -103,6 +101,7 @@ def figures(
     examples: int = 128,
     shown: int = 3,
     batch_size: int = 32,
+    progress: bool = False,
 ) -> dict[str, Any]:
     """Draw what a model learned, each figure as a PNG with its numbers beside it.
 
@@ -111,12 +110,13 @@ def figures(
     Args:
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: folder to write to.
-      images: as in `predict`; None: only figures that need none.
+      images: as in `predict`, or a `data.Source`; None: only figures that need none.
       names: of the figures, any of `commands.figures.NAMES`.
       compare_to: a second source, for "similarity" between both.
       examples: images to average over.
       shown: images to draw maps of.
       batch_size: images at once, on all devices.
+      progress: show a line of progress.
 
     Returns:
       {"figures": {name: files}, "left_out": {name: the reason}}.
@@ -128,44 +128,27 @@ def figures(
     for name in names:
         faults.need_known("names", name, NAMES)
     collect_faults(faults)
-    from vit_jax.data.images.given import open_images
-    from vit_jax.transfer import Pretrained, read_pretrained
-
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
-    if images is not None:
-        images = open_images(images, pretrained.spec.exif is not False, pretrained.spec.channels)
-    how = {"examples": examples, "shown": shown, "batch_size": batch_size, "progress": False}
-    output = files.absolute(output)
-    written, reasons = _draw(pretrained, output, images, names, compare_to, **how)
-    return {"figures": written, "left_out": reasons}
-
-
-def _draw(
-    pretrained: "Pretrained",
-    output: epath.Path,
-    source: "Source | None",
-    names: Sequence[str],
-    compare_to: str | None,
-    **how: int,
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Draw `names` from the images of `source`; `how` goes to `measure`.
-
-    Returns:
-      ({name: files}, {name left out: the reason}).
-    """
     from vit_jax import transfer
+    from vit_jax.data import Source
+    from vit_jax.data.images.given import open_images
     from vit_jax.insight.figures import Subject, write_figures
     from vit_jax.insight.measured import measure
 
-    subject = Subject(pretrained)
-    if source is not None:
-        subject.seen = measure(pretrained, source, **how)
+    is_read = isinstance(source, transfer.Pretrained)
+    pretrained = source if is_read else transfer.read_pretrained(source)
+    if not isinstance(images, Source | None):
+        images = open_images(images, pretrained.spec.exif is not False, pretrained.spec.channels)
+    subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
+    how |= {"batch_size": batch_size, "progress": progress}
+    if images is not None:
+        subject.seen = measure(pretrained, images, **how)
         if compare_to is not None and "similarity" in names:
             other = transfer.read_pretrained(compare_to)
             if other.spec.image_size is None:
                 other = transfer.with_image_size(other, pretrained.spec.image_size)
-            subject.other, subject.other_name = measure(other, source, **how), compare_to
-    return write_figures(subject, names, output)
+            subject.other, subject.other_name = measure(other, images, **how), compare_to
+    written, reasons = write_figures(subject, names, files.absolute(output))
+    return {"figures": written, "left_out": reasons}
 
 
 def _check_flags(flags: argparse.Namespace) -> list[str]:

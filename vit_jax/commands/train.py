@@ -44,6 +44,7 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)
     config = load_valid_config(flags, of_run=goes_on)
 
+    from vit_jax.checkpoints import restore
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.lock import LostLockError
     from vit_jax.planning.search import choose_layout
@@ -57,6 +58,12 @@ def main(flags: argparse.Namespace) -> int:
     command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
         train.train_and_evaluate(config, flags.workdir, command, choose_layout)
+    except KeyboardInterrupt:  # outside of the loop, which saves
+        steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
+        what = "continue" if steps else "begin again"
+        saved = guards.say_saved(next(iter(steps), None))
+        print(f"Interrupted; {saved}. Run the same command to {what}", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     except loop.Interrupted as e:
         print(e, file=sys.stderr)
         return exit_codes.INTERRUPTED

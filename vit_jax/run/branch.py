@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from etils import epath
 
 from vit_jax import config as config_lib
@@ -38,6 +37,7 @@ KEYS = (*KEYS_OF_THE_END, "optimizer.peak_lr", "schedule.warmup", "schedule.time
 # Besides the checkpoint, config.json and TensorBoard's files. Rows after the step are dropped then.
 _KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl")
 
+_BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
 _LOW = 0.01  # of the run's peak; with a lower rate a model hardly learns
 
 
@@ -125,14 +125,12 @@ def _find_step(source: epath.Path, parent: epath.Path) -> int:
     """The saved step of the run in `parent` that `source` names."""
     kept = restore.saved_steps(parent / "checkpoints")
     step = int(source.name) if source != parent else next(iter(kept), None)
-    if step is None:
-        raise InputError(f"--init_from={parent}: has no checkpoint yet; wait for its first one")
-    if step not in kept:
-        raise InputError(
-            f"--init_from={source}: the run keeps no step {step}; it keeps "
-            f"{', '.join(map(str, sorted(kept))) or 'none'} (checkpoint.keep_every)"
-        )
-    return step
+    if step in kept:
+        return step
+    raise InputError(
+        f"--init_from={source}: no such checkpoint; the run keeps those of the steps "
+        f"{', '.join(map(str, sorted(kept))) or '(none yet)'} (checkpoint.keep_every)"
+    )
 
 
 def _with_rule(
@@ -147,14 +145,24 @@ def _with_rule(
     ])  # fmt: skip
     was = stored.resolved
     before = parse_durations(was)
+    # In steps, as a share of the run such as "5 %" would move what is past.
+    fixed = {
+        key: f"{steps} steps"
+        for key, steps in before.items()
+        if not key.startswith(config_lib.FREE_ON_RESUME)
+    }
     lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
-    changes = defaults | {
-        "duration": was.duration,
-        "schedule.name": RULES[rule],
-        "schedule.start": f"{step} steps",
-        "optimizer.peak_lr": lasts.pop("the learning rate"),
-    }
+    changes = (
+        fixed
+        | defaults
+        | {
+            "duration": was.duration,
+            "schedule.name": RULES[rule],
+            "schedule.start": f"{step} steps",
+            "optimizer.peak_lr": lasts.pop("the learning rate"),
+        }
+    )
     if rule == "rsqrt":
         timescale = step
         if was.schedule.name == "rsqrt":
@@ -162,8 +170,7 @@ def _with_rule(
             timescale = before["schedule.timescale"] + max(step - 1 - risen, 0)
         changes["schedule.timescale"] = f"{timescale} steps"
     for key, last in lasts.items():  # from here on it moves from one value to the same
-        below_1 = float(np.nextafter(np.float32(1), np.float32(0)))
-        last = min(last, below_1) if key == "optimizer.ema_decay" else last
+        last = min(last, _BELOW_1) if key == "optimizer.ema_decay" else last
         changes |= {key: last, f"{key}_end": last}
     asked = config_lib.with_values(stored.asked, changes)
     faults = apply_overrides(asked, list(overrides.items()))
@@ -171,21 +178,8 @@ def _with_rule(
     flat = config_lib.flatten(asked)
     changes |= {key: flat[key] for key in overrides}
     resolved = config_lib.with_values(was, changes)
-    durations = parse_durations(resolved)
-    make_config_schedule(resolved, durations)  # checks that it fits
-    # Shares of the run, such as "5 %", of what is past.
-    free = (*config_lib.FREE_ON_RESUME, "duration", "schedule.")
-    shares = {
-        key: f"{steps} steps"
-        for key, steps in before.items()
-        if not key.startswith(free) and durations.get(key) != steps
-    }
-    changes |= shares
-    return StoredConfig(
-        config_lib.with_values(asked, shares),
-        config_lib.with_values(resolved, shares),
-        {**stored.decided_by, **dict.fromkeys(changes, "branch")},
-    )
+    make_config_schedule(resolved, parse_durations(resolved))  # checks that it fits
+    return StoredConfig(asked, resolved, {**stored.decided_by, **dict.fromkeys(changes, "branch")})
 
 
 def _copy_step(parent: epath.Path, workdir: epath.Path, step: int) -> None:

@@ -27,6 +27,8 @@ from vit_jax.run.writers import MetricWriter, values_at
 logger = logging.getLogger("vit_jax")
 
 _STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
+_STEPS_TIMED = 20  # after the first, for an early estimate of the time left
+_SHORT_S = 60.0  # a run that takes no longer needs no estimate
 
 
 class Record:
@@ -55,6 +57,7 @@ class Record:
     ):
         config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = start if meta else None
+        self._start = start
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
@@ -78,6 +81,21 @@ class Record:
         self._pending.append((step, step_metrics))
         if len(self._pending) > _STEPS_IN_FLIGHT:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
+        ended = step - self._start - _STEPS_IN_FLIGHT
+        if ended == 1:
+            self._since = self._throughput.clock()
+        elif ended == 1 + _STEPS_TIMED:
+            self._estimate(step)
+
+    def _estimate(self, step: int) -> None:
+        """Log how long the run will take, unless that is short."""
+        step_s = (self._throughput.clock() - self._since) / _STEPS_TIMED
+        left_s = step_s * (self._run.experiment.total_steps - step)
+        if left_s > _SHORT_S:
+            minutes = left_s / 60
+            left = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
+            logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
+                        "measured", left, step_s)  # fmt: skip
 
     def check(self, step: int) -> None:
         """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
