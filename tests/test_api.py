@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import types
 from functools import partial
 from unittest.mock import create_autospec
 
@@ -328,6 +330,28 @@ def test_the_notebook_runs(run_notebook):
     assert pathlib.Path("runs/attention.png").stat().st_size > 1000
     assert names["features"].shape == (4, 4, 4, 32)
     assert len(names["names"]) == 179  # the sevens
+
+
+def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
+    """Its calls fit the functions; its callback runs."""
+    state = types.SimpleNamespace(params={"kernel": jnp.full((2, 2), 2.0)})
+
+    def note(config, workdir, overrides=None, callbacks=()):
+        for callback in callbacks:
+            callback(7, state, {"test/top1": 0.5})
+        return {"test/top1": 0.5}
+
+    found = {"config": {}, "metrics": {"val/top1": [0.9]}, "rows": [], "best": "", "read_back": 0.0,
+             "memory_bytes": {"fits": True}, "estimate": {"run": {"hours": 1.0}}}  # fmt: skip
+    for name in ("train", "evaluate", "branch", "compare", "plan", "study", "export", "figures"):
+        result = {"side_effect": note} if name == "train" else {"return_value": found}
+        monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
+    text = (NOTEBOOK.parents[1] / "how_to/python.md").read_text()
+    *blocks, _, _, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 3 and "7 0.5 4.0" in capsys.readouterr().out
 
 
 def test_no_run_to_go_on_with(tmp_path):

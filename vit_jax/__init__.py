@@ -8,6 +8,8 @@
     results = vit_jax.evaluate("runs/quickstart")
     rows = vit_jax.predict(["cat.jpg", image, array], "runs/mine")
 
+docs/how_to/python.md shows the other functions.
+
 Importing this package touches no device, parses no flag and does not import TensorFlow.
 """
 

@@ -155,10 +155,14 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_st
     assert json.loads((folder / "extended/summary.json").read_text())["step"] == 20
 
 
-def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on(runs):
+def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on(runs, caplog):
     folder, run, longer = runs
-    made = branch(folder / "whole/checkpoints/10", folder / "same", "constant")
-    assert made == (folder / "same", 10, 20, 1.5e-3)
+    with caplog.at_level("INFO", "vit_jax"):
+        branch(folder / "whole/checkpoints/10", folder / "same", "constant")
+    assert (
+        "same: constant from step 10 to step 20, at first with a learning rate of 0.0015; to "
+        in (caplog.messages[-1])
+    )
     assert rows(folder / "same") == rows(folder / "whole")[:10]
     assert run("same")[0] == longer
     assert rows(folder / "same") == rows(folder / "whole")

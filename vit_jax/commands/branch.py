@@ -15,8 +15,6 @@ optimizer.peak_lr, schedule.warmup, schedule.cooldown and schedule.timescale.
 
 import argparse
 
-from rich.console import Console
-
 from vit_jax.commands.flags import require_flags
 from vit_jax.job import exit_codes
 
@@ -37,12 +35,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal
     from vit_jax.run.branch import branch
 
-    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(quiet=flags.quiet)
     start_backend("cpu")
-    made = branch(flags.init_from, flags.workdir, flags.rule, dict(flags.overrides))
-    print(
-        f"{flags.workdir}: {flags.rule}, from step {made.step:,} to step {made.total_steps:,}, "
-        f"learning rate {made.peak_lr:.4g}"
-    )
-    print(f"To train it: vit_jax --workdir={flags.workdir}")
+    branch(flags.init_from, flags.workdir, flags.rule, dict(flags.overrides))
     return exit_codes.DONE

@@ -64,12 +64,10 @@ def main(flags: argparse.Namespace) -> int:
         saved = guards.say_saved(next(iter(steps), None))
         print(f"Interrupted; {saved}. Run the same command to {what}", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    except loop.Interrupted as e:
-        print(e, file=sys.stderr)
-        return exit_codes.INTERRUPTED
     except loop.Preempted as e:
         print(e, file=sys.stderr)
-        return exit_codes.PREEMPTED
+        by_ctrl_c = isinstance(e, loop.Interrupted)
+        return exit_codes.INTERRUPTED if by_ctrl_c else exit_codes.PREEMPTED
     except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED

@@ -6,7 +6,7 @@ another schedule from there on. The run that it came from stays as it is.
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -41,26 +41,12 @@ _BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
 _LOW = 0.01  # of the run's peak; with a lower rate a model hardly learns
 
 
-class Branch(NamedTuple):
-    """A branch that `vit_jax.train(None, workdir)` trains.
-
-    step: of the run, where it begins.
-    total_steps: its end, counted from the start of the run.
-    peak_lr: its rate at `step`, or after its warm-up.
-    """
-
-    workdir: epath.Path
-    step: int
-    total_steps: int
-    peak_lr: float
-
-
 def branch(
     source: epath.PathLike,
     workdir: epath.PathLike,
     rule: str,
     overrides: Mapping[str, Any] | None = None,
-) -> Branch:
+) -> None:
     """Make a new workdir that trains on from a saved step of a run, with all its state.
 
         vit_jax.branch("runs/a", "runs/b", "cosine", {"duration": "20 epochs"})
@@ -112,13 +98,15 @@ def branch(
         workdir.rmtree(missing_ok=True)
         raise
     was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
+    end = parse_durations(new.resolved)["duration"]
+    logger.info("%s: %s from step %d to step %d, at first with a learning rate of %.4g; to train "
+                "it: vit_jax --workdir=%s", workdir, rule, step, end, now, workdir)  # fmt: skip
     if now < _LOW * was:
         logger.warning(
             "the run had lowered its learning rate from %.3g to %.3g; to raise it again, give "
             "--config.optimizer.peak_lr and --config.schedule.warmup, or branch from an earlier "
             "step", was, now,
         )  # fmt: skip
-    return Branch(workdir, step, parse_durations(new.resolved)["duration"], now)
 
 
 def _find_step(source: epath.Path, parent: epath.Path) -> int:
