@@ -362,7 +362,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     code, err = end_with(Interrupted("stopped at step 7"))
     assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
     code, err = end_with(KeyboardInterrupt())
-    nothing = "Interrupted; nothing is saved. Run the same command to begin again"
+    nothing = "Interrupted; nothing is saved. Run the same command to begin"
     assert (code, err.splitlines()[-1]) == (130, nothing)
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")

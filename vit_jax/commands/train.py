@@ -60,14 +60,12 @@ def main(flags: argparse.Namespace) -> int:
         train.train_and_evaluate(config, flags.workdir, command, choose_layout)
     except KeyboardInterrupt:  # outside of the loop, which saves
         steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
-        what = "continue" if steps else "begin again"
-        saved = guards.say_saved(next(iter(steps), None))
+        saved, what = guards.say_saved(max(steps, default=None)), "continue" if steps else "begin"
         print(f"Interrupted; {saved}. Run the same command to {what}", file=sys.stderr)
         return exit_codes.INTERRUPTED
     except loop.Preempted as e:
         print(e, file=sys.stderr)
-        by_ctrl_c = isinstance(e, loop.Interrupted)
-        return exit_codes.INTERRUPTED if by_ctrl_c else exit_codes.PREEMPTED
+        return exit_codes.INTERRUPTED if isinstance(e, loop.Interrupted) else exit_codes.PREEMPTED
     except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED

@@ -134,11 +134,8 @@ def _with_rule(
     was = stored.resolved
     before = parse_durations(was)
     # In steps, as a share of the run such as "5 %" would move what is past.
-    fixed = {
-        key: f"{steps} steps"
-        for key, steps in before.items()
-        if not key.startswith(config_lib.FREE_ON_RESUME)
-    }
+    free = config_lib.FREE_ON_RESUME
+    fixed = {key: f"{n} steps" for key, n in before.items() if not key.startswith(free)}
     lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
     changes = (

@@ -28,7 +28,6 @@ logger = logging.getLogger("vit_jax")
 
 _STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
 _STEPS_TIMED = 20  # after the first, for an early estimate of the time left
-_SHORT_S = 60.0  # a run that takes no longer needs no estimate
 
 
 class Record:
@@ -88,11 +87,10 @@ class Record:
             self._estimate(step)
 
     def _estimate(self, step: int) -> None:
-        """Log how long the run will take, unless that is short."""
+        """Log how long the run will take, unless that is a minute or less."""
         step_s = (self._throughput.clock() - self._since) / _STEPS_TIMED
-        left_s = step_s * (self._run.experiment.total_steps - step)
-        if left_s > _SHORT_S:
-            minutes = left_s / 60
+        minutes = step_s * (self._run.experiment.total_steps - step) / 60
+        if minutes > 1:
             left = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
             logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
                         "measured", left, step_s)  # fmt: skip
