@@ -155,8 +155,13 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_st
     assert json.loads((folder / "extended/summary.json").read_text())["step"] == 20
 
 
-def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on(runs, caplog):
+def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on_also_when_killed(runs, caplog):
     folder, run, longer = runs
+
+    def kill(step, state, metrics):
+        if step == 17:
+            raise KeyboardInterrupt
+
     with caplog.at_level("INFO", "vit_jax"):
         branch(folder / "whole/checkpoints/10", folder / "same", "constant")
     assert (
@@ -164,11 +169,13 @@ def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on(runs, caplog):
         in (caplog.messages[-1])
     )
     assert rows(folder / "same") == rows(folder / "whole")[:10]
+    with pytest.raises(KeyboardInterrupt):
+        run("same", callbacks=[kill])
     assert run("same")[0] == longer
     assert rows(folder / "same") == rows(folder / "whole")
     starts = [json.loads(line) for line in (folder / "same/starts.jsonl").read_text().splitlines()]
-    assert [line.get("branch_of") for line in starts] == [None, str(folder / "whole"), None]
-    assert starts[1]["resumed_at"] == starts[2]["resumed_at"] == 10
+    assert [line.get("branch_of") for line in starts] == [None, str(folder / "whole"), None, None]
+    assert [line["resumed_at"] for line in starts] == [None, 10, 10, 15]
 
 
 def test_what_no_branch_can_be_made_of(runs):
@@ -187,27 +194,18 @@ def test_what_no_branch_can_be_made_of(runs):
         assert not (folder / "refused").exists()
 
 
-def test_a_branch_that_is_killed_and_branched_again_falls_from_the_last_rate_to_0(runs):
+def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs):
     folder, run, _ = runs
-
-    def kill(step, state, metrics):
-        if step == 27:
-            raise KeyboardInterrupt
-
-    for name in ("killed", "uninterrupted"):
-        branch(folder / "whole", folder / name, "cosine", {"duration": "30 steps"})
-    with pytest.raises(KeyboardInterrupt):
-        run("killed", callbacks=[kill])
-    assert run("killed")[0] == run("uninterrupted")[0]
-    rates = [row["train/lr"] for row in rows(folder / "killed")[19:]]
-    since = np.arange(-1, 10)
-    expected = 1.5e-3 * 0.5 * (1 + np.cos(np.pi * np.maximum(since, 0) / 10))
-    np.testing.assert_allclose(rates, expected, rtol=1e-5)
-    branch(folder / "killed/checkpoints/25", folder / "third", "cooldown")
+    branch(folder / "whole", folder / "new", "cosine", {"duration": "30 steps"})
+    run("new")
+    rates = [row["train/lr"] for row in rows(folder / "new")[19:]]
+    since = np.maximum(np.arange(-1, 10), 0)
+    np.testing.assert_allclose(rates, 0.75e-3 * (1 + np.cos(np.pi * since / 10)), rtol=1e-5)
+    branch(folder / "new/checkpoints/25", folder / "third", "cooldown")
     config = read_stored(folder / "third").resolved
     schedule = make_config_schedule(config, parse_durations(config))
     np.testing.assert_allclose([schedule(25), schedule(30)], [rates[5], 0])
-    asked = read_asked(folder / "killed")
+    asked = read_asked(folder / "new")
     asked.duration = "40 steps"
     with pytest.raises(InputError, match=r"another end, as step 22 had .* vit_jax branch"):
-        train_and_evaluate(asked, folder / "killed")
+        train_and_evaluate(asked, folder / "new")
