@@ -71,12 +71,12 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 
 def copy_tree(source: epath.Path, target: epath.Path) -> None:
     """Copy a file, or a folder with all that is below it."""
-    if not source.is_dir():
+    if source.is_dir():
+        for path in source.iterdir():
+            copy_tree(path, target / path.name)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
         source.copy(target)
-        return
-    target.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        copy_tree(path, target / path.name)
 
 
 def cache_folder(kind: str) -> pathlib.Path:

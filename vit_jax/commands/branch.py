@@ -37,5 +37,6 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(quiet=flags.quiet)
     start_backend("cpu")
-    branch(flags.init_from, flags.workdir, flags.rule, dict(flags.overrides))
+    overrides = {key: text for key, text in flags.overrides if key != "plugins"}
+    branch(flags.init_from, flags.workdir, flags.rule, overrides)
     return exit_codes.DONE

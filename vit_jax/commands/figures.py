@@ -128,14 +128,13 @@ def figures(
     for name in names:
         faults.need_known("names", name, NAMES)
     collect_faults(faults)
-    from vit_jax import transfer
     from vit_jax.data import Source
     from vit_jax.data.images.given import open_images
     from vit_jax.insight.figures import Subject, write_figures
     from vit_jax.insight.measured import measure
+    from vit_jax.transfer import Pretrained, read_pretrained, with_image_size
 
-    is_read = isinstance(source, transfer.Pretrained)
-    pretrained = source if is_read else transfer.read_pretrained(source)
+    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     if not isinstance(images, Source | None):
         images = open_images(images, pretrained.spec.exif is not False, pretrained.spec.channels)
     subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
@@ -143,9 +142,9 @@ def figures(
     if images is not None:
         subject.seen = measure(pretrained, images, **how)
         if compare_to is not None and "similarity" in names:
-            other = transfer.read_pretrained(compare_to)
+            other = read_pretrained(compare_to)
             if other.spec.image_size is None:
-                other = transfer.with_image_size(other, pretrained.spec.image_size)
+                other = with_image_size(other, pretrained.spec.image_size)
             subject.other, subject.other_name = measure(other, images, **how), compare_to
     written, reasons = write_figures(subject, names, files.absolute(output))
     return {"figures": written, "left_out": reasons}

@@ -38,7 +38,6 @@ KEYS = (*KEYS_OF_THE_END, "optimizer.peak_lr", "schedule.warmup", "schedule.time
 _KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl")
 
 _BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
-_LOW = 0.01  # of the run's peak; with a lower rate a model hardly learns
 
 
 def branch(
@@ -77,7 +76,7 @@ def branch(
         raise InputError(f"--rule={rule}: no such rule; {nearest(rule, list(RULES))}")
     check_writable(workdir)
     if workdir.exists() and any(workdir.iterdir()):
-        raise InputError(f"--workdir={workdir}: is not empty; a branch needs a new folder")
+        raise InputError(f"--workdir={workdir}: is not empty; remove it, or give a new folder")
     parent = workdir_of(source)
     if not (parent / "config.json").exists():
         raise InputError(f"--init_from={source}: has no config.json; give the workdir of a run, or "
@@ -86,13 +85,13 @@ def branch(
     new = _with_rule(stored, step, rule, dict(as_pairs(overrides)))
     command = {"branch_of": str(parent), "rule": rule, "overrides": dict(overrides or {})}
     try:
-        _copy_step(parent, workdir, step)
         events = files.LiteralPath(parent).glob("events.out.tfevents.*")
         for name in (*_KEPT, *(path.name for path in events)):
             if (parent / name).exists():
                 files.copy_tree(parent / name, workdir / name)
         MetricWriter(workdir, restored_step=step).close()
         record_start(workdir, (), step, command)
+        _copy_step(parent, workdir, step)
         files.write_whole(workdir / "config.json", new.to_json())  # last: now it is a run
     except BaseException:
         workdir.rmtree(missing_ok=True)
@@ -101,7 +100,7 @@ def branch(
     end = parse_durations(new.resolved)["duration"]
     logger.info("%s: %s from step %d to step %d, at first with a learning rate of %.4g; to train "
                 "it: vit_jax --workdir=%s", workdir, rule, step, end, now, workdir)  # fmt: skip
-    if now < _LOW * was:
+    if now < 0.01 * was:  # with such a rate a model hardly learns
         logger.warning(
             "the run had lowered its learning rate from %.3g to %.3g; to raise it again, give "
             "--config.optimizer.peak_lr and --config.schedule.warmup, or branch from an earlier "
