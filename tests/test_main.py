@@ -259,14 +259,14 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs = ("train", "evaluate", "predict", "export", "study", "label", "figures", "doctor",
-               "keys")  # fmt: skip
+    of_runs = ("train", "branch", "evaluate", "predict", "export", "study", "label", "figures",
+               "doctor", "keys")  # fmt: skip
     of_jobs = ("train", "evaluate", "doctor")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "keys")
     assert ("--print_config" in out) == (command in of_configs)
-    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "check"))
+    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check"))
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
 
@@ -404,6 +404,9 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert (code, err.splitlines()[-1]) == (75, "stopped at step 7")
     code, err = end_with(Interrupted("stopped at step 7"))
     assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
+    code, err = end_with(KeyboardInterrupt())
+    nothing = "Interrupted; nothing is saved. Run the same command to begin"
+    assert (code, err.splitlines()[-1]) == (130, nothing)
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
     full = ValueError('RESOURCE_EXHAUSTED: Error writing "a":\nNo space left on device [28]')

@@ -136,7 +136,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
-        print("Interrupted. A run that has saved continues by the same command.", file=sys.stderr)
+        print("Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
     except Exception as e:
         said = str(e)

@@ -77,6 +77,20 @@ RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}
 OWN = {"rsqrt": {"timescale": 60}, "exponential": {"timescale": 60}}
 
 
+@pytest.mark.parametrize("name", ["cosine", "multistep"])
+def test_one_that_starts_later_is_moved(name):
+    def make(start):
+        milestones = [start + 50, start + 70] if name == "multistep" else ()
+        spans = {"warmup_steps": 10, "cooldown_steps": 20, "milestones": milestones}
+        return make_schedule(name, peak_lr=2.0, total_steps=start + 100, start=start, **spans)
+
+    steps = np.arange(101)
+    np.testing.assert_allclose(make(30)(steps + 30), make(0)(steps), rtol=1e-6)
+    assert make(30)(29) == 0
+    with at_fault("duration"):
+        make_schedule(name, peak_lr=2.0, total_steps=30, start=30)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_warmup_is_linear_from_zero(name):
     schedule = make_schedule(name, **RUN, **OWN.get(name, {}))

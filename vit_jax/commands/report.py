@@ -18,7 +18,9 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 import argparse
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -28,6 +30,9 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.insight.runs import Run
 
 logger = logging.getLogger("vit_jax")
 
@@ -63,8 +68,8 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
-    names = [run.name for run in found]
-    config, last = runs.differences(found), runs.last_values(found)
+    said = _compared(found)
+    names, config, last = said.values()
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
     if not curves and any(output.suffix == ".png" for output in flags.output):
@@ -83,7 +88,6 @@ def main(flags: argparse.Namespace) -> int:
         files.write_whole(output, make[output.suffix]())
         logger.info("written: %s", output)
     if flags.format == "json":
-        said = {"runs": names, "config": config, "metrics": last}
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
     shown = {
@@ -94,6 +98,34 @@ def main(flags: argparse.Namespace) -> int:
     console.print(as_table("config", names, config) if config else "The configs are the same.")
     console.print(as_table("metrics", names, shown))
     return exit_codes.DONE
+
+
+def compare(workdirs: Sequence[str | os.PathLike]) -> dict[str, Any]:
+    """Compare runs by their configs and their last metrics.
+
+        found = vit_jax.compare(["runs/a", "runs/b"])
+        pandas.DataFrame(found["metrics"], index=found["runs"])
+
+    Args:
+      workdirs: of runs, which may still be training, and of studies, which stand for their runs.
+
+    Returns:
+      {"runs": their names, "config": {key in which they differ: its values}, "metrics": {name: its
+      last values}}, with a value for each run, None where it has none; as `report --format=json`.
+
+    Raises:
+      InputError: a ValueError that names each workdir that holds neither.
+    """
+    from vit_jax.insight import runs
+
+    return _compared(runs.read_all(workdirs)[0])
+
+
+def _compared(found: "Sequence[Run]") -> dict[str, Any]:
+    from vit_jax.insight import runs
+
+    names, config = [run.name for run in found], runs.differences(found)
+    return {"runs": names, "config": config, "metrics": runs.last_values(found)}
 
 
 def as_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:

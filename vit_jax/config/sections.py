@@ -203,6 +203,9 @@ class Schedule(Section):
     """The learning rate over time."""
 
     name: str = key("cosine", "its decay after the warm-up")
+    start: str = key(
+        "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
+    )
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: str = key("0 steps", "linear to 0 at the end, on top of the decay", form="duration")
     rule: str | None = key(
