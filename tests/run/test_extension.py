@@ -128,7 +128,7 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(folder, run(name, duration, callbacks, warmup) -> (checksums, summary)) with a `whole` run."""
+    """(folder, run(name, ...) -> (checksums, summary)) with a `whole` run."""
     folder = epath.Path(tmp_path_factory.mktemp("runs"))
 
     def run(name, duration=None, callbacks=(), warmup="4 steps"):
