@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import warnings
 
 import hand_made
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.metrics import f1_score
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, eval_splits
@@ -43,6 +45,9 @@ def test_mean_average_precision_of_the_classes_that_are_shown():
     x, t = (np.delete(rows, (2, 17), axis=0) for rows in (logits.astype(np.float64), labels))
     expected = np.mean([average_precision(t[:, c], x[:, c]) for c in (0, 1, 2, 4)])
     assert found["mean_ap"] == pytest.approx(expected) and found["num_examples"] == 18
+    with warnings.catch_warnings(action="ignore"):  # of the class that no image shows
+        macro, micro = (f1_score(t, x >= 0, average=of) for of in ("macro", "micro"))
+    assert found["macro_f1"] == pytest.approx(macro) and found["micro_f1"] == pytest.approx(micro)
     entropies = np.logaddexp(0, x) - x * t
     assert found["loss"] == pytest.approx(entropies.sum(axis=1).mean(), rel=1e-5)
     with pytest.raises(NothingToMeasureError, match=r"^split: no image has a label"):

@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
-from vit_jax.evaluators.metric_names import declared_metrics
+from vit_jax.evaluators.metric_names import declared_metrics, is_named
 
 T = TypeVar("T")
 
@@ -324,7 +324,7 @@ class Study(Part):
                 faults.append(f"{where}: no such evaluator; {nearest(name, list(evals))}")
                 continue
             known = faults.check(accuracies, metric.config, name)
-            faults.need(known is None or metric.name in known,
+            faults.need(known is None or is_named(metric.name, known),
                         f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
             finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])
             if self.config.study.point == "best" and finder is not None:
