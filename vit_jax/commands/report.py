@@ -1,12 +1,13 @@
-"""Report on runs and studies: tables, curves, or one HTML page that needs no network.
+"""Compare runs and studies: tables, curves, or one HTML page that needs no network.
 
-  python -m vit_jax.main report runs/a runs/b
-  python -m vit_jax.main report runs/sweep --output=curves.png --output=table.csv
+  python -m vit_jax.main report runs/
+  python -m vit_jax.main report runs/a runs/b --output=curves.png --output=table.csv
   python -m vit_jax.main report runs/a runs/study --figures=FIGURES --output=report.html
 
-Runs may still be training; the folder of a study stands for its runs. It prints the config keys in
-which the runs differ and their last metrics; FILE.csv holds the same. FILE.png has a panel for each
---metric, by default the first four of train/loss, the evaluators' top-1 and their other metrics.
+Runs may still be training; a folder stands for the runs and studies in it, up to two folders deep.
+It prints the last metrics of the runs, the best run first, and the config keys in which they
+differ; FILE.csv holds the same of every metric. FILE.png has a panel for each --metric, by default
+the first four of train/loss, the evaluators' top-1 and their other metrics.
 
 FILE.html shows results with deviations over seeds, curves that zoom, times, the configs and their
 differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
@@ -33,10 +34,13 @@ logger = logging.getLogger("vit_jax")
 
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
+_NAME, _EDGE = 24, 3  # characters of a run's name before it is folded, and of a column's edges
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of runs and studies")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="workdirs of runs and studies, or folders of them"
+    )
     repeated = {"action": "append", "default": []}
     paths = repeated | {"type": files.absolute}
     parser.add_argument(
@@ -63,6 +67,7 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
+    found = runs.best_first(found)
     names = [run.name for run in found]
     config, last = runs.differences(found), runs.last_values(found)
     curves = runs.choose_metrics(found, flags.metric)
@@ -86,19 +91,51 @@ def main(flags: argparse.Namespace) -> int:
         said = {"runs": names, "config": config, "metrics": last}
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    shown = {
-        name: ["" if x is None else runs.show_mean(name, [x]) for x in values]
-        for name, values in last.items()
+    first = runs.main_metric(found)
+    shown = [name for name in runs.evaluated(found) if not name.endswith("/num_examples")]
+    shown = [*dict.fromkeys([*[first] * (first is not None), *shown, "train/loss"])]
+    cells = {
+        name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
+        for name in shown
+        if name in last
     }
-    console = Console()
-    console.print(as_table("config", names, config) if config else "The configs are the same.")
-    console.print(as_table("metrics", names, shown))
+    steps = [run.short_state for run in found]
+    print_runs(Console(), names, {"step": steps} | cells)
+    if config:
+        print_differences(Console(), config)
+    elif len(names) > 1:
+        print("The configs are the same.")
     return exit_codes.DONE
 
 
-def as_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:
-    """A row for each key or metric, and a column for each run."""
-    table = Table(*(Column(Text(name), overflow="fold") for name in (title, *names)))
-    for name, values in rows.items():
-        table.add_row(Text(name), *(Text(str(value)) for value in values))
-    return table
+def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+    """Print a row for each run, with as many of the columns `cells` as the console has room for."""
+    width = min(_NAME, max(map(len, names)))
+    table = Table(Column("", justify="right"), Column("run", overflow="fold", min_width=width))
+    left = console.width - 1 - len(str(len(names))) - width - 2 * _EDGE
+    columns = dict(cells)
+    for name, texts in cells.items():
+        head = name.replace("/", "/\n")  # a narrow column
+        left -= max(map(len, [*head.split("\n"), *texts])) + _EDGE
+        if left < 0:
+            break
+        table.add_column(Text(head), justify="right", no_wrap=True)
+        del columns[name]
+    kept = [texts for name, texts in cells.items() if name not in columns]
+    for i, (name, *texts) in enumerate(zip(names, *kept, strict=True), 1):
+        table.add_row(str(i), Text(name), *map(Text, texts))
+    console.print(table)
+    if columns:
+        console.print(f"Not shown: {', '.join(columns)}; see --format=json", soft_wrap=True)
+
+
+def print_differences(console: Console, config: Mapping[str, Sequence[object]]) -> None:
+    """Print a row for each key: its values, each with the numbers of the runs that have it."""
+    table = Table("config", Column("value: runs", overflow="fold"))
+    for key, values in config.items():
+        runs_of: dict[str, list[str]] = {}
+        for i, value in enumerate(values, 1):
+            runs_of.setdefault(str(value), []).append(str(i))
+        shown = (f"{value}: {', '.join(numbers)}" for value, numbers in runs_of.items())
+        table.add_row(Text(key), Text("\n".join(shown)))
+    console.print(table)
