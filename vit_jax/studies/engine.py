@@ -21,7 +21,7 @@ import hashlib
 import io
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
@@ -29,6 +29,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
+from vit_jax.data.images.files import few
 from vit_jax.evaluators.metric_names import declared_metrics, is_named
 
 T = TypeVar("T")
@@ -112,6 +113,12 @@ class Measured:
     def is_whole(self) -> bool:
         return bool(self.values) and None not in self.values
 
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Sorts the best first: any that diverged behind, those without a value last."""
+        mean = statistics.fmean(self.known) if self.known else 0.0
+        return not self.known, DIVERGED in self.states, -mean
+
     def __str__(self) -> str:
         """Mean and deviation in percent, or the states of the members."""
         known = self.known
@@ -138,7 +145,7 @@ class Report(NamedTuple):
     values: further content of study.json.
     complete: whether all planned results are there; None: if no `Measured` lacks one.
     files: {name: content} of additional files.
-    best: the members of the best row, by seeds; () if the study compares no rows.
+    best: the best members, by seeds, as `Found.best_of` gives them; () if none are compared.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -286,6 +293,15 @@ class Study(Part):
             results |= {member.name: done for member in new}
         return self.members(results)
 
+    def say_axes(self) -> str:
+        """What its runs differ in: "peak_lr: 1e-3, 3e-3; seed: 0, 1"."""
+        axes: dict[str, dict[str, None]] = {}
+        for member in self.all_members():
+            for key, value in member.place.items():
+                axes.setdefault(key, {})[str(value)] = None
+        several = {key: [*values] for key, values in axes.items() if len(values) > 1}
+        return "; ".join(f"{key}: {few(values)}" for key, values in several.items())
+
     def check_all(self) -> None:
         """Raise InputError if the config does not describe such a study."""
         faults = Faults()
@@ -359,6 +375,14 @@ class Found:
                   for result in ended if result is not None]  # fmt: skip
         return Measured(values, states, note)
 
+    def best_of(self, members: Iterable[Member], metric: str = "") -> list[str]:
+        """Those of `members` at the place with the best metric; [] if there is only one place."""
+        places = {repr(place): place for m in members if (place := without_seed(m))}
+        cells = {key: self.measure(metric, **place) for key, place in places.items()}
+        best = min(cells, key=lambda key: cells[key].rank, default="")
+        is_found = len(cells) > 1 and cells[best].known
+        return [member.name for member in self.at(**places[best])] if is_found else []
+
     def csv(self) -> str:
         """A row for each training run that has ended: its place, state and summary."""
         ended = [(m, self.results[m.name]) for m in self.members
@@ -374,6 +398,21 @@ class Found:
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
+
+
+def without_seed(member: Member) -> dict[str, Any]:
+    """The place of a member in tables, over its seeds."""
+    return {key: value for key, value in member.place.items() if key != "seed"}
+
+
+def best_first(rows: Iterable[Mapping[str, Any]], *columns: str) -> list[Mapping[str, Any]]:
+    """Rows of a table by their best cell among `columns`, or all; see `Measured.rank`."""
+
+    def place(row):
+        cells = [cell for column, cell in row.items() if not columns or column in columns]
+        return min((cell.rank for cell in cells if isinstance(cell, Measured)), default=(True,))
+
+    return sorted(rows, key=place)
 
 
 def seeded(
