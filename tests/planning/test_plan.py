@@ -683,8 +683,8 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     words = ["plan", TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2"]
     assert main(words) == 2
     first = capsys.readouterr().err.splitlines()[0]
-    assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-\w+, cost under 0.01. The "
-                        "compiler's figures follow.", first)  # fmt: skip
+    assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-\w+, cost under 0.01. "
+                        "The compiler's figures follow.", first)  # fmt: skip
     monkeypatch.setattr(calculated, "calculate_plan", plan)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
