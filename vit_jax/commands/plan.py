@@ -143,7 +143,7 @@ def answer(figures: dict[str, Any]) -> str:
 
 def _time(run: dict[str, Any]) -> str:
     """Time of a step, MFU, and hours and cost of the run: the figures to budget."""
-    cost = "" if run["cost"] is None else f", cost {_money(run['cost'])}"
+    cost = "" if run["cost"] is None else f", cost {_amount(run['cost'], ',.2f', 0.01)}"
     hours = _amount(run["hours"], ",.3g")
     return (
         f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
@@ -154,10 +154,6 @@ def _time(run: dict[str, Any]) -> str:
 def _amount(amount: float, form: str = ",.4g", least: float = 0.001) -> str:
     """Hours or money; what is below `least` is worth no digits."""
     return f"under {least}" if 0 < amount < least else f"{amount:{form}}"
-
-
-def _money(amount: float) -> str:
-    return _amount(amount, ",.2f", 0.01)
 
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
@@ -283,7 +279,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     if run["tpu_core_days"] is not None:
         rows["TPU-core-days"] = _amount(run["tpu_core_days"])
     if run["cost"] is not None:
-        rows["cost"] = _money(run["cost"])
+        rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
     bound = f"bound by {roofline['bound_by']}"
     rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
     rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"

@@ -86,16 +86,16 @@ def main(flags: argparse.Namespace) -> int:
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
-    run, thresholds, top = pretrained.run, flags.thresholds, flags.top
-    if thresholds is None and top is None and run and run["config"]["data"]["multi_label"]:
-        thresholds = "0.5"
-    chosen: dict[str, Any] = {"top": top or 5}
-    if thresholds is not None:
-        least = prediction.read_thresholds(thresholds, pretrained)
-        chosen = {"top": top, "thresholds": least}
-    rows = prediction.classify(pretrained, source, **chosen, batch_size=flags.batch_size)
+    run, least, top = pretrained.run, flags.thresholds, flags.top
+    if least is None and top is None and run and run["config"]["data"]["multi_label"]:
+        least = "0.5"
+    thresholds = 0.0 if least is None else prediction.read_thresholds(least, pretrained)
+    top = top or (5 if least is None else None)
+    rows = prediction.classify(
+        pretrained, source, top=top, thresholds=thresholds, batch_size=flags.batch_size
+    )
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
-    num_columns = None if thresholds else min(chosen["top"], pretrained.model.num_classes or 1)
+    num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
     num_errors = _print_rows(itertools.chain(rows, absent), flags.format, num_columns)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
 
@@ -122,18 +122,17 @@ def _print_rows(rows: Iterable[dict[str, Any]], format: str, num_columns: int | 
     num_errors, table = 0, Table("image", "class", "probability")
     writer = csv.writer(sys.stdout, lineterminator="\n")
     if format == "csv":
-        numbers = ["", *(f"_{i}" for i in range(2, (num_columns or 0) + 1))]
-        head = [f"{name}{i}" for i in numbers for name in ("class", "probability")]
-        head = head if num_columns else ["labels", "probabilities"]
-        writer.writerow(["file", *head, "error"])
+        numbers = ["", *(f"_{i}" for i in range(2, (num_columns or 1) + 1))]
+        names = ("class", "probability") if num_columns else ("labels", "probabilities")
+        writer.writerow(["file", *(f"{name}{i}" for i in numbers for name in names), "error"])
     for row in rows:
         num_errors += "error" in row
         found = row.get("classes", [])
         if format == "csv":
             pairs = [(one["name"], f"{one['probability']:.6g}") for one in found]
-            cells = [cell for pair in pairs for cell in pair]
             if num_columns is None:
-                cells = [";".join(column) for column in zip(*pairs, strict=True)]
+                pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
+            cells = [cell for pair in pairs for cell in pair]
             cells += [""] * (2 * (num_columns or 1) - len(cells))
             writer.writerow([row["file"], *cells, row.get("error")])
         elif format == "json":

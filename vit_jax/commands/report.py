@@ -91,16 +91,13 @@ def main(flags: argparse.Namespace) -> int:
         said = {"runs": names, "config": config, "metrics": last}
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    first = runs.main_metric(found)
-    shown = [name for name in runs.evaluated(found) if not name.endswith("/num_examples")]
-    shown = [*dict.fromkeys([*[first] * (first is not None), *shown, "train/loss"])]
-    cells = {
+    shown = dict.fromkeys([runs.main_metric(found), *runs.evaluated(found), "train/loss"])
+    cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
         for name in shown
-        if name in last
+        if name in last and not name.endswith("/num_examples")
     }
-    steps = [run.short_state for run in found]
-    print_runs(Console(), names, {"step": steps} | cells)
+    print_runs(Console(), names, cells)
     if config:
         print_differences(Console(), config)
     elif len(names) > 1:
@@ -110,23 +107,20 @@ def main(flags: argparse.Namespace) -> int:
 
 def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
     """Print a row for each run, with as many of the columns `cells` as the console has room for."""
-    width = min(_NAME, max(map(len, names)))
+    width, shown = min(_NAME, max(map(len, names))), list[str]()
     table = Table(Column("", justify="right"), Column("run", overflow="fold", min_width=width))
     left = console.width - 1 - len(str(len(names))) - width - 2 * _EDGE
-    columns = dict(cells)
     for name, texts in cells.items():
         head = name.replace("/", "/\n")  # a narrow column
         left -= max(map(len, [*head.split("\n"), *texts])) + _EDGE
-        if left < 0:
-            break
-        table.add_column(Text(head), justify="right", no_wrap=True)
-        del columns[name]
-    kept = [texts for name, texts in cells.items() if name not in columns]
-    for i, (name, *texts) in enumerate(zip(names, *kept, strict=True), 1):
-        table.add_row(str(i), Text(name), *map(Text, texts))
+        if left >= 0:
+            table.add_column(Text(head), justify="right", no_wrap=True)
+            shown.append(name)
+    for i, name in enumerate(names):
+        table.add_row(str(i + 1), Text(name), *(Text(cells[column][i]) for column in shown))
     console.print(table)
-    if columns:
-        console.print(f"Not shown: {', '.join(columns)}; see --format=json", soft_wrap=True)
+    if others := [name for name in cells if name not in shown]:
+        console.print(f"Not shown: {', '.join(others)}; see --format=json", soft_wrap=True)
 
 
 def print_differences(console: Console, config: Mapping[str, Sequence[object]]) -> None:

@@ -374,10 +374,8 @@ def estimate_time(run: "Run") -> Finding:
         first_s = sum(costs[0].wall_s for costs in measure(calls, 1).values())
         most = min(_MOST, max(number - 2, 1))
         costs = measure(calls, int(np.clip(_MEASURED_S / first_s, _FEWEST, most)))
-    wait_s, step_s = (
-        statistics.median(cost.wall_s for cost in costs[name][len(costs[name]) // 2 :])
-        for name in calls
-    )
+    late = {k: [c.wall_s for c in found[len(found) // 2 :]] for k, found in costs.items()}
+    wait_s, step_s = (statistics.median(late[name]) for name in calls)
     total = datetime.timedelta(seconds=math.ceil(number * (wait_s + step_s)))
     text = (
         f"about {total} (estimate): {number:,} steps of {1e3 * step_s:.3g} ms, and "
@@ -408,9 +406,7 @@ def check_images(run: "Run") -> Finding:
                 broken = batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]
                 lines += [f"{source.record_name(i)}: {why_masked(source, ops, i)[1]}"
                           for i in broken]  # fmt: skip
-    count = f"{sum(run.sources[key].num_examples for key in specs):,} images read"
-    if not lines:
-        return Finding("all images", OK, f"{count}; none fails")
-    text = "\n".join([f"{count}; {len(lines):,} fail:", *lines])
-    remedy = "training leaves them out; repair or remove them"
-    return Finding("all images", WARNING, text, remedy)
+    number = sum(run.sources[key].num_examples for key in specs)
+    text = "\n".join([f"{number:,} images read; {len(lines):,} fail{':' * any(lines)}", *lines])
+    remedy = "training leaves them out; repair or remove them" * any(lines)
+    return Finding("all images", WARNING if lines else OK, text, remedy)

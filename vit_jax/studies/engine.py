@@ -295,12 +295,9 @@ class Study(Part):
 
     def say_axes(self) -> str:
         """What its runs differ in: "peak_lr: 1e-3, 3e-3; seed: 0, 1"."""
-        axes: dict[str, dict[str, None]] = {}
-        for member in self.all_members():
-            for key, value in member.place.items():
-                axes.setdefault(key, {})[str(value)] = None
-        several = {key: [*values] for key, values in axes.items() if len(values) > 1}
-        return "; ".join(f"{key}: {few(values)}" for key, values in several.items())
+        places = [member.place for member in self.all_members()]
+        axes = {key: dict.fromkeys(str(place.get(key)) for place in places) for key in places[0]}
+        return "; ".join(f"{key}: {few(axis)}" for key, axis in axes.items() if len(axis) > 1)
 
     def check_all(self) -> None:
         """Raise InputError if the config does not describe such a study."""
@@ -376,12 +373,15 @@ class Found:
         return Measured(values, states, note)
 
     def best_of(self, members: Iterable[Member], metric: str = "") -> list[str]:
-        """Those of `members` at the place with the best metric; [] if there is only one place."""
-        places = {repr(place): place for m in members if (place := without_seed(m))}
-        cells = {key: self.measure(metric, **place) for key, place in places.items()}
-        best = min(cells, key=lambda key: cells[key].rank, default="")
-        is_found = len(cells) > 1 and cells[best].known
-        return [member.name for member in self.at(**places[best])] if is_found else []
+        """Those with results at the best place of `members`; [] if there is only one place."""
+        places = [*{repr(place): place for m in members if (place := without_seed(m))}.values()]
+        best = min(places, key=lambda place: self.measure(metric, **place).rank, default={})
+        return self.measured(self.at(**best), metric) if len(places) > 1 else []
+
+    def measured(self, members: Iterable[Member], metric: str = "") -> list[str]:
+        """The names of those of `members` that have finished, with the metric."""
+        value_of, metric = self.study.value_of, metric or self.study.metric
+        return [m.name for m in members if value_of(self.results.get(m.name), metric) is not None]
 
     def csv(self) -> str:
         """A row for each training run that has ended: its place, state and summary."""

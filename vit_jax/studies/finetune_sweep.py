@@ -87,5 +87,4 @@ class FinetuneSweep(Study):
         if mean.known:
             rows.append({"member": "mean ± std", "peak_lr": best, "scored on": own_split,
                          self.label: mean})  # fmt: skip
-        winner = [member.name for member in final] if mean.known else ()
-        return Report(rows, {"peak_lr": best}, mean.is_whole, best=winner)
+        return Report(rows, {"peak_lr": best}, mean.is_whole, best=found.measured(final))

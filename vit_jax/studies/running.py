@@ -300,7 +300,7 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
     warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
-    best = "".join(f"{line}\n\n" for line in _say_winner(report))
+    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best else ""
     text = (
         f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{best}{warned}"
         f"The members:\n\n```sh\n{commands}\n```\n"
@@ -321,31 +321,25 @@ def _read_command(call: Call, member: Member) -> str:
 
 def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str, Any]:
     """The best members, by seeds: their place, mean metrics, workdirs, and the next command."""
-    states = {name: found.results[name].state for name in names if name in found.results}
-    names = [name for name, state in states.items() if state == FINISHED]
     rows = [found.study.numbers_of(found.results[name]) for name in names]
     metrics = [name for name in rows[0] if "/" in name
                and all(row.get(name) is not None for row in rows)]  # fmt: skip
-    workdirs = [str(call.workdir / name) for name in names]
     place = next(without_seed(m) for m in found.members if m.name == names[0])
+    workdir = [f"--workdir={call.workdir / names[0]}"]
     of_best = ["--best"] * (found.study.config.study.point == "best")
     return {
         "place": {key: value for key, value in place.items() if value != ""},
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
-        "workdirs": workdirs,
-        "next": shlex.join(["vit_jax", "evaluate", f"--workdir={workdirs[0]}", *of_best]),
+        "workdirs": [str(call.workdir / name) for name in names],
+        "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best]),
     }
 
 
-def _say_winner(report: Report) -> list[str]:
-    """Lines about the best members; [] if there are none."""
-    winner = report.values["winner"]
-    if winner is None:
-        return []
+def _say_winner(winner: Mapping[str, Any]) -> list[str]:
+    """Lines about the best members."""
     place = ", ".join(f"{key} {value}" for key, value in winner["place"].items())
-    return [f"Best: {place}: {readable(winner['values'])}",
-            *(f"Workdir: {workdir}" for workdir in winner["workdirs"]),
-            f"Next: {winner['next']}"]  # fmt: skip
+    workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
+    return [f"Best: {place}: {readable(winner['values'])}", *workdirs, f"Next: {winner['next']}"]
 
 
 def print_table(report: Report, title: str | None = None) -> None:
@@ -360,7 +354,8 @@ def print_table(report: Report, title: str | None = None) -> None:
 def _conclude(report: Report, call: Call, results: Results) -> int:
     """Print the results of a study; return the exit code."""
     print_table(report)
-    print("\n".join(_say_winner(report)))
+    if report.best:
+        print("\n".join(_say_winner(report.values["winner"])))
     for name, result in results.items():
         if result.state in (FAILED, DIVERGED):
             print(f"{name} {result.state}: {result.error}", file=sys.stderr)
