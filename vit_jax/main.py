@@ -30,6 +30,7 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 # tracing of a program almost all of them stay, and the search takes an eighth of a start.
 _NEW_CONTAINERS = 20_000
 
+_SYNONYMS = {"compare": "report"}  # as in Python
 _FREE_SPACE = "free space on its disk, then run the same command again"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
@@ -124,7 +125,8 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     command = words.pop(0) if not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
-            raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
+            hint = nearest(_SYNONYMS.get(command, command), COMMANDS)
+            raise InputError(f"{command!r}: no such command; {hint}")
         flags = parse_flags(command, words)
         from vit_jax.config import plugins  # imported late, so that wrong flags fail at once
 

@@ -135,8 +135,12 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     out = "".join(capsys.readouterr().out.split())
     assert "[bold]decode|flip" in out  # a cell is no markup
     best = [f"{tmp_path}/w/peak_lr_3e-3__ops__bold_decode_flip__seed_{seed}" for seed in (0, 1)]
-    assert f"best:{','.join(best)}" in out
+    assert f"Workdir:{best[0]}Workdir:{best[1]}Next:vit_jaxevaluate--workdir={best[0]}" in out
     found = json.loads((tmp_path / "w/study.json").read_text())
+    said = f"# {CONFIG}: sweep\n\noptimizer.peak_lr: 1e-3, 3e-3; seed: 0, 1\n\n"
+    page = (tmp_path / "w/study.md").read_text()
+    assert page.startswith(said) and f"Workdir: {best[1]}" in page
+    assert found["winner"]["values"] == pytest.approx({"test/top1": 0.3})
     assert found["complete"] and found["metric"] == "test/top1"  # of the only evaluator
     assert [row["test/top1, %"]["mean"] for row in found["table"]] == pytest.approx([0.3, 0.1])
     assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]

@@ -42,11 +42,10 @@ def define_config_flags(
     )
 
 
-def define_format_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that chooses between a table for readers and JSON for programs."""
-    parser.add_argument(
-        "--format", default="table", choices=("table", "json"), help="of standard output"
-    )
+def define_format_flag(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Add the flag that chooses a table for readers, JSON for programs, or one of `more`."""
+    choices = ("table", "json", *more)
+    parser.add_argument("--format", default="table", choices=choices, help="of standard output")
 
 
 def positive_int(text: str) -> int:

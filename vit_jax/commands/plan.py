@@ -198,11 +198,17 @@ def answer(figures: dict[str, Any]) -> str:
 
 def _time(run: dict[str, Any]) -> str:
     """Time of a step, MFU, and hours and cost of the run: the figures to budget."""
-    cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
+    cost = "" if run["cost"] is None else f", cost {_amount(run['cost'], ',.2f', 0.01)}"
+    hours = _amount(run["hours"], ",.3g")
     return (
         f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
-        f"{run['hours']:,.3g} hours, {run['chip_hours']:,.4g} chip-hours{cost}"
+        f"{hours} hours, {_amount(run['chip_hours'])} chip-hours{cost}"
     )
+
+
+def _amount(amount: float, form: str = ",.4g", least: float = 0.001) -> str:
+    """Hours or money; what is below `least` is worth no digits."""
+    return f"under {least}" if 0 < amount < least else f"{amount:{form}}"
 
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
@@ -265,7 +271,8 @@ def memory_table(figures: dict[str, Any], per: str) -> Table:
     memory = figures["memory_bytes"]
     shown = ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
              "peak", "capacity", "margin")  # fmt: skip
-    rows = {name: _bytes(memory[name]) for name in shown if name != "teachers" or memory[name]}
+    rows = {name.replace("_", " "): _bytes(memory[name]) for name in shown}
+    rows = {name: size for name, size in rows.items() if size != "0.0 MiB"}
     fits = "maybe" if memory["may_not_fit"] else "yes"
     rows["fits"] = fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much"
     rows["host, at save"] = _bytes(figures["host_bytes_at_save"])
@@ -312,23 +319,26 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 def estimate_table(estimate: dict[str, Any]) -> Table:
     """Table of time and cost; all figures are estimates."""
     roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
-    by = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
+    by = (
+        "by the compiler"
+        if usual is None
+        else f"at {usual['share_of_peak']:.0%} of the chips' peak"
+    )
     rows = {
         "step": f"{run['step_s'] * 1e3:,.4g} ms",
         "MFU": f"{run['mfu']:.1%}",
         "images/s": f"{run['images_per_s']:,.0f}",
-        "hours": f"{run['hours']:,.4g}",
-        "chip-hours": f"{run['chip_hours']:,.4g}",
+        "hours": _amount(run["hours"]),
+        "chip-hours": _amount(run["chip_hours"]),
     }
     if run["tpu_core_days"] is not None:
-        rows["TPU-core-days"] = f"{run['tpu_core_days']:,.4g}"
+        rows["TPU-core-days"] = _amount(run["tpu_core_days"])
     if run["cost"] is not None:
-        rows["cost"] = f"{run['cost']:,.2f}"
-    rows = {f"{name}, {by}": value for name, value in rows.items()}
+        rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
     bound = f"bound by {roofline['bound_by']}"
-    rows["step by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
-    rows["MFU by the roofline"] = f"{roofline['mfu']:.1%}"
-    return _pairs("Estimates", rows)
+    rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
+    rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"
+    return _pairs(f"Estimates {by}", rows)
 
 
 def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:

@@ -12,8 +12,9 @@ and deviation are over `seed`, if it is swept.
 The runs of a study are its members. They run one after another in WORKDIR/MEMBER, each by a
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
-failure the remaining members still run, and the same command retries the failed one. The report is
-WORKDIR/study.md, study.json and study.csv.
+failure the remaining members still run, and the same command retries the failed one. It ends with a
+table, the best first, and the winner: its metrics, its workdir and the command that evaluates it.
+They are also in WORKDIR/study.md and study.json; study.csv has a row for each run.
 
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
@@ -141,7 +142,7 @@ def plan_study(flags: argparse.Namespace) -> int:
     study, _ = prepare_study(flags, writes=False)
     target = Target(target_slice)
     start_planning(target)
-    title = f"{study.config.study.name} on {target_slice.name}"
+    title = f"{flags.config}: {study.config.study.name} on {target_slice.name}"
     print_table(plan_members(study, Planner(target, flags.price_per_chip_hour)), title)
     Console().print(
         f"By calculation: steps at {USUAL_SHARE:.0%} of the peak, or less where memory or the "

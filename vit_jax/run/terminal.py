@@ -107,13 +107,18 @@ class _ConsoleHandler(logging.Handler):
 
 def is_accuracy(name: str) -> bool:
     """Whether a metric is an accuracy, or its deviation, which are shown in percent."""
-    return name.removesuffix("_raw").endswith(("top1", "top5", "top1_std"))
+    return is_of_class(name) or name.removesuffix("_raw").endswith(("top1", "top5", "top1_std"))
+
+
+def is_of_class(name: str) -> bool:
+    """Whether a metric is the value of one class, such as val/accuracy/cat."""
+    return name.count("/") > 1
 
 
 def readable(values: Mapping[str, float | None]) -> str:
     """Metrics as text: accuracies in percent, counts in full, others with four digits.
 
-    None is shown as not finite.
+    None is shown as not finite; values of single classes are left out.
     """
 
     def show(name, value):
@@ -123,4 +128,5 @@ def readable(values: Mapping[str, float | None]) -> str:
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 
-    return ", ".join(show(name, value) for name, value in values.items())
+    shown = {name: value for name, value in values.items() if not is_of_class(name)}
+    return ", ".join(show(name, value) for name, value in shown.items())
