@@ -61,7 +61,7 @@ def get_config(arg=""):
 
 
 def follow_paper(c):
-    set_length(c, 1024, "800 epochs", "10 epochs", save="5 epochs", log="100 steps")
+    set_length(c, 1024, "800 epochs", "1.25 %", save="5 epochs", log="100 steps")
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "30 epochs", "1 epochs"
     c.optimizer.peak_lr = 5e-4 * 1024 / 256
     c.model.name, c.model.gelu, c.model.stochastic_depth = "ViT-S/16", "exact", 0.1
@@ -77,9 +77,10 @@ def follow_paper(c):
 
 def make_own(c):
     """A ViT of 1.2 million parameters on own images, from scratch."""
-    use_own_images(c, "1000 steps", "100 steps")
+    use_own_images(c, "1000 steps")
     use_small_views(c, "scaled_inception_crop")
     use_small_head(c)
+    c.objective.temperature_warmup, c.objective.freeze_prototypes = "20 %", "3 %"
 
 
 def use_small_head(c):
@@ -90,7 +91,7 @@ def use_small_head(c):
 
 def make_small(c):
     """A ViT of 0.5 million parameters and 1,024 prototypes on CIFAR-10; 0.9 CPU seconds a step."""
-    set_length(c, 128, "600 steps", "60 steps", save="300 steps", log="10 steps")
+    set_length(c, 128, "600 steps", "10 %", save="300 steps", log="10 steps")
     use_small_head(c)
     use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3, pos_embed="sincos_2d")
     use_cifar10(c, "")

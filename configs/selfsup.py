@@ -78,7 +78,7 @@ def go_on(c, model, data):
     patch = token_stride(model)[0]
     size = 224 if 224 % patch == 0 else 14 * patch
     create_model(model, image_size=size)
-    set_length(c, 64, "2000 steps", "200 steps", save="500 steps", log="10 steps")
+    set_length(c, 64, "2000 steps", "10 %", save="500 steps", log="10 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
     c.model.name, c.model.dtype, c.data.name = model, "bfloat16", data
     c.data.image_size, c.data.local_size = size, max(1, round(96 / patch)) * patch
@@ -97,11 +97,11 @@ def go_on(c, model, data):
 
 def make_own(c):
     """A ViT of 1.2 million parameters, from scratch."""
-    use_own_images(c, "1000 steps", "100 steps")
+    use_own_images(c, "1000 steps")
     use_small_views(c, "scaled_inception_crop")
     o = c.objective
     o.num_prototypes, o.head_width, o.bottleneck = 1024, 256, 64
-    o.temperature_warmup, o.freeze_prototypes = "200 steps", "35 steps"
+    o.temperature_warmup, o.freeze_prototypes = "20 %", "3 %"
     c.optimizer.peak_lr, c.optimizer.ema_decay = 5e-4, 0.99
 
 

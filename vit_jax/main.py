@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import select
 import sys
 import traceback
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -29,6 +30,7 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 # tracing of a program almost all of them stay, and the search takes an eighth of a start.
 _NEW_CONTAINERS = 20_000
 
+_SYNONYMS = {"compare": "report"}  # as in Python
 _FREE_SPACE = "free space on its disk, then run the same command again"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
@@ -69,7 +71,12 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             overrides.append((key, value))
         else:
             rest.append(word)
-    flags = parser.parse_args(rest)
+    flags, unknown = parser.parse_known_args(rest)
+    known = re.findall(r"--\w+", parser.format_usage())
+    collect_faults([
+        f"{word}: no such flag of {command}; {nearest(word.partition('=')[0], known)}"
+        for word in unknown
+    ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
     if keys and "config.KEY" not in flags:
         raise InputError(f"--config.{keys[0]}: this command takes no config")
@@ -118,7 +125,8 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     command = words.pop(0) if not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
-            raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
+            hint = nearest(_SYNONYMS.get(command, command), COMMANDS)
+            raise InputError(f"{command!r}: no such command; {hint}")
         flags = parse_flags(command, words)
         from vit_jax.config import plugins  # imported late, so that wrong flags fail at once
 
@@ -130,7 +138,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
-        print("Interrupted. A run that has saved continues by the same command.", file=sys.stderr)
+        print("Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
     except Exception as e:
         said = str(e)

@@ -163,22 +163,30 @@ def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
     chosen = found["train would choose"]["found"]
     assert "mesh: replica 1, data 1, fsdp 8" in chosen and "train 1,437" in chosen
     assert "attention" in chosen
+    assert found["time"]["state"] == "ok" and "(estimate): 40 steps of " in found["time"]["found"]
     # What is asked for and cannot be reached; the images of the config are missing too.
     missing = f"--config.data.data_dir={tmp_path / 'no'}"
     assert main(["doctor", "--config=folder:debug", missing]) == 1
     out = capsys.readouterr().out
     assert "failed" in out and "data folder" in out and "→" in out
+    assert "no such file or folder" in out and "Errno" not in out
     for name in ("cat", "dog"):
         for i in range(9):
             path = tmp_path / f"own/{name}/{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            Image.new("RGB", (20, 20)).save(path)
+    (tmp_path / "own/cat/3.png").write_text("no image")
+    (tmp_path / "own/dog/5.png").write_bytes(b"")
     words = ["--config=folder:debug", f"--data_dir={tmp_path / 'own'}", "--format=json"]
-    main(["doctor", *words, "--config.global_batch_size=8"])
+    assert main(["doctor", *words, "--config.global_batch_size=8", "--all_images"]) == 0
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert "train 16, val 2" in found["train would choose"]["found"]
+    said = found["all images"]["found"].splitlines()
+    assert said[0] == "18 images read; 2 fail:" and found["all images"]["state"] == "warning"
+    assert sorted(line.partition(":")[0] for line in said[1:]) == ["cat/3.png", "dog/5.png"]
 
 
 def test_a_key_without_a_config_is_refused(capsys):
-    assert main(["doctor", "--config.seed=1"]) == 2
-    assert "--config.seed" in capsys.readouterr().err
+    for flag in ("--config.seed=1", "--all_images"):
+        assert main(["doctor", flag]) == 2
+        assert flag.partition("=")[0] in capsys.readouterr().err

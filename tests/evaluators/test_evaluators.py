@@ -1,6 +1,7 @@
 import copy
 import pathlib
 import re
+import types
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from hand_made import OF_SPLIT, OF_SPLITS, digit_pixels, make_inputs, run_on_features
+from sklearn import metrics
 from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import InputError
@@ -77,7 +79,7 @@ def test_metrics_of_one_batch():
     result = run(batch(LOGITS, [0, 3, 0]))
     expected = -log_softmax(LOGITS)[[0, 1, 2], [0, 3, 0]].mean()
     np.testing.assert_allclose(result.pop("loss"), expected, rtol=1e-6)
-    del result["ece"]  # below
+    del result["ece"], result["macro_top1"], result["macro_f1"]  # below
     assert {type(value) for value in result.values()} == {float, int}  # for JSON
     assert result == {"top1": pytest.approx(1 / 3), "top5": pytest.approx(2 / 3), "num_examples": 3}
 
@@ -120,6 +122,31 @@ def test_label_with_several_classes():
     targets = np.array([[0, 1, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]], np.float32)
     result = run(batch(LOGITS, targets), loss="sigmoid")
     assert (result["top1"], result["top5"]) == (pytest.approx(1 / 3), 1.0)
+
+
+def test_means_over_classes():
+    """As scikit-learn has them, over batches with masked rows; one class has no image."""
+    rng = np.random.default_rng(1)
+    logits, labels = rng.standard_normal((200, 7)), rng.choice([0, 0, 0, 1, 2, 4, 5, 6], 200)
+    mask = rng.random(200) < 0.7
+    logits[:, 3] -= 9
+    batches = [batch(logits[s], labels[s], mask[s]) for s in (np.s_[:90], np.s_[90:])]
+    names = ("a", "b/c", "ä [*]", "none", "x\n", "same", "same")
+    source = types.SimpleNamespace(name="own", num_classes=7, class_names=names)
+    inputs = make_inputs(batches, source=lambda: source)
+    found = Classification(**OF_SPLIT, by_class=True).bind(inputs)(1.0)
+    true, predicted = labels[mask], logits[mask].argmax(axis=1)
+    assert found["macro_top1"] == pytest.approx(metrics.balanced_accuracy_score(true, predicted))
+    f1 = metrics.f1_score(true, predicted, average="macro")
+    assert found["macro_f1"] == pytest.approx(f1)
+    recall = metrics.recall_score(true, predicted, average=None)
+    keys = ["accuracy/a", "accuracy/b/c", "accuracy/ä [*]", "accuracy/x\n", "accuracy/same (5)",
+            "accuracy/same (6)"]  # fmt: skip
+    of_classes = [found[key] for key in found if "/" in key]
+    assert [key for key in found if "/" in key] == keys and of_classes == pytest.approx(recall)
+    source.num_classes = 1_001
+    with pytest.raises(InputError, match="by_class=True: own has 1,001 classes"):
+        Classification(**OF_SPLIT, by_class=True).bind(inputs)
 
 
 def test_calibration_error():
@@ -203,7 +230,10 @@ def test_every_digit_counts_once(model_on_mesh, loss_name):
 
     assert results.keys() == ({"test", "larger", "whole"} if loss_name == "softmax" else {"test"})
     for result in results.values():
-        assert result.keys() == {"top1", "top5", "loss", "ece", "num_examples"}
+        assert result.keys() == {"top1", "top5", "loss", "ece", "num_examples", "macro_top1",
+                                 "macro_f1"}  # fmt: skip
+        f1 = metrics.f1_score(labels, logits.argmax(axis=-1), average="macro")
+        assert result["macro_f1"] == pytest.approx(f1)
         assert result["num_examples"] == 360
         assert result["top1"] == right[:, 0].sum() / 360
         assert result["top5"] == right[:, :5].sum() / 360

@@ -1,12 +1,16 @@
 """Mean average precision by its definition, and a whole run on images with several labels."""
 
+import csv
 import dataclasses
+import io
 import json
+import warnings
 
 import hand_made
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.metrics import f1_score
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, eval_splits
@@ -43,6 +47,9 @@ def test_mean_average_precision_of_the_classes_that_are_shown():
     x, t = (np.delete(rows, (2, 17), axis=0) for rows in (logits.astype(np.float64), labels))
     expected = np.mean([average_precision(t[:, c], x[:, c]) for c in (0, 1, 2, 4)])
     assert found["mean_ap"] == pytest.approx(expected) and found["num_examples"] == 18
+    with warnings.catch_warnings(action="ignore"):  # of the class that no image shows
+        macro, micro = (f1_score(t, x >= 0, average=of) for of in ("macro", "micro"))
+    assert found["macro_f1"] == pytest.approx(macro) and found["micro_f1"] == pytest.approx(micro)
     entropies = np.logaddexp(0, x) - x * t
     assert found["loss"] == pytest.approx(entropies.sum(axis=1).mean(), rel=1e-5)
     with pytest.raises(NothingToMeasureError, match=r"^split: no image has a label"):
@@ -80,6 +87,20 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
     assert (tmp_path / "tables/val/classes.csv").read_text().count("\n") == 4
     by_run = json.loads(capsys.readouterr().out)
     assert by_run["val/mean_ap"] == rows[-1]["val/mean_ap"]
+    # Every class above its threshold is predicted.
+    predict = ["predict", f"--workdir={tmp_path / 'run'}", "--format=csv", str(tmp_path / "0.png")]
+    assert main([*predict, "--thresholds=0"]) == 0
+    head, row = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert head == ["file", "labels", "probabilities", "error"]
+    names, p = row[1].split(";"), [float(x) for x in row[2].split(";")]
+    assert sorted(names) == ["ant", "bee", "first"] and p == sorted(p, reverse=True)
+    (tmp_path / "t.csv").write_text(f"class,threshold\n{names[0]},1\n{names[1]},\n{names[2]},0\n")
+    for flags, kept in (
+        ([], [n for n, x in zip(names, p, strict=True) if x >= 0.5]),
+        ([f"--thresholds={tmp_path / 't.csv'}"], names[1 : 2 if p[1] >= 0.5 else 1] + names[2:]),
+    ):
+        assert main([*predict, *flags]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split(",")[1] == ";".join(kept)
     export = f"--output={tmp_path / 'export'}"
     assert main(["export", f"--workdir={tmp_path / 'run'}", export, "--format=timm"]) == 0
     several = ["--config=configs/evaluate.py:multilabel,list", where, "--config.loss.name=sigmoid",

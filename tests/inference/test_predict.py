@@ -1,5 +1,6 @@
 """The predict command, and images as a model wants them."""
 
+import csv
 import functools
 import io
 import json
@@ -80,6 +81,11 @@ def test_a_table(golden, images, capsys):
     out = predict(capsys, f"--init_from={golden / 'hf_vit'}", "--top=1", images / "a.png")
     assert "class " in out
     assert "%" in out
+    words = [f"--init_from={golden / 'hf_vit'}", "--format=csv", "--top=2", images]
+    head, *rows = csv.reader(io.StringIO(predict(capsys, *words, code=1)))
+    assert head == ["file", "class", "probability", "class_2", "probability_2", "error"]
+    assert rows[0][0] == str(images / "a.png") and 1 > float(rows[0][2]) > float(rows[0][4]) > 0
+    assert rows[2][1:5] == [""] * 4 and rows[2][5].startswith("not a readable image")
 
 
 def test_pixels_of_an_image(images):
@@ -162,6 +168,8 @@ REFUSED = {
     ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
+    "no number": (["x.png", "--thresholds=many"], "--thresholds=many: No such file"),
+    "other classes": (["x.png", "--thresholds=t.csv"], "t.csv: has no threshold of 'class 0'"),
     "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),
     "a batch too small": (["x.png", "--batch_size=3"], "batch_size=3"),
 }  # fmt: skip
@@ -174,6 +182,7 @@ def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (8, 8)).save("x.png")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "t.csv").write_text("class,threshold\ncat,0.5\n")
     (tmp_path / "d.npz").mkdir()
     if case == "a pipe":
         os.mkfifo("pipe.jpg")  # to open it would wait for a writer

@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
     (study / "a_seed_0/starts.jsonl").write_text(json.dumps(start) + '\n{"cut')
     members = {"b": {"state": "failed", "error": "one\nout of memory\n", "summary": {}}}
     content = {
-        "study": "grid", "complete": False, "warnings": [], "members": members,
+        "title": "cells: grid", "axes": "row: a, b", "winner": {"workdirs": ["w/a_seed_1"]},
+        "complete": False, "warnings": [], "members": members,
         "columns": ["row", "test/top1, %"], "rows": [["<script>a</script>", "62.50 ± 17.68"]],
     }  # fmt: skip
     (study / "study.json").write_text(json.dumps(content))
@@ -119,7 +120,8 @@ def test_page_is_whole_and_names_are_only_text(page):
     )
     for words in (
         shown, HOSTILE, "<script>a</script>", "b: failed: out of memory", "optimizer.peak_lr",
-        "117.0 (86 %)", "vit_jax --config=<b>", "Figures of the model", "dog",
+        "cells: grid (row: a, b).", "Best: w/a_seed_1", "117.0 (86 %)",
+        "vit_jax --config=<b>", "Figures of the model", "dog",
     ):  # fmt: skip
         assert words in text, words
     assert text.index("dog 2 0.25") < text.index("cat 2 0.5")  # the weakest first

@@ -34,7 +34,7 @@ NAMES = ("ant", "bee", "cow", "dog")
 class NamedSource:
     """The parts of a source that a report reads."""
 
-    class_names, num_classes = NAMES, len(NAMES)
+    class_names, num_classes, split = NAMES, len(NAMES), "val"
 
     @staticmethod
     def record_name(record):
@@ -97,17 +97,20 @@ def test_results_of_several_labels(tmp_path, caplog):
     assert "lowest average precision by class: ant 75.0% of 2" in caplog.text
     head, *rows = read(tmp_path / "val/classes.csv")
     assert head[1:] == ["images", "predictions", "correct", "recall", "precision",
-                        "average_precision"]  # fmt: skip
+                        "average_precision", "threshold", "best_f1"]  # fmt: skip
     assert rows == [
-        ["ant", "2", "1", "1", "0.5", "1", "0.75"],
-        ["bee", "1", "1", "1", "1", "1", "1"],
-        ["cow", "0", "1", "0", "", "0", ""],
-        ["dog", "1", "1", "1", "1", "1", "1"],
+        ["ant", "2", "1", "1", "0.5", "1", "0.75", f"{0.5 / (1 + np.exp(3)):.6g}", "0.8"],
+        ["bee", "1", "1", "1", "1", "1", "1", "0.5", "1"],
+        ["cow", "0", "1", "0", "", "0", "", "", ""],
+        ["dog", "1", "1", "1", "1", "1", "1", "0.5", "1"],
     ]
     assert read(tmp_path / "val/wrong.csv") == [
         ["file", "classes", "missed", "added", "worst", "probability_of_worst"],
         [NamedSource.record_name(1), "ant;bee", "ant", "cow", "ant", "0.0474259"],
     ]
+    of_test = type("Test", (NamedSource,), {"split": "test"})
+    results.write_results(tmp_path, "test", shown, of_test)
+    assert read(tmp_path / "test/classes.csv") == [row[:-2] for row in (head, *rows)]
 
 
 def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix():

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def write_run(path, rows, **changes):
     config = load_config("configs/quickstart.py:debug")
     for key, value in changes.items():
-        section, _, leaf = key.partition("__")
-        config[section][leaf] = value
+        section, _, leaf = key.rpartition("__")
+        (config[section] if section else config)[leaf] = value
     path.mkdir(parents=True)
     (path / "config.json").write_text(config_json(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,16 +62,16 @@ def test_tables_and_image(workdirs, tmp_path, capsys):
     outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
     assert main([*words, *outputs, "--metric=train/loss"]) == 0
     out = capsys.readouterr().out
-    assert "optimizer.peak_lr" in out and "50.00 %" in out
+    assert "optimizer.peak_lr" in out and "50.00 %" in out and "0.0015: 2" in out
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
-    assert table[0] == ["kind", "name", "a/run", "b/run"]
-    assert ["config", "optimizer.peak_lr", "0.0015", "0.5"] in table
-    assert ["metrics", "test/top1", "0.5", ""] in table
+    assert table[0] == ["kind", "name", "b/run", "a/run"]
+    assert ["config", "optimizer.peak_lr", "0.5", "0.0015"] in table
+    assert ["metrics", "test/top1", "", "0.5"] in table
     assert main([*words, "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["runs"] == ["a/run", "b/run"]
-    assert said["config"] == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+    assert said["runs"] == ["b/run", "a/run"]
+    assert said["config"] == {"optimizer.peak_lr": [0.5, 1.5e-3]}
 
 
 def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
@@ -82,14 +82,43 @@ def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
     (folder / "study.json").write_text("{}")
     assert main(["report", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["runs"] == ["a [1]/other", "a [1]/run", "b/run"]
-    assert said["config"] == {"optimizer.peak_lr": [0.25, 1.5e-3, 0.5]}
+    assert said["runs"] == ["b/run", "a [1]/other", "a [1]/run"]  # one of them has val/top1
+    assert said["config"] == {"optimizer.peak_lr": [0.5, 0.25, 1.5e-3]}
+
+
+def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_path, capsys):
+    for i in range(9):
+        rows = [{"step": 2, "train/loss": 1.0, "val/top1": i / 10, "test/top1": 0.5,
+                 "val/macro_top1": 0.1, "val/ece": 0.5, "val/accuracy/a b": 0.1}]  # fmt: skip
+        write_run(tmp_path / f"more/run_{i}", rows, seed=i)
+    (tmp_path / "export").mkdir()  # of another library
+    (tmp_path / "export/config.json").write_text('{"architecture": "vit"}')
+    assert main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 or lines[-1].startswith("Not shown")
+    shown = [
+        line.split("│")[2].strip() for line in lines if line.startswith("│ ") and "unf" in line
+    ]
+    expected = [f"more/run_{i}" for i in range(8, -1, -1)]
+    expected.insert(6, "b/run")  # with a val/top1 of 0.25
+    assert shown == [*expected, "a/run"]
+    found = runs.read_all([tmp_path])[0]
+    assert runs.main_metric(found) == "val/top1"
+    rows = runs.compare(found)
+    assert rows[0]["val/top1"] == 0.8 and rows[0]["config.seed"] == 8
+    assert rows[0]["val/accuracy/a b"] == 0.1 and "accuracy" not in "".join(lines)
+    # What follows from other keys, and entries that only some runs have, are no differences.
+    a, b = (found[i]._replace(config={"seed": i, "model.width": i, f"evals.{i}.split": i},
+                              decided_by={"model.width": "source"}) for i in (0, 1))  # fmt: skip
+    assert runs.differences([a, b]) == {"seed": [0, 1]}
+    a, b = (run._replace(config={"model.width": run.config["model.width"]}) for run in (a, b))
+    assert runs.differences([a, b]) == {"model.width": [0, 1]}
 
 
 def test_no_run_has_a_row_yet(tmp_path, capsys):
     words = ["report", str(write_run(tmp_path / "run", []))]
     assert main(words) == 0
-    assert "The configs are the same" in capsys.readouterr().out
+    assert "0 unfinished" in capsys.readouterr().out
     assert main([*words, f"--output={tmp_path / 'c.png'}"]) == 2
     assert "no run has a metric yet" in capsys.readouterr().err
 
@@ -97,7 +126,8 @@ def test_no_run_has_a_row_yet(tmp_path, capsys):
 REFUSED = {
     "no run": ([], "no workdir"),
     "twice": (["run", "run"], "run, run"),
-    "empty": (["."], "has no config.json or study.json"),
+    "absent": (["no"], "no: no such folder"),
+    "empty": (["x"], "holds no run or study, but a.txt"),
     "endings": (["run", "--output=x.pdf", "--output=no/x.png"], "2 faults"),
     "figures": (["run", "--figures=no"], "--figures="),
     "metric": (["run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
@@ -109,6 +139,8 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
     words, says = REFUSED[case]
     write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/a.txt").touch()
     before = sorted(tmp_path.rglob("*"))
     assert main(["report", *words]) == 2
     assert says in capsys.readouterr().err

@@ -62,6 +62,12 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
     config.checkpoint.keep_best, config.stop.metric = "test/ece_raw", "test/num_examples"
     with at_fault("stop.metric"):
         prepare(config, tmp_path)
+    config.stop.metric = "test/accuracy/a loss"  # of a class
+    with at_fault("stop.metric"):
+        check_metrics(config)
+    config.evals.test.by_class = True
+    check_metrics(config)
+    assert find_direction(config, "test/accuracy/a loss") == "higher"
 
 
 @pytest.fixture

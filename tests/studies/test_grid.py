@@ -61,9 +61,10 @@ def test_table_has_means_deviations_and_what_is_not_there():
     report = report_of(config, results)
     assert report.columns == ["held_out/top1, %", "stem", "every layer"]
     assert report.texts == [
+        ["1-D", "40.00 (1 of 2)", "diverged"],  # the best first
         ["no positions", "31.00 ± 1.41", "-"],
-        ["1-D", "40.00 (1 of 2)", "diverged"],
     ]
+    assert report.best == ["1-D__stem__seed_5"]
     assert not report.is_complete and not report.files
     rows = csv_of(config, results)
     assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [

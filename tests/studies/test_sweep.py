@@ -8,6 +8,7 @@ import shlex
 import pytest
 from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
 
+import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel
@@ -134,13 +135,21 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     out = "".join(capsys.readouterr().out.split())
     assert "[bold]decode|flip" in out  # a cell is no markup
     best = [f"{tmp_path}/w/peak_lr_3e-3__ops__bold_decode_flip__seed_{seed}" for seed in (0, 1)]
-    assert f"best:{','.join(best)}" in out
+    assert f"Workdir:{best[0]}Workdir:{best[1]}Next:vit_jaxevaluate--workdir={best[0]}" in out
     found = json.loads((tmp_path / "w/study.json").read_text())
+    said = f"# {CONFIG}: sweep\n\noptimizer.peak_lr: 1e-3, 3e-3; seed: 0, 1\n\n"
+    page = (tmp_path / "w/study.md").read_text()
+    assert page.startswith(said) and f"Workdir: {best[1]}" in page
+    assert found["winner"]["values"] == pytest.approx({"test/top1": 0.3})
     assert found["complete"] and found["metric"] == "test/top1"  # of the only evaluator
     assert [row["test/top1, %"]["mean"] for row in found["table"]] == pytest.approx([0.3, 0.1])
     assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]
     assert r"| 3e-3 | [bold] decode\|flip | 30.00 ± 0.00 |" in (tmp_path / "w/study.md").read_text()
     assert [str(tmp_path / "w" / name) for name in found["best"]] == best
+    sweep = [flag.removeprefix("--sweep=") for flag in flags]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "check_members", lambda *args: None)
+        assert vit_jax.study(CONFIG, tmp_path / "w", sweep=sweep) == found
     command = shlex.split(found["members"][found["best"][1]]["command"])
     assert command[3:] == [
         f"--config={CONFIG}", "--config.optimizer.peak_lr=3e-3",

@@ -1,11 +1,13 @@
 """Check this machine: software, devices, memory, decoding, and access to data and services.
 
   python -m vit_jax.main doctor
-  python -m vit_jax.main doctor --config=folder --config.data.data_dir=IMAGES
+  python -m vit_jax.main doctor --config=folder --config.data.data_dir=IMAGES --all_images
   python -m vit_jax.main doctor --workdir=gs://bucket/runs --wandb --coordinator=HOST:PORT
 
-Each line that is not ok has a remedy. With --config it also says what `train` would choose. A
-workdir in a bucket is tried with a small object. The exit code is 1 if a check has failed.
+Each line that is not ok has a remedy. With --config it also says what `train` would choose, and
+estimates the time of the run from a few steps; --all_images also reads and decodes every image of
+the config's data, and names those that fail. A workdir in a bucket is tried with a small object.
+The exit code is 1 if a check has failed.
 """
 
 import argparse
@@ -29,6 +31,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--workdir", type=files.absolute, metavar="DIR", help="folder or bucket to write to"
     )
     parser.add_argument("--data_dir", metavar="DIR", help="folder or bucket with data to read")
+    parser.add_argument(
+        "--all_images", action="store_true", help="read every image of the config's data"
+    )
     parser.add_argument("--wandb", action="store_true", help="check Weights & Biases")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 that must answer")
     parser.add_argument("--timeout_s", type=float, default=15.0, help="limit of each check")
@@ -38,13 +43,15 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     if flags.overrides and flags.config is None:
         raise InputError(f"--config.{flags.overrides[0][0]}: needs --config=NAME too")
+    if flags.all_images and flags.config is None:
+        raise InputError("--all_images: needs --config=NAME too, such as --config=folder")
     config = None if flags.config is None else load_valid_config(flags)
 
     from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last
     from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
-    names = ("workdir", "data_dir", "wandb", "coordinator", "timeout_s")
+    names = ("workdir", "data_dir", "wandb", "coordinator", "all_images", "timeout_s")
     findings = [*examine(config=config, **{name: getattr(flags, name) for name in names})]
     if flags.format == "json":
         print(json.dumps([finding._asdict() for finding in findings], indent=2))

@@ -4,14 +4,21 @@
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
 Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
---data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, or as
-JSON lines with --format=json. They have names if the model comes with class names; 1,000 classes
-without names are assumed to be ImageNet's. Images that are missing or cannot be read are reported,
-all others are predicted, and the exit code is 1. --features=FILE.npz saves the features before the
-head, or with --tokens=patches the features of every patch.
+--data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, as JSON
+lines with --format=json, or with --format=csv for a spreadsheet, a row for each image. They have
+names if the model comes with class names; 1,000 classes without names are assumed to be ImageNet's.
+Images that are missing or cannot be read are reported, all others are predicted, and the exit code
+is 1.
+
+If the model's run had images with several labels, every class is printed whose probability is at
+least 1/2, or that of --thresholds: a number, or the classes.csv of `evaluate --output`.
+
+--features=FILE.npz saves the features before the head, or with --tokens=patches the features of
+every patch.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -42,8 +49,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
-    define_format_flag(parser)
-    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per image")
+    define_format_flag(parser, "csv")
+    parser.add_argument(
+        "--top", type=positive_int, help="classes to print per image; default: 5, or all above "
+        "their thresholds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--thresholds", metavar="FILE", help="smallest probability to print, or a classes.csv"
+    )
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -73,9 +86,17 @@ def main(flags: argparse.Namespace) -> int:
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
-    rows = prediction.classify(pretrained, source, top=flags.top, batch_size=flags.batch_size)
+    run, least, top = pretrained.run, flags.thresholds, flags.top
+    if least is None and top is None and run and run["config"]["data"]["multi_label"]:
+        least = "0.5"
+    thresholds = 0.0 if least is None else prediction.read_thresholds(least, pretrained)
+    top = top or (5 if least is None else None)
+    rows = prediction.classify(
+        pretrained, source, top=top, thresholds=thresholds, batch_size=flags.batch_size
+    )
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
-    num_errors = _print_rows(itertools.chain(rows, absent), flags.format)
+    num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
+    num_errors = _print_rows(itertools.chain(rows, absent), flags.format, num_columns)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
 
 
@@ -93,19 +114,37 @@ def _check_flags(flags: argparse.Namespace) -> None:
     collect_faults(faults)
 
 
-def _print_rows(rows: Iterable[dict[str, Any]], format: str) -> int:
-    """Print the predictions `rows` as a table or as JSON lines; return how many are errors."""
+def _print_rows(rows: Iterable[dict[str, Any]], format: str, num_columns: int | None) -> int:
+    """Print the predictions `rows` as a table, JSON lines or CSV; return how many are errors.
+
+    `num_columns`: classes of each row of CSV; None: differs, so all are in one cell.
+    """
     num_errors, table = 0, Table("image", "class", "probability")
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    if format == "csv":
+        numbers = ["", *(f"_{i}" for i in range(2, (num_columns or 1) + 1))]
+        names = ("class", "probability") if num_columns else ("labels", "probabilities")
+        writer.writerow(["file", *(f"{name}{i}" for i in numbers for name in names), "error"])
     for row in rows:
         num_errors += "error" in row
-        if format == "json":
+        found = row.get("classes", [])
+        if format == "csv":
+            pairs = [(one["name"], f"{one['probability']:.6g}") for one in found]
+            if num_columns is None:
+                pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
+            cells = [cell for pair in pairs for cell in pair]
+            cells += [""] * (2 * (num_columns or 1) - len(cells))
+            writer.writerow([row["file"], *cells, row.get("error")])
+        elif format == "json":
             print(json.dumps(row, ensure_ascii=False))
         elif "error" in row:
             table.add_row(Text(row["file"]), row["error"], "")
         else:
-            for i, found in enumerate(row["classes"]):
+            if not found:
+                table.add_row(Text(row["file"]), "none", "")
+            for i, one in enumerate(found):
                 shown = Text(row["file"] if i == 0 else "")
-                table.add_row(shown, Text(found["name"]), f"{found['probability']:.1%}")
+                table.add_row(shown, Text(one["name"]), f"{one['probability']:.1%}")
     if format == "table":
         Console().print(table)
     return num_errors

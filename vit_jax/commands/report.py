@@ -1,12 +1,13 @@
-"""Report on runs and studies: tables, curves, or one HTML page that needs no network.
+"""Compare runs and studies: tables, curves, or one HTML page that needs no network.
 
-  python -m vit_jax.main report runs/a runs/b
-  python -m vit_jax.main report runs/sweep --output=curves.png --output=table.csv
+  python -m vit_jax.main report runs/
+  python -m vit_jax.main report runs/a runs/b --output=curves.png --output=table.csv
   python -m vit_jax.main report runs/a runs/study --figures=FIGURES --output=report.html
 
-Runs may still be training; the folder of a study stands for its runs. It prints the config keys in
-which the runs differ and their last metrics; FILE.csv holds the same. FILE.png has a panel for each
---metric, by default the first four of train/loss, the evaluators' top-1 and their other metrics.
+Runs may still be training; a folder stands for the runs and studies in it, up to two folders deep.
+It prints the last metrics of the runs, the best run first, and the config keys in which they
+differ; FILE.csv holds the same of every metric. FILE.png has a panel for each --metric, by default
+the first four of train/loss, the evaluators' top-1 and their other metrics.
 
 FILE.html shows results with deviations over seeds, curves that zoom, times, the configs and their
 differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
@@ -18,7 +19,9 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 import argparse
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -29,14 +32,20 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
+if TYPE_CHECKING:
+    from vit_jax.insight.runs import Run
+
 logger = logging.getLogger("vit_jax")
 
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
+_NAME, _EDGE = 24, 3  # characters of a run's name before it is folded, and of a column's edges
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of runs and studies")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="workdirs of runs and studies, or folders of them"
+    )
     repeated = {"action": "append", "default": []}
     paths = repeated | {"type": files.absolute}
     parser.add_argument(
@@ -63,8 +72,9 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
-    names = [run.name for run in found]
-    config, last = runs.differences(found), runs.last_values(found)
+    found = runs.best_first(found)
+    said = _compared(found)
+    names, config, last = said.values()
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
     if not curves and any(output.suffix == ".png" for output in flags.output):
@@ -83,22 +93,77 @@ def main(flags: argparse.Namespace) -> int:
         files.write_whole(output, make[output.suffix]())
         logger.info("written: %s", output)
     if flags.format == "json":
-        said = {"runs": names, "config": config, "metrics": last}
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    shown = {
-        name: ["" if x is None else runs.show_mean(name, [x]) for x in values]
-        for name, values in last.items()
+    shown = dict.fromkeys([runs.main_metric(found), *runs.evaluated(found), "train/loss"])
+    cells = {"step": [run.short_state for run in found]} | {
+        name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
+        for name in shown
+        if name in last and not name.endswith("/num_examples")
     }
-    console = Console()
-    console.print(as_table("config", names, config) if config else "The configs are the same.")
-    console.print(as_table("metrics", names, shown))
+    print_runs(Console(), names, cells)
+    if config:
+        print_differences(Console(), config)
+    elif len(names) > 1:
+        print("The configs are the same.")
     return exit_codes.DONE
 
 
-def as_table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[object]]) -> Table:
-    """A row for each key or metric, and a column for each run."""
-    table = Table(*(Column(Text(name), overflow="fold") for name in (title, *names)))
-    for name, values in rows.items():
-        table.add_row(Text(name), *(Text(str(value)) for value in values))
-    return table
+def compare(workdirs: Sequence[str | os.PathLike]) -> dict[str, Any]:
+    """Compare runs by their configs and their last metrics.
+
+        found = vit_jax.compare(["runs/a", "runs/b"])
+        pandas.DataFrame(found["metrics"], index=found["runs"])
+
+    Args:
+      workdirs: of runs, which may still be training, and of studies, or folders that hold them,
+        which stand for their runs.
+
+    Returns:
+      {"runs": their names, the best first, "config": {key in which they differ: its values},
+      "metrics": {name: its last values}}, with a value for each run, None where it has none; as
+      `report --format=json`.
+
+    Raises:
+      InputError: a ValueError that names each workdir that holds neither.
+    """
+    from vit_jax.insight import runs
+
+    return _compared(runs.best_first(runs.read_all(workdirs)[0]))
+
+
+def _compared(found: "Sequence[Run]") -> dict[str, Any]:
+    from vit_jax.insight import runs
+
+    names, config = [run.name for run in found], runs.differences(found)
+    return {"runs": names, "config": config, "metrics": runs.last_values(found)}
+
+
+def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+    """Print a row for each run, with as many of the columns `cells` as the console has room for."""
+    width, shown = min(_NAME, max(map(len, names))), list[str]()
+    table = Table(Column("", justify="right"), Column("run", overflow="fold", min_width=width))
+    left = console.width - 1 - len(str(len(names))) - width - 2 * _EDGE
+    for name, texts in cells.items():
+        head = name.replace("/", "/\n")  # a narrow column
+        left -= max(map(len, [*head.split("\n"), *texts])) + _EDGE
+        if left >= 0:
+            table.add_column(Text(head), justify="right", no_wrap=True)
+            shown.append(name)
+    for i, name in enumerate(names):
+        table.add_row(str(i + 1), Text(name), *(Text(cells[column][i]) for column in shown))
+    console.print(table)
+    if others := [name for name in cells if name not in shown]:
+        console.print(f"Not shown: {', '.join(others)}; see --format=json", soft_wrap=True)
+
+
+def print_differences(console: Console, config: Mapping[str, Sequence[object]]) -> None:
+    """Print a row for each key: its values, each with the numbers of the runs that have it."""
+    table = Table("config", Column("value: runs", overflow="fold"))
+    for key, values in config.items():
+        runs_of: dict[str, list[str]] = {}
+        for i, value in enumerate(values, 1):
+            runs_of.setdefault(str(value), []).append(str(i))
+        shown = (f"{value}: {', '.join(numbers)}" for value, numbers in runs_of.items())
+        table.add_row(Text(key), Text("\n".join(shown)))
+    console.print(table)

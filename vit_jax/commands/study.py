@@ -12,8 +12,9 @@ and deviation are over `seed`, if it is swept.
 The runs of a study are its members. They run one after another in WORKDIR/MEMBER, each by a
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
-failure the remaining members still run, and the same command retries the failed one. The report is
-WORKDIR/study.md, study.json and study.csv.
+failure the remaining members still run, and the same command retries the failed one. It ends with a
+table, the best first, and the winner: its metrics, its workdir and the command that evaluates it.
+They are also in WORKDIR/study.md and study.json; study.csv has a row for each run.
 
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
@@ -30,10 +31,13 @@ stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started
 """
 
 import argparse
+import json
 import os
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from etils import epath
 from rich.console import Console
 
 from vit_jax.base import files
@@ -87,6 +91,44 @@ def main(flags: argparse.Namespace) -> int:
     return conduct_study(study, call)
 
 
+def study(
+    config: str | os.PathLike,
+    workdir: epath.PathLike,
+    overrides: Mapping[str, Any] | None = None,
+    sweep: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run a study, or continue it, and return its report.
+
+        found = vit_jax.study("quickstart", "runs/sweep", sweep=["optimizer.peak_lr=1e-3,3e-3"])
+        found["rows"], found["best"]
+
+    Its runs are processes of their own, one after another.
+
+    Args:
+      config: as --config: the name of a shipped config or the path of a file, and its words.
+      workdir: folder of the study and its runs.
+      overrides: {key: value} for every run.
+      sweep: "KEY=VALUE,VALUE", for a config that is no study: one run for each combination.
+
+    Returns:
+      The content of `workdir/study.json`; a run that failed has its error in "members".
+
+    Raises:
+      InputError: a ValueError that lists all faults; or the first run was rejected.
+    """
+    from vit_jax.run.validation import as_pairs
+    from vit_jax.studies.running import conduct_study
+
+    flags = argparse.Namespace(
+        config=os.fspath(config), workdir=workdir, overrides=as_pairs(overrides), sweep=sweep,
+        launcher=None, again=False, trust_plugins=False, quiet=False, required=None,
+    )  # fmt: skip
+    made, call = prepare_study(flags)
+    if conduct_study(made, call) == exit_codes.INPUT_WRONG:
+        raise InputError(f"{call.workdir}: the first run was rejected, as it says above")
+    return json.loads((call.workdir / "study.json").read_text())
+
+
 def plan_study(flags: argparse.Namespace) -> int:
     """Print what the members of a study cost on the chips of --plan; nothing is written."""
     target_slice = find_slice(flags.plan, "--plan")
@@ -100,7 +142,7 @@ def plan_study(flags: argparse.Namespace) -> int:
     study, _ = prepare_study(flags, writes=False)
     target = Target(target_slice)
     start_planning(target)
-    title = f"{study.config.study.name} on {target_slice.name}"
+    title = f"{flags.config}: {study.config.study.name} on {target_slice.name}"
     print_table(plan_members(study, Planner(target, flags.price_per_chip_hour)), title)
     Console().print(
         f"By calculation: steps at {USUAL_SHARE:.0%} of the peak, or less where memory or the "

@@ -7,16 +7,19 @@ import concurrent.futures
 import contextlib
 import contextvars
 import copy
+import datetime
 import functools
 import importlib.util
 import io
 import itertools
+import math
 import netrc
 import os
 import pathlib
 import secrets
 import shutil
 import socket
+import statistics
 import tempfile
 import threading
 import time
@@ -24,7 +27,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import psutil
@@ -37,6 +40,9 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.job.software import software
 
+if TYPE_CHECKING:
+    from vit_jax.run.build import Run
+
 OK, WARNING, FAILED = "ok", "warning", "failed"
 
 _LITTLE = 1 << 30  # bytes of memory or disk that a run soon exceeds
@@ -45,7 +51,8 @@ _ABSENT = "not installed"
 _SHOWN = ("Python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _WANDB = "https://api.wandb.ai"
 _START_S = 60.0  # imports of JAX and TensorFlow take seconds on a busy host
-_TRAINING_S = 300.0  # limit of the check that opens the data of a config
+_TRAINING_S = 300.0  # limit of the checks that open the data of a config, and that time its steps
+_MEASURED_S, _FEWEST, _MOST = 5.0, 5, 100  # time of the steps that are measured; their number
 
 
 class Finding(NamedTuple):
@@ -64,12 +71,13 @@ def examine(
     data_dir: str | None,
     wandb: bool,
     coordinator: str | None,
+    all_images: bool,
     timeout_s: float,
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
-    `data_dir` is also that of `config`, unless it sets one.
-    `timeout_s` limits each check, but for those that import libraries or open the data of `config`.
+    `data_dir` is also that of `config`, unless it sets one. `all_images` needs a `config`.
+    `timeout_s` limits each check, but for those that import libraries or read the data of `config`.
     """
     platform = None
     if config is not None:
@@ -96,10 +104,17 @@ def examine(
     remedy = "start process 0 first; check the host, the port and the firewall"
     yield bounded("cluster", lambda: check_cluster(coordinator, timeout_s), timeout_s, remedy)
     if config is not None and devices.state != FAILED:
-        remedy = "run train itself for the whole traceback"
+        remedy, runs = "run train itself for the whole traceback", list["Run"]()
         yield bounded(
-            "train would choose", lambda: check_training(config, workdir), _TRAINING_S, remedy
+            "train would choose", lambda: check_training(config, workdir, runs), _TRAINING_S, remedy
         )
+        if runs:
+            found = bounded("time", lambda: estimate_time(runs[0]), _TRAINING_S, remedy)
+            yield found._replace(state=OK if found.state == OK else WARNING)  # training may go
+        if runs and all_images:
+            yield bounded(
+                "all images", lambda: check_images(runs[0]), threading.TIMEOUT_MAX, remedy
+            )
 
 
 def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy: str) -> Finding:
@@ -224,6 +239,9 @@ def _made_image() -> bytes:
 def check_data_dir(data_dir: str) -> Finding:
     """Whether `data_dir`, a folder, a bucket or a list, can be read and is not empty."""
     path = files.absolute(data_dir)
+    if not path.exists():
+        what = f"{path}: no such file or folder"
+        return Finding("data folder", FAILED, what, remedy_of_path(data_dir))
     if path.is_file():
         return Finding("data folder", OK, f"{path}: a file")
     names = sorted(entry.name for entry in path.iterdir())
@@ -297,25 +315,98 @@ def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:
     return Finding("cluster", OK, f"{text}; {coordinator} answers")
 
 
-def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    """Collects what the package logs."""
+    from vit_jax.run import terminal
+
+    said = io.StringIO()
+    terminal.log_to_console(Console(file=said))
+    try:
+        yield said
+    finally:
+        terminal.log_to_console(Console(stderr=True), quiet=True)  # as before
+
+
+def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["Run"]) -> Finding:
     """What `train` would choose for `config`, checked against data and devices; writes nothing.
 
-    Without a `workdir` the run is taken to be new.
+    Without a `workdir` the run is taken to be new. The run is added to `runs`.
     """
     from vit_jax.models.dot_product import choose_attention
     from vit_jax.planning.search import choose_layout
-    from vit_jax.run import terminal
     from vit_jax.run.build import describe, prepare
 
     unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
     by_calculation = functools.partial(choose_layout, may_compile=False)  # in seconds
     run = prepare(config, workdir or unused, by_calculation)
-    said = io.StringIO()
-    terminal.log_to_console(Console(file=said))
-    try:
+    runs.append(run)
+    with captured() as said:
         describe(run)
-    finally:
-        terminal.log_to_console(Console(stderr=True), quiet=True)  # as before
     attention = choose_attention(run.mesh.devices.flat[0].platform).__name__
     order = f"order of data: {run.config.data.order}; attention: {attention}"
     return Finding("train would choose", OK, said.getvalue() + order)
+
+
+def estimate_time(run: "Run") -> Finding:
+    """The time of the whole run, from some steps on these devices that wait for their batches.
+
+    A few batches lie ready at first, so the later half of the steps counts.
+    """
+    import jax
+
+    from vit_jax.devices.flops import format_bytes
+    from vit_jax.diagnosis.benchmarks.rounds import measure
+    from vit_jax.diagnosis.benchmarks.step import compile_steps
+    from vit_jax.run.loop import open_batches
+
+    number, device = run.experiment.total_steps, run.mesh.devices.flat[0]
+    with jax.set_mesh(run.mesh), open_batches(run, 0) as batches:
+        take_steps, _, memory = compile_steps(run.experiment, run.config.data.num_classes)
+        free = (device.memory_stats() or {}).get("bytes_limit")
+        free = free or psutil.virtual_memory().available // run.mesh.size
+        if memory.total > free:
+            text = f"no estimate: a step needs {format_bytes(memory.total)} a device; free: "
+            remedy = "try a smaller global_batch_size, or `vit_jax plan` for larger devices"
+            return Finding("time", WARNING, text + format_bytes(free), remedy)
+        calls = {"input": lambda: next(batches, None), "step": lambda: take_steps(1)}
+        measure(calls, 1)
+        first_s = sum(costs[0].wall_s for costs in measure(calls, 1).values())
+        most = min(_MOST, max(number - 2, 1))
+        costs = measure(calls, int(np.clip(_MEASURED_S / first_s, _FEWEST, most)))
+    late = {k: [c.wall_s for c in found[len(found) // 2 :]] for k, found in costs.items()}
+    wait_s, step_s = (statistics.median(late[name]) for name in calls)
+    total = datetime.timedelta(seconds=math.ceil(number * (wait_s + step_s)))
+    text = (
+        f"about {total} (estimate): {number:,} steps of {1e3 * step_s:.3g} ms, and "
+        f"{1e3 * wait_s:.3g} ms of waiting for images, as measured now in {len(costs['step'])} "
+        "steps; without evaluations and saves"
+    )
+    return Finding("time", OK, text)
+
+
+def check_images(run: "Run") -> Finding:
+    """Reads, decodes and crops every image of the run's data, and names each that fails."""
+    from vit_jax.config import eval_splits, train_split
+    from vit_jax.data import host_eval_batches, image_batch
+    from vit_jax.data.loading import why_masked
+    from vit_jax.data.preprocessing import parse_preprocessing
+
+    config, made = run.config, parse_preprocessing(run.config)
+    specs = {train_split(config): run.experiment.batch}
+    for name, entry in config.evals.items():
+        spec = image_batch(_IMAGES, made.image_size, made.eval_ops[name], "ops")
+        specs |= {key: specs.get(key, spec) for key in eval_splits(config, entry).values()}
+    lines = []
+    with captured():  # each is named below
+        for key, spec in specs.items():
+            source, rows = run.sources[key], np.arange(spec.size)
+            ops = [ops for crop in spec.crops.values() for ops in crop.distinct_ops]
+            for batch in host_eval_batches(source, spec, rows=rows):
+                broken = batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]
+                lines += [f"{source.record_name(i)}: {why_masked(source, ops, i)[1]}"
+                          for i in broken]  # fmt: skip
+    number = sum(run.sources[key].num_examples for key in specs)
+    text = "\n".join([f"{number:,} images read; {len(lines):,} fail{':' * any(lines)}", *lines])
+    remedy = "training leaves them out; repair or remove them" * any(lines)
+    return Finding("all images", WARNING if lines else OK, text, remedy)

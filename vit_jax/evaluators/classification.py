@@ -1,4 +1,4 @@
-"""Classification: accuracy, loss and calibration over one pass of a labelled split.
+"""Classification: accuracy, F1, loss and calibration over one pass of a labelled split.
 
 Axes: B examples, C classes, K bins of confidence.
 """
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.tree import Batch
-from vit_jax.config import LOSSES, SplitEvaluator
+from vit_jax.config import LOSSES
+from vit_jax.evaluators.by_class import ClassEvaluator, f1
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
@@ -39,11 +40,16 @@ class Examples(NamedTuple):
     right_N: Array
 
 
-class Classification(SplitEvaluator):
-    """Top-1, top-5, loss and calibration error on one pass of a split.
+class Classification(ClassEvaluator):
+    """Top-1, top-5, their means over the classes, loss and calibration error on a split.
 
     Sums over the split are divided once. A model with five classes or fewer has no top-5, which
     would always be 1.
+
+    Where classes differ in size, `macro_top1` counts each of them equally: it is the mean, over the
+    classes with images, of the share of a class's images that are right (balanced accuracy).
+    `macro_f1` is the mean of F1, 2 * correct / (images + predictions), over the classes that have
+    images or are predicted. With `by_class`, `accuracy/CLASS` is that share for each class.
 
     `ece` is the expected calibration error. Examples are put into 15 bins of equal width by their
     confidence, the probability of the predicted class, and
@@ -52,30 +58,41 @@ class Classification(SplitEvaluator):
     (arXiv:1706.04599), section 2, equations 2 and 3.
     """
 
-    shows_images = True
+    of_class = "accuracy"
 
     def metrics(self):
         better = {"top1": "higher", "top5": "higher", "loss": "lower", "ece": "lower"}
-        return better | {"num_examples": "neither"}
+        better |= {"macro_top1": "higher", "macro_f1": "higher", "num_examples": "neither"}
+        return better | super().metrics()
 
     def bind(self, inputs: EvalInputs) -> Measure:
         loss = make_loss(**inputs.config.loss)
         probabilities = LOSSES.find(inputs.config.loss.name)().probabilities
+        name_classes = self.name_classes(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
         def compute(state, batch):
             logits_BC = inputs.apply(state, batch["image"])
             p_BC = probabilities(logits_BC.astype(jnp.float32))
             counts = _count(logits_BC, p_BC, batch, loss)
-            return counts, None if inputs.see is None else _predict(logits_BC, p_BC, batch)
+            seen = None if inputs.see is None else _predict(logits_BC, p_BC, batch)
+            return _count_classes(logits_BC, batch), (counts, seen)
 
         def measure(state: TrainState) -> dict[str, float]:
-            found = list(fetch(compute(state, batch) for batch in inputs.batches()))
+            found, total_3C = [], np.zeros((3, 1), np.int64)
+            for counts_3C, others in fetch(compute(state, batch) for batch in inputs.batches()):
+                total_3C = total_3C + counts_3C
+                found.append(others)
             metrics = _metrics([counts for counts, _ in found])
             if inputs.see is not None:
                 parts = [[leaf[mask > 0] for leaf in some] for _, (some, mask) in found]
                 inputs.see(Examples(*map(np.concatenate, zip(*parts, strict=True))))
-            return metrics
+            images_C, _, correct_C = total_3C
+            accuracy_C = np.where(images_C > 0, correct_C / np.maximum(images_C, 1), np.nan)
+            means = {"macro_top1": np.nanmean(accuracy_C), "macro_f1": np.nanmean(f1(*total_3C))}
+            number = {"num_examples": metrics.pop("num_examples")}  # comes last
+            means = {name: float(mean) for name, mean in means.items()}
+            return metrics | means | number | name_classes(accuracy_C)
 
         return measure
 
@@ -95,6 +112,16 @@ def _count(
     # Elementwise, since an accelerator may round the operands of a matrix product.
     gap_K = (in_bin_BK * (hits_B - confidence_B)[:, None]).sum(axis=0)
     return sums, gap_K, mask_B.sum()
+
+
+def _count_classes(logits_BC: jax.Array, batch: Batch) -> jax.Array:
+    """int32 (3, C): the images of each class, its predictions, and those that are right."""
+    mask_B, label = batch["mask"].astype(jnp.int32), batch["label"]
+    predicted_B, hits_B = logits_BC.argmax(axis=1), hits(logits_BC, label)
+    label_B = label if label.ndim == 1 else label.argmax(axis=1)
+    true_B = jnp.where(hits_B, predicted_B, label_B)  # any class of an image is right
+    rows = (true_B, mask_B), (predicted_B, mask_B), (true_B, mask_B * hits_B)
+    return jnp.stack([jnp.bincount(c, n, length=logits_BC.shape[1]) for c, n in rows])
 
 
 def _predict(logits_BC: jax.Array, p_BC: jax.Array, batch: Batch) -> tuple[Examples, jax.Array]:

@@ -5,10 +5,11 @@ of a plug-in may declare none: its names are then known only after its first eva
 `guess_direction` reads the direction from the name.
 """
 
+import fnmatch
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from ml_collections import ConfigDict
@@ -31,7 +32,8 @@ def chosen_metrics(config: ConfigDict) -> dict[str, str]:
 def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
     """{"name/metric": which is better} that the evaluator `name` may report; None: unknown.
 
-    Also those of the raw weights if the config averages weights.
+    "name/accuracy/*" stands for a metric of each class. Also those of the raw weights if the config
+    averages weights.
 
     Raises:
       InputError: a key of the entry is wrong.
@@ -54,7 +56,13 @@ def guess_direction(metric: str) -> Better:
 def find_direction(config: ConfigDict, metric: str) -> Better:
     """Which values of the metric "name/metric" are better: as declared, else by its name."""
     found = declared_metrics(config, metric.partition("/")[0]) or {}
-    return found.get(metric) or guess_direction(metric)
+    declared = (better for pattern, better in found.items() if is_named(metric, [pattern]))
+    return next(declared, None) or guess_direction(metric)
+
+
+def is_named(metric: str, declared: Iterable[str]) -> bool:
+    """Whether a metric is among those that `declared_metrics` gives."""
+    return any(fnmatch.fnmatchcase(metric, pattern) for pattern in declared)
 
 
 def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int | None, int]:
@@ -92,7 +100,7 @@ def check_metrics(config: ConfigDict) -> None:
             continue
         known = [m for m, better in found.items() if better != "neither"]
         faults.need(
-            metric in known,
+            is_named(metric, known),
             f"{key}={metric!r}: is not reported by evals.{name}, or no value of it is better than "
             f"another; {nearest(metric, known)}",
         )

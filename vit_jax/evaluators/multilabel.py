@@ -1,4 +1,4 @@
-"""Multi-label classification: mean average precision and loss over one pass of a split.
+"""Multi-label classification: average precision, F1 and loss over one pass of a split.
 
 Axes: N examples of the split, C classes.
 """
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epy
 
-from vit_jax.config import SplitEvaluator
+from vit_jax.evaluators.by_class import ClassEvaluator, f1
 from vit_jax.evaluators.features import NothingToMeasureError, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
@@ -33,24 +33,31 @@ class Shown(NamedTuple):
     precision_C: np.ndarray
 
 
-class MultiLabel(SplitEvaluator):
-    """Mean average precision and loss of images with several labels.
+class MultiLabel(ClassEvaluator):
+    """Mean average precision, F1 and loss of images with several labels.
 
     The average precision of a class orders all images by their logit for it: the mean of the
     precision at each image that shows the class, over those images. `mean_ap` is its mean over the
-    classes that some image shows. The logits of the whole split are held on every host.
+    classes that some image shows. With `by_class`, `average_precision/CLASS` is that of each class.
+    The logits of the whole split are held on every host.
+
+    F1 is 2 * correct / (images + predictions), where a class is predicted if its probability is at
+    least 1/2. `macro_f1` is its mean over the classes that some image shows or that are predicted;
+    `micro_f1` is F1 of all classes together, so frequent ones count more.
 
     Source: Everingham et al. 2010, "The Pascal VOC challenge", section 4.2, without interpolation.
     """
 
     multi_label = True
-    shows_images = True
+    of_class = "average_precision"
 
     def metrics(self):
-        return {"mean_ap": "higher", "loss": "lower", "num_examples": "neither"}
+        better = {"mean_ap": "higher", "macro_f1": "higher", "micro_f1": "higher"}
+        return better | {"loss": "lower", "num_examples": "neither"} | super().metrics()
 
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, loss = make_gather(inputs, "__call__"), make_loss(**inputs.config.loss)
+        name_classes = self.name_classes(inputs)
 
         def measure(state: TrainState) -> dict[str, float]:
             logits_NC, labels_NC, id_N = gather(state, "split")
@@ -65,10 +72,23 @@ class MultiLabel(SplitEvaluator):
             loss_N = np.asarray(loss(jnp.asarray(logits_NC), jnp.asarray(labels_NC)), np.float64)
             if inputs.see is not None:
                 inputs.see(Shown(logits_NC, labels_NC, id_N, precision_C))
+            counts_3C = count_labels(logits_NC, labels_NC)
             return {
                 "mean_ap": float(np.mean(precision_C[shown_C])),
+                "macro_f1": float(np.nanmean(f1(*counts_3C))),
+                "micro_f1": float(f1(*counts_3C.sum(axis=1))),
                 "loss": float(loss_N.mean()),
                 "num_examples": len(logits_NC),
+                **name_classes(precision_C),
             }
 
         return measure
+
+
+def count_labels(logits_NC: np.ndarray, labels_NC: np.ndarray) -> np.ndarray:
+    """int (3, C): the images that show each class, its predictions, and those that are right.
+
+    A class is predicted if its probability, the sigmoid of its logit, is at least 1/2.
+    """
+    shown_NC, predicted_NC = labels_NC > 0, logits_NC >= 0
+    return np.stack([x.sum(axis=0) for x in (shown_NC, predicted_NC, shown_NC & predicted_NC)])

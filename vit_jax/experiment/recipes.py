@@ -222,7 +222,7 @@ def make_small_on_cifar10(c: ConfigDict, near_every: str) -> None:
     of_vit = {"dtype": "float32", "pos_embed": "sincos_2d", "stochastic_depth": None}
     use_vit(c.model, "ViT-Ti/4", 128, 4, 512, 4, **of_vit)
     use_cifar10(c, "decode|pad_crop(4)|flip", split="train")
-    set_length(c, 128, "1000 steps", "100 steps", save="500 steps", log="50 steps")
+    set_length(c, 128, "1000 steps", "10 %", save="500 steps", log="50 steps")
     for entry in c.evals.values():
         entry.split, entry.every, entry.ops = "test", "500 steps", "decode"
         entry.batch_size = 500
@@ -261,13 +261,13 @@ def use_small_views(c: ConfigDict, crop: str) -> None:
     c.data.local_ops = f"{crop}(area_min=0.1, area_max=0.3)|{colours}"
 
 
-def use_own_images(c: ConfigDict, duration: str, warmup: str) -> None:
+def use_own_images(c: ConfigDict, duration: str) -> None:
     """Set own images of any size, flat or nested, and a small ViT to pretrain on them from scratch.
 
     The model, of 1.2 million parameters at 64 px, is the same for all objectives. Evaluators:
     `features` and `rank`; and `near`, if the images lie in folders of classes.
     """
-    set_length(c, 64, duration, warmup, save="250 steps", log="20 steps")
+    set_length(c, 64, duration, "10 %", save="250 steps", log="20 steps")
     of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d", "pool": "gap"}
     use_vit(c.model, "ViT-Ti/8", 128, 6, 512, 4, stochastic_depth=None, **of_vit)
     c.data.name, c.data.image_size = "unlabelled", 64

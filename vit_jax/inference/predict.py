@@ -3,7 +3,10 @@
 Axes: B images, N tokens, D width, C classes.
 """
 
+import contextlib
+import csv
 import functools
+import io
 import itertools
 import logging
 import os
@@ -253,13 +256,20 @@ def check_classes(pretrained: Pretrained) -> None:
 
 
 def classify(
-    pretrained: Pretrained, source: Source, *, batch_size: int, top: int, progress: bool = True
+    pretrained: Pretrained,
+    source: Source,
+    *,
+    batch_size: int,
+    top: int | None,
+    thresholds: np.ndarray | float = 0.0,
+    progress: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Classify images: {"file": ..., "classes": [{"name", "index", "probability"}, ...]} for each.
 
-    `classes` holds the `top` most probable classes in descending order. An image that cannot be
-    read, or is smaller than a crop, yields {"file": ..., "error": ...}. Warns if the head was never
-    trained, as after training without labels.
+    `classes` holds the `top` most probable classes (None: all) in descending order, without those
+    below `thresholds`, a probability for all or float (C,). An image that cannot be read, or is
+    smaller than a crop, yields {"file": ..., "error": ...}. Warns if the head was never trained, as
+    after training without labels.
 
     Raises:
       InputError: if the model has no classes.
@@ -283,12 +293,40 @@ def classify(
             host_ops = _host_ops(pretrained, source)
             yield row | {"error": why_masked(source, [host_ops], record)[1]}
             continue
-        best = np.argsort(-probabilities, kind="stable")[:top]
+        best = np.argsort(-probabilities, kind="stable")
+        best = best[(probabilities >= thresholds)[best]][:top]
         classes = [
             {"name": names[i], "index": int(i), "probability": float(probabilities[i])}
             for i in best
         ]
         yield row | {"classes": classes}
+
+
+def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
+    """The number `given`, or float (C,) from the classes.csv of that name.
+
+    1/2 for a class without a threshold, of which there was no image.
+
+    Raises:
+      InputError: it is neither, or lacks a class of the model.
+    """
+    check_classes(pretrained)
+    with contextlib.suppress(ValueError):
+        return float(given)
+    try:
+        text = files.absolute(given).read_text()
+    except OSError as e:
+        raise InputError(f"--thresholds={given}: {e.strerror}; needs a number or a file") from None
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    names = class_names(pretrained.spec, pretrained.model.num_classes)
+    found = {row.get("class"): row.get("threshold") for row in rows}
+    lacking = [name for name in names if found.get(name) is None]
+    if lacking:
+        raise InputError(
+            f"--thresholds={given}: has no threshold of {lacking[0]!r}; needs the classes.csv that "
+            "`evaluate --output` wrote for a multilabel evaluator of validation data"
+        )
+    return np.array([float(found[name] or 0.5) for name in names])
 
 
 def check_output(output: os.PathLike | str) -> epath.Path:

@@ -10,14 +10,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
+from etils import epath, epy
+from scipy.special import expit
 
 from vit_jax.base import files
 from vit_jax.data import Source
 from vit_jax.evaluators.classification import Examples
-from vit_jax.evaluators.multilabel import Shown
+from vit_jax.evaluators.multilabel import Shown, count_labels
 from vit_jax.insight import plots
 from vit_jax.insight.tables import as_csv
+
+with epy.lazy_imports():
+    import sklearn.metrics
 
 logger = logging.getLogger("vit_jax")
 
@@ -28,6 +32,7 @@ _CLASSES_IN_SUMMARY = 3
 
 _WRONG = ("file", "class", "predicted", "confidence", "probability_of_class")
 _WRONG_LABELS = ("file", "classes", "missed", "added", "worst", "probability_of_worst")
+_CHOSEN = ("threshold", "best_f1")
 
 Confusions = Mapping[tuple[int, int], int]
 
@@ -39,7 +44,7 @@ def write_results(
 
     Only process 0 does. `name` is the evaluator's.
 
-      classes.csv     the rows of `by_class` or `by_label`.
+      classes.csv     the rows of `by_class` or `by_label`; of a test split without thresholds.
       wrong.csv       the rows of `mistakes` or `mistakes_of_labels`.
 
     Unless images have several labels:
@@ -56,6 +61,8 @@ def write_results(
     contents = {}
     if isinstance(examples, Shown):
         rows, measure = by_label(examples, names), "average_precision"
+        if "test" in source.split:  # thresholds chosen here would be chosen by the test data
+            rows = [{k: v for k, v in row.items() if k not in _CHOSEN} for row in rows]
         wrong = mistakes_of_labels(examples, names, source.record_name)
         columns: Sequence[str] = _WRONG_LABELS
     else:
@@ -106,17 +113,33 @@ def by_label(examples: Shown, names: Sequence[str]) -> list[dict[str, Any]]:
     """`by_class` of images with several labels: average precision, and recall for accuracy.
 
     A class counts as predicted if its probability, the sigmoid of its logit, is at least 1/2.
-    `average_precision` and `recall` are None for a class that no image shows.
+    `threshold` is the probability that gives the class its best F1 on these images, `best_f1`. A
+    class that no image shows has None for these, for `average_precision` and for `recall`.
     """
-    shown_NC, predicted_NC = examples.shown_NC > 0, examples.logits_NC >= 0
-    counts = (found.sum(axis=0) for found in (shown_NC, predicted_NC, shown_NC & predicted_NC))
-    rows = [
-        _row(name, "recall", *numbers)
-        for name, *numbers in zip(names, *(x.tolist() for x in counts), strict=True)
-    ]
-    for row, average_precision in zip(rows, examples.precision_C.tolist(), strict=True):
-        row["average_precision"] = average_precision if row["images"] else None
+    counts_3C = count_labels(examples.logits_NC, examples.shown_NC)
+    rows = []
+    for c, name in enumerate(names):
+        row = _row(name, "recall", *counts_3C[:, c].tolist())
+        found: tuple[float | None, ...] = (None, None, None)
+        if row["images"]:
+            found = float(examples.precision_C[c]), *_best_threshold(examples, c)
+        rows.append(row | dict(zip(("average_precision", *_CHOSEN), found, strict=True)))
     return rows
+
+
+def _best_threshold(examples: Shown, c: int) -> tuple[float, float]:
+    """(the probability from which on class `c` should be predicted for the best F1, that F1).
+
+    It lies halfway between the probability of the last image that is taken and the next one.
+    """
+    probabilities_N = expit(examples.logits_NC[:, c].astype(np.float64))
+    precisions, recalls, taken = sklearn.metrics.precision_recall_curve(
+        examples.shown_NC[:, c] > 0, probabilities_N
+    )
+    f1s = 2 * precisions * recalls / np.maximum(precisions + recalls, 1e-9)
+    best = int(f1s[:-1].argmax())
+    below = taken[best - 1] if best else 0.0
+    return float(taken[best] + below) / 2, float(f1s[best])
 
 
 def _row(name: str, share: str, images: int, predictions: int, correct: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import statistics
@@ -13,18 +14,25 @@ from etils import epath
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import flatten
-from vit_jax.config.stored import read_config
-from vit_jax.run.terminal import is_accuracy
+from vit_jax.config.stored import read_stored
+from vit_jax.data.images.files import few
+from vit_jax.evaluators.metric_names import guess_direction
+from vit_jax.run.terminal import is_accuracy, is_of_class
 from vit_jax.run.writers import read_history
 
+logger = logging.getLogger("vit_jax")
+
 ABSENT = "absent"
+_DEPTH = 2  # folders below a given one that may hold runs
+_ASKED = ("user", "recipe")  # who else decides a key follows what these two decide
 
 
 class Run(NamedTuple):
     """What a workdir says of its run, finished or not.
 
     name: as short as it can be among the runs read.
-    config: {key: value}.
+    config: {key: value}, without the section `study`.
+    decided_by: {key: who decided it}; see `run.resolve`.
     curves: {metric: [(step, value)]}, by step; None values (not finite) are left out.
     step: the last step with a row; 0 without rows.
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
@@ -34,6 +42,7 @@ class Run(NamedTuple):
     name: str
     workdir: epath.Path
     config: Mapping[str, Any]
+    decided_by: Mapping[str, str]
     curves: Mapping[str, Sequence[tuple[int, float]]]
     step: int
     summary: Mapping[str, Any]
@@ -48,9 +57,18 @@ class Run(NamedTuple):
         said = "finished at" if self.summary else "not finished; last row:"
         return f"{said} step {self.step:,}"
 
+    @property
+    def short_state(self) -> str:
+        """The last step, and the state unless the run has finished."""
+        state = "diverged" if self.diverged is not None else "unfinished" * (not self.summary)
+        return f"{self.step:,} {state}".strip()
+
 
 def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dict[str, Any]]]:
     """Read runs and studies; the members of a study are runs too.
+
+    A folder stands for the runs and studies in it, up to two folders deep. Those of them that
+    cannot be read are left out, with a warning.
 
     Returns:
       (runs, the study.json of each study with its "name" and "workdir").
@@ -62,25 +80,45 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dic
     if not paths or len(set(paths)) < len(paths):
         shown = ", ".join(map(str, workdirs)) or "no workdir"
         raise InputError(f"got {shown}; needs different workdirs of runs or studies")
-    runs, studies, faults = [], [], Faults()
+    found, studies, faults = [], [], Faults()
     for path in paths:
-        if (path / "study.json").exists():
-            studies.append(path)
-            runs += sorted(p for p in path.iterdir() if (p / "config.json").exists())
-        elif (path / "config.json").exists():
-            runs.append(path)
-        else:
-            faults.append(f"{path}: has no config.json or study.json; give the workdir of a run "
-                          "or study")  # fmt: skip
+        inside = _find(path)
+        found += inside[0]
+        studies += inside[1]
+        faults.need(any(inside), f"{path}: {_say_content(path)}; give the workdir of a run or "
+                    f"study, or a folder of them, up to {_DEPTH} deep")  # fmt: skip
     collect_faults(faults)
-    runs = list(dict.fromkeys(runs))
-    return (
-        [_read_run(*pair) for pair in zip(short_names(runs), runs, strict=True)],
-        [
-            {"name": name, "workdir": path} | _read_json(path / "study.json")
-            for name, path in zip(short_names(studies), studies, strict=True)
-        ],
-    )
+    found, studies = [*dict.fromkeys(found)], [*dict.fromkeys(studies)]
+    runs = []
+    for name, path in zip(short_names(found), found, strict=True):
+        try:
+            runs.append(_read_run(name, path))
+        except InputError as e:
+            if path in paths:
+                raise
+            logger.warning("%s; left out", e)
+    return runs, [
+        {"name": name, "workdir": path} | _read_json(path / "study.json")
+        for name, path in zip(short_names(studies), studies, strict=True)
+    ]
+
+
+def _find(path: epath.Path, depth: int = _DEPTH) -> tuple[list[epath.Path], list[epath.Path]]:
+    """(the runs, the studies) at `path`, or else up to `depth` folders below it, by name."""
+    if (path / "study.json").exists():
+        return sorted(p for p in path.iterdir() if (p / "config.json").exists()), [path]
+    config = path / "config.json"
+    if config.exists() and (depth == _DEPTH or '"resolved"' in config.read_text()):
+        return [path], []  # an export's config.json has no such key
+    below = sorted(path.iterdir()) if depth and path.is_dir() else []
+    parts = [_find(p, depth - 1) for p in below if p.is_dir()]
+    return [p for runs, _ in parts for p in runs], [p for _, studies in parts for p in studies]
+
+
+def _say_content(path: epath.Path) -> str:
+    if not path.is_dir():
+        return "is no folder" if path.exists() else "no such folder"
+    return f"holds no run or study, but {few(sorted(p.name for p in path.iterdir())) or 'nothing'}"
 
 
 def short_names(paths: Sequence[epath.Path]) -> list[str]:
@@ -101,11 +139,14 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         for metric, value in row.items():
             if value is not None:
                 points.setdefault(metric, {})[at] = value
+    stored = read_stored(workdir)
+    config = {k: v for k, v in flatten(stored.resolved).items() if not k.startswith("study.")}
     diverged, teachers = workdir / "diverged.json", workdir / "teachers.json"
     return Run(
         name,
         workdir,
-        flatten(read_config(workdir)),
+        config,
+        stored.decided_by,
         {metric: sorted(by_step.items()) for metric, by_step in points.items()},
         step,
         _read_json(workdir / "summary.json"),
@@ -126,21 +167,78 @@ def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """{config key: the value in each run, or ABSENT} for the keys in which the runs differ."""
+    """{config key: the value in each run, or ABSENT} for the keys in which the runs differ.
+
+    Keys that only follow from others are left out: those that neither the user nor the recipe of
+    any run decides, such as what the source of the weights gives. If there are no others, these are
+    what differs. Of an evaluator that not all runs have there is only the type.
+    """
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    found = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
-    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+    values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
+    found = {
+        key: row
+        for key, row in values.items()
+        if any(v != row[0] for v in row)
+        and not (ABSENT in row and key.startswith("evals.") and not key.endswith(".type"))
+    }
+    deciders = {key: {run.decided_by.get(key, "user") for run in runs} for key in found}
+    return {key: row for key, row in found.items() if deciders[key] & {*_ASKED}} or found
 
 
 def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:
     """{metric: its last value in each run}, and "step"; None where a run has no such metric.
 
-    Metrics of the clock (`time/...`) are left out.
+    Metrics of the clock (`time/...`) are left out; those of single classes come last.
     """
     found: dict[str, list[float | None]] = {"step": [run.step for run in runs]}
-    for name in [*evaluated(runs), *_known(runs, "train/")]:
+    of_classes = [name for name in _known(runs) if is_of_class(name)]
+    for name in [*evaluated(runs), *_known(runs, "train/"), *of_classes]:
         found[name] = [run.curves[name][-1][1] if name in run.curves else None for run in runs]
     return found
+
+
+def main_metric(runs: Sequence[Run]) -> str | None:
+    """The metric that orders the runs: `checkpoint.keep_best`, else an accuracy; None: no metric.
+
+    Of those that most runs have, one of validation data comes before one of test data.
+    """
+    known = [name for name in evaluated(runs) if not name.endswith(("/num_examples", "_raw"))]
+    kept = [run.config.get("checkpoint.keep_best") for run in runs]
+
+    def place(name):
+        number = sum(name in run.curves for run in runs)
+        rest = name.startswith("test"), not is_accuracy(name), guess_direction(name) == "lower"
+        return -number, name not in kept, *rest
+
+    return min(known, key=place, default=None)
+
+
+def best_first(runs: Sequence[Run]) -> list[Run]:
+    """The runs by the last value of their main metric; those without one come last, by name."""
+    metric = main_metric(runs)
+    if metric is None:
+        return [*runs]
+    sign = 1 if guess_direction(metric) == "lower" else -1
+
+    def place(run):
+        is_there = metric in run.curves and run.diverged is None
+        return not is_there, sign * run.curves[metric][-1][1] if is_there else 0.0
+
+    return sorted(runs, key=place)
+
+
+def compare(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each run, the best first: what `report` prints.
+
+    {"run", "workdir", "state", the metrics of `last_values`, "config.KEY" of `differences`}.
+    """
+    runs = best_first(runs)
+    columns = last_values(runs) | {f"config.{k}": row for k, row in differences(runs).items()}
+    return [
+        {"run": run.name, "workdir": os.fspath(run.workdir), "state": run.state}
+        | {name: column[i] for name, column in columns.items()}
+        for i, run in enumerate(runs)
+    ]
 
 
 def _known(runs: Sequence[Run], begins: str | tuple[str, ...] = "") -> list[str]:
@@ -149,13 +247,18 @@ def _known(runs: Sequence[Run], begins: str | tuple[str, ...] = "") -> list[str]
 
 
 def evaluated(runs: Sequence[Run]) -> list[str]:
-    """The metrics of evaluators that any of the runs has: by evaluator, accuracies first."""
+    """The metrics of evaluators that any of the runs has: by evaluator, accuracies first.
+
+    Without those of single classes.
+    """
 
     def place(name):
         evaluator, _, leaf = name.partition("/")
-        return evaluator, leaf == "num_examples", not is_accuracy(leaf), leaf
+        rest = not is_accuracy(leaf), not leaf.startswith("loss"), len(leaf), leaf
+        return evaluator, leaf == "num_examples", *rest
 
-    return sorted({*_known(runs)} - {*_known(runs, ("train/", "time/"))}, key=place)
+    found = {*_known(runs)} - {*_known(runs, ("train/", "time/"))}
+    return sorted((name for name in found if not is_of_class(name)), key=place)
 
 
 def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:

@@ -21,7 +21,7 @@ import hashlib
 import io
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
@@ -29,7 +29,8 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
-from vit_jax.evaluators.metric_names import declared_metrics
+from vit_jax.data.images.files import few
+from vit_jax.evaluators.metric_names import declared_metrics, is_named
 
 T = TypeVar("T")
 
@@ -112,6 +113,12 @@ class Measured:
     def is_whole(self) -> bool:
         return bool(self.values) and None not in self.values
 
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Sorts the best first: any that diverged behind, those without a value last."""
+        mean = statistics.fmean(self.known) if self.known else 0.0
+        return not self.known, DIVERGED in self.states, -mean
+
     def __str__(self) -> str:
         """Mean and deviation in percent, or the states of the members."""
         known = self.known
@@ -138,7 +145,7 @@ class Report(NamedTuple):
     values: further content of study.json.
     complete: whether all planned results are there; None: if no `Measured` lacks one.
     files: {name: content} of additional files.
-    best: the members of the best row, by seeds; () if the study compares no rows.
+    best: the best members, by seeds, as `Found.best_of` gives them; () if none are compared.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -286,6 +293,12 @@ class Study(Part):
             results |= {member.name: done for member in new}
         return self.members(results)
 
+    def say_axes(self) -> str:
+        """What its runs differ in: "peak_lr: 1e-3, 3e-3; seed: 0, 1"."""
+        places = [member.place for member in self.all_members()]
+        axes = {key: dict.fromkeys(str(place.get(key)) for place in places) for key in places[0]}
+        return "; ".join(f"{key}: {few(axis)}" for key, axis in axes.items() if len(axis) > 1)
+
     def check_all(self) -> None:
         """Raise InputError if the config does not describe such a study."""
         faults = Faults()
@@ -324,7 +337,7 @@ class Study(Part):
                 faults.append(f"{where}: no such evaluator; {nearest(name, list(evals))}")
                 continue
             known = faults.check(accuracies, metric.config, name)
-            faults.need(known is None or metric.name in known,
+            faults.need(known is None or is_named(metric.name, known),
                         f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
             finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])
             if self.config.study.point == "best" and finder is not None:
@@ -359,6 +372,17 @@ class Found:
                   for result in ended if result is not None]  # fmt: skip
         return Measured(values, states, note)
 
+    def best_of(self, members: Iterable[Member], metric: str = "") -> list[str]:
+        """Those with results at the best place of `members`; [] if there is only one place."""
+        places = [*{repr(place): place for m in members if (place := without_seed(m))}.values()]
+        best = min(places, key=lambda place: self.measure(metric, **place).rank, default={})
+        return self.measured(self.at(**best), metric) if len(places) > 1 else []
+
+    def measured(self, members: Iterable[Member], metric: str = "") -> list[str]:
+        """The names of those of `members` that have finished, with the metric."""
+        value_of, metric = self.study.value_of, metric or self.study.metric
+        return [m.name for m in members if value_of(self.results.get(m.name), metric) is not None]
+
     def csv(self) -> str:
         """A row for each training run that has ended: its place, state and summary."""
         ended = [(m, self.results[m.name]) for m in self.members
@@ -374,6 +398,21 @@ class Found:
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
+
+
+def without_seed(member: Member) -> dict[str, Any]:
+    """The place of a member in tables, over its seeds."""
+    return {key: value for key, value in member.place.items() if key != "seed"}
+
+
+def best_first(rows: Iterable[Mapping[str, Any]], *columns: str) -> list[Mapping[str, Any]]:
+    """Rows of a table by their best cell among `columns`, or all; see `Measured.rank`."""
+
+    def place(row):
+        cells = [cell for column, cell in row.items() if not columns or column in columns]
+        return min((cell.rank for cell in cells if isinstance(cell, Measured)), default=(True,))
+
+    return sorted(rows, key=place)
 
 
 def seeded(

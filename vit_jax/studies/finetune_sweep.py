@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import flatten, key
-from vit_jax.studies.engine import Found, Member, Metric, Report, Results, Study, seeded
+from vit_jax.studies.engine import Found, Member, Metric, Report, Results, Study, best_first, seeded
 
 
 class FinetuneSweep(Study):
@@ -73,13 +73,18 @@ class FinetuneSweep(Study):
         return tries + [self._run(f"lr_{best}_seed_{seed}", best, seed, {}) for seed in seeds]
 
     def report(self, found: Found) -> Report:
-        """A row for each member, then mean and sample standard deviation of the final runs."""
+        """Rows of the sweep, the best first, those of the final runs, and their mean."""
         own_split = flatten(self.config)[self._split_key]
-        rows = [{"member": m.name, **m.place, self.label: found.measure(**m.place)}
-                for m in found.members]  # fmt: skip
-        final = found.measure(**{"scored on": own_split})
+        final = found.at(**{"scored on": own_split})
+        tries = [member for member in found.members if member not in final]
+        rows = []
+        for members in (tries, final):
+            new = ({"member": m.name, **m.place, self.label: found.measure(**m.place)}
+                   for m in members)  # fmt: skip
+            rows += best_first(new, self.label)
+        mean = found.measure(**{"scored on": own_split})
         best = self.best_lr(found.results)
-        if final.known:
+        if mean.known:
             rows.append({"member": "mean ± std", "peak_lr": best, "scored on": own_split,
-                         self.label: final})  # fmt: skip
-        return Report(rows, {"peak_lr": best}, final.is_whole)
+                         self.label: mean})  # fmt: skip
+        return Report(rows, {"peak_lr": best}, mean.is_whole, best=found.measured(final))

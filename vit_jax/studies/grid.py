@@ -34,6 +34,7 @@ from vit_jax.studies.engine import (
     Report,
     Results,
     Study,
+    best_first,
     join_name,
     parse_changes,
     seeded,
@@ -131,11 +132,20 @@ class Grid(Study):
                 cell = Measured() if best is None else found.measure(metric, note=best, **place)
                 rows.setdefault(row, {})[column] = cell
         png = draw_table(table)
+        part, metric = "trained", self.metric
+        if self.finetune:
+            part, metric = "fine-tuned", self.finetune_metric or ""
+        finals = [m for (row, column), best in chosen.items()
+                  for m in found.at(row=row, column=column, candidate=best, part=part)]  # fmt: skip
         return Report(
             rows=[
-                ({"": row, "measure": measure} if self.finetune else {measure: row}) | cells
+                row
                 for measure, rows in table.items()
-                for row, cells in rows.items()
+                for row in best_first(
+                    ({"": row, "measure": measure} if self.finetune else {measure: row}) | cells
+                    for row, cells in rows.items()
+                )
             ],
             files={} if png is None else {"study.png": png},
+            best=found.best_of(finals, metric),
         )

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import key
-from vit_jax.studies.engine import Found, Member, Report, Results, Study, seeded
+from vit_jax.studies.engine import Found, Member, Report, Results, Study, best_first, seeded
 
 _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")
 
@@ -90,4 +90,5 @@ class NoisyStudent(Study):
                 "images it labels": f"{statistics.fmean(kept.known):,.0f}" if kept.known else "-",
                 "labels right, %": right if right.known else "-",
             })  # fmt: skip
-        return Report(rows)
+        trained = [member for member in found.members if member.command == "train"]
+        return Report(best_first(rows, self.label), best=found.best_of(trained))

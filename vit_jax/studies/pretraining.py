@@ -19,6 +19,7 @@ from vit_jax.studies.engine import (
     Results,
     Study,
     accuracies,
+    best_first,
     join_name,
     seeded,
 )
@@ -64,4 +65,6 @@ class Pretraining(Study):
             for (tuning,) in self.entries["finetunings"]:
                 row[tuning] = found.measure(method=method, finetuning=tuning)
             rows.append(row)
-        return Report(rows)
+        tuned = [member for member in found.members if member.place["finetuning"]]
+        columns = [name for (name,) in self.entries["finetunings"]]
+        return Report(best_first(rows, *columns), best=found.best_of(tuned))

@@ -10,10 +10,11 @@ import logging
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 from rich.console import Console
@@ -26,6 +27,7 @@ from vit_jax.base.files import write_whole
 from vit_jax.config import stored as stored_config
 from vit_jax.job import exit_codes
 from vit_jax.run.guards import DIVERGED_FILE
+from vit_jax.run.terminal import readable
 from vit_jax.run.validation import validate
 from vit_jax.studies.engine import (
     DIVERGED,
@@ -39,6 +41,7 @@ from vit_jax.studies.engine import (
     Result,
     Results,
     Study,
+    without_seed,
 )
 
 logger = logging.getLogger("vit_jax")
@@ -272,17 +275,17 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     report = study.report(found)
     values = {**report.values, "warnings": find_differences(call.workdir, results)}
     files = {"study.csv": found.csv().encode(), **report.files}
+    values["winner"] = _describe_winner(found, call, report.best) if report.best else None
     report = report._replace(values=values, files=files)
     members = {
-        member.name: {
-            **results[member.name]._asdict(),
-            "command": shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)]),
-        }
+        member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
         for member in found.members
         if member.name in results
     }
     content = {
         "study": study.config.study.name,
+        "title": f"{call.config_file}: {study.config.study.name}",
+        "axes": study.say_axes(),
         "metric": study.metric,
         "complete": report.is_complete,
         "columns": report.columns,
@@ -297,11 +300,46 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
     warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
-    text = f"# {content['study']}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
+    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best else ""
+    text = (
+        f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{best}{warned}"
+        f"The members:\n\n```sh\n{commands}\n```\n"
+    )
     as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"
     for name, file in {"study.md": text, "study.json": as_json, **files}.items():
         write_whole(call.workdir / name, file)
     return report
+
+
+def _read_command(call: Call, member: Member) -> str:
+    """The command by which a member was last started, else the one that would start it."""
+    starts = call.workdir / member.name / "starts.jsonl"
+    if starts.exists():
+        return json.loads(starts.read_text().splitlines()[-1])["command"]
+    return shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)])
+
+
+def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str, Any]:
+    """The best members, by seeds: their place, mean metrics, workdirs, and the next command."""
+    rows = [found.study.numbers_of(found.results[name]) for name in names]
+    metrics = [name for name in rows[0] if "/" in name
+               and all(row.get(name) is not None for row in rows)]  # fmt: skip
+    place = next(without_seed(m) for m in found.members if m.name == names[0])
+    workdir = [f"--workdir={call.workdir / names[0]}"]
+    of_best = ["--best"] * (found.study.config.study.point == "best")
+    return {
+        "place": {key: value for key, value in place.items() if value != ""},
+        "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
+        "workdirs": [str(call.workdir / name) for name in names],
+        "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best]),
+    }
+
+
+def _say_winner(winner: Mapping[str, Any]) -> list[str]:
+    """Lines about the best members."""
+    place = ", ".join(f"{key} {value}" for key, value in winner["place"].items())
+    workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
+    return [f"Best: {place}: {readable(winner['values'])}", *workdirs, f"Next: {winner['next']}"]
 
 
 def print_table(report: Report, title: str | None = None) -> None:
@@ -317,7 +355,7 @@ def _conclude(report: Report, call: Call, results: Results) -> int:
     """Print the results of a study; return the exit code."""
     print_table(report)
     if report.best:
-        print(f"best: {', '.join(str(call.workdir / name) for name in report.best)}")
+        print("\n".join(_say_winner(report.values["winner"])))
     for name, result in results.items():
         if result.state in (FAILED, DIVERGED):
             print(f"{name} {result.state}: {result.error}", file=sys.stderr)

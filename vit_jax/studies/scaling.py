@@ -13,7 +13,7 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.4, figure 5; Zhai
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import Faults, InputError
@@ -27,6 +27,7 @@ from vit_jax.studies.engine import (
     Report,
     Results,
     Study,
+    best_first,
     join_name,
     seeded,
 )
@@ -62,7 +63,7 @@ class Scaling(Study):
 
     def check_own(self, faults: Faults) -> None:
         for text in self.durations:
-            faults.check(check_duration, text, key="study.durations", positive=True)
+            faults.check(check_duration, text, key="study.durations", form="length")
         if self.topology is not None:
             faults.check(find_slice, self.topology, "study.topology")
 
@@ -118,14 +119,14 @@ class Scaling(Study):
         """A row for each size and duration, then one for each law with its prediction."""
         points = self.find_points(found)
         front = pareto_front([p.exaflops for p in points], [p.error for p in points])
-        rows: list[dict[str, Any]] = [
+        rows: list[Mapping[str, Any]] = best_first(
             {
                 **p.place, "exaFLOPs": f"{p.exaflops:.4g}",
                 self._cost_unit: "-" if p.cost is None else f"{p.cost:.3g}",
                 self.label: p.measured, "": "front" if i in front else "",
             }
             for i, p in enumerate(points)
-        ]  # fmt: skip
+        )  # fmt: skip
         laws = predictions_of(points)
         for name, (law, held_out) in laws.items():
             accuracy, low, high = (100 * (1 - error) for error in (law.error, law.high, law.low))
@@ -151,6 +152,7 @@ class Scaling(Study):
             {"laws": numbers},
             complete=len(found.members) == sum(len(p.measured.known) for p in points),
             files={"study.png": draw_scaling(panels, curves, self.label)} if points else {},
+            best=found.best_of(found.members),
         )
 
 

@@ -8,7 +8,6 @@ others, but that the report gives mean and deviation over its values.
 import functools
 import itertools
 import re
-import statistics
 from collections.abc import Sequence
 
 from vit_jax.base.errors import Faults, collect_faults
@@ -17,11 +16,11 @@ from vit_jax.studies.engine import (
     DIVERGED,
     FINISHED,
     Found,
-    Measured,
     Member,
     Report,
     Results,
     Study,
+    best_first,
     join_name,
 )
 
@@ -86,18 +85,11 @@ class Sweep(Study):
 
     def report(self, found: Found) -> Report:
         """A row for each combination, over its seeds: the best first, any that diverged behind."""
-        cells = [(row, found.measure(**row)) for row in self._rows]
-        cells.sort(key=lambda pair: _rank(pair[1]))
+        rows = [{**row, self.label: found.measure(**row)} for row in self._rows]
         states = [result.state for result in found.results.values()]
         is_over = len(states) == len(found.members) and {*states} <= {FINISHED, DIVERGED}
-        best, cell = cells[0]
         return Report(
-            rows=[{**row, self.label: cell} for row, cell in cells],
-            complete=is_over and any(cell.known for _, cell in cells),
-            best=[m.name for m in found.at(**best)] if len(cells) > 1 and cell.known else (),
+            rows=best_first(rows, self.label),
+            complete=is_over and any(row[self.label].known for row in rows),
+            best=found.best_of(found.members),
         )
-
-
-def _rank(cell: Measured) -> tuple[bool, bool, float]:
-    mean = statistics.fmean(cell.known) if cell.known else 0.0
-    return not cell.known, DIVERGED in cell.states, -mean

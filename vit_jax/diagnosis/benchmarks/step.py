@@ -51,7 +51,7 @@ def measure_step(
     """
     experiment = planned_experiment(config, mesh)
     with jax.set_mesh(mesh):
-        take_steps, compile_s, memory = _compile_steps(experiment, config.data.num_classes)
+        take_steps, compile_s, memory = compile_steps(experiment, config.data.num_classes)
         take_steps(_WARM_UP_STEPS)
         if num_steps is None:
             since = time.perf_counter()
@@ -101,21 +101,25 @@ def measure_step(
     return figures
 
 
-def _compile_steps(
+def compile_steps(
     experiment: Experiment, num_classes: int
 ) -> tuple[Callable[[int], None], float, flops.Memory]:
-    """(a function that takes a number of steps, compilation time in seconds, memory of a step)."""
-    state = experiment.init()
-    batch = made_up_batch(experiment, num_classes)
-    frozen = jax.tree.map(  # zeros in place of the weights of the teachers
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), experiment.abstract_frozen
-    )
+    """(a function that takes a number of steps, compilation time in seconds, memory of a step).
+
+    The memory is taken at the first step.
+    """
     since = time.perf_counter()
     compiled = experiment.lower().compile()
     compile_s = time.perf_counter() - since
+    state = batch = frozen = None
 
     def take_steps(number):
-        nonlocal state
+        nonlocal state, batch, frozen
+        if state is None:
+            state, batch = experiment.init(), made_up_batch(experiment, num_classes)
+            frozen = jax.tree.map(  # zeros in place of the weights of the teachers
+                lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), experiment.abstract_frozen
+            )
         for _ in range(number):
             state, metrics = compiled(state, batch, *frozen)
         jax.block_until_ready((state, metrics))
