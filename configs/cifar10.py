@@ -34,7 +34,7 @@ def get_config(arg=""):
         raise InputError(
             f"got {arg!r}, needs at most one of {', '.join(AUGREG)}, and at most one of small, 5k"
         )
-    set_length(c, 1024, "200 epochs", "10 epochs", save="5 epochs", log="50 steps")
+    set_length(c, 1024, "200 epochs", "5 %", save="5 epochs", log="50 steps")
     c.model.name, c.model.pool = "ViT-S/4", "gap"
     c.model.dropout, c.model.dtype = 0.1, "bfloat16"
     c.loss.label_smoothing = 0.1
@@ -54,7 +54,7 @@ def get_config(arg=""):
         use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3)
         c.data.split, crop = "train[:10%]", "decode"
         c.model.pos_embed, c.optimizer.peak_lr = "sincos_2d", 5e-4
-        set_length(c, 32, "100 epochs", "2 epochs", save="20 epochs", log="500 steps")
+        set_length(c, 32, "100 epochs", "2 %", save="20 epochs", log="500 steps")
         c.evals.test.every, c.evals.test.batch_size = "50 epochs", 1024
     use_cifar10(c, augreg_ops(*augmentation, crop))
 

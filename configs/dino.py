@@ -53,7 +53,7 @@ def get_config(arg=""):
 
 
 def follow_paper(c):
-    set_length(c, 1024, "800 epochs", "10 epochs", save="5 epochs", log="100 steps")
+    set_length(c, 1024, "800 epochs", "1.25 %", save="5 epochs", log="100 steps")
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "30 epochs", "1 epochs"
     c.optimizer.peak_lr = 5e-4 * 1024 / 256
     c.model.name, c.model.gelu, c.model.stochastic_depth = "ViT-S/16", "exact", 0.1
@@ -69,7 +69,7 @@ def follow_paper(c):
 
 def make_small(c):
     """A ViT of 0.5 million parameters and 1,024 prototypes on CIFAR-10; 0.9 CPU seconds a step."""
-    set_length(c, 128, "600 steps", "60 steps", save="300 steps", log="10 steps")
+    set_length(c, 128, "600 steps", "10 %", save="300 steps", log="10 steps")
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 1024, 256, 64
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "200 steps", "35 steps"
     c.optimizer.peak_lr, c.optimizer.grad_clip_norm, c.optimizer.ema_decay = 1e-3, 3.0, 0.99

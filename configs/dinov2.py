@@ -41,7 +41,7 @@ WORDS = {
 
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
-    set_length(c, 2048, "125000 steps", "12500 steps", save="1250 steps", log="50 steps")
+    set_length(c, 2048, "125000 steps", "10 %", save="1250 steps", log="50 steps")
     c.model.name, c.model.gelu, c.model.layer_scale = "ViT-L/16", "exact", 1e-5
     c.model.stochastic_depth, c.model.dtype = 0.3, "bfloat16"
     use_imagenet(c)

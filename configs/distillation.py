@@ -38,7 +38,7 @@ def get_config(arg=""):
     c = base_config()
     use_cifar10(c)
     use_adamw(c)
-    length = ("1200 steps", "120 steps") if is_study else ("2500 steps", "300 steps")
+    length = ("1200 steps", "120 steps") if is_study else ("2500 steps", "12 %")
     set_length(c, 64, *length, save="1000 steps", log="100 steps")
     c.evals.test = classification(split="test", every="3000 steps", ops="decode", batch_size=500)
     if is_bit:

@@ -37,13 +37,13 @@ def get_config(arg=""):
 
     if "pretrain" in chosen:
         c.data.classes = (0, 1, 2, 3, 4)
-        set_length(c, 128, "20 epochs", "1 epochs", save="500 steps", log="50 steps")
+        set_length(c, 128, "20 epochs", "5 %", save="500 steps", log="50 steps")
         c.evals.test = classification(split="test", every="5 epochs", ops="decode")
     else:
         c.data.classes, c.data.image_size = (5, 6, 7, 8, 9), 48
         c.data.split = "train[2500:2961]"  # 250 of these classes
         c.data.ops = "decode|resize|pad_crop(4)|flip"
-        set_length(c, 50, "50 epochs", "5 epochs", save="500 steps", log="50 steps")
+        set_length(c, 50, "50 epochs", "10 %", save="500 steps", log="50 steps")
         c.init_from = ""  # required
         c.evals.held_out = classification(
             split="test", every="50 epochs", ops="decode|resize", batch_size=500

@@ -31,7 +31,7 @@ def get_config(arg=""):
     is_model = bool(words) and not difflib.get_close_matches(words[0], WORDS)
     refuse_words(words[is_model:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
-    set_length(c, 32, "40 epochs", "2 epochs", save="2 epochs", log="10 steps")
+    set_length(c, 32, "40 epochs", "5 %", save="2 epochs", log="10 steps")
     if words:
         create_model(words[0], image_size=224)
         c.model.name, c.data.image_size, c.model.dtype = words[0], 224, "bfloat16"

@@ -53,7 +53,7 @@ def get_config(arg=""):
 
 def follow_paper(c):
     """See the top of this module."""
-    set_length(c, 256, "100 epochs", "10 epochs", save="5 epochs", log="100 steps")
+    set_length(c, 256, "100 epochs", "10 %", save="5 epochs", log="100 steps")
     c.optimizer.peak_lr = 5e-4
     c.model.name, c.model.pool, c.model.dtype = "ViT-B/16", "token", "bfloat16"
     use_imagenet(c)
@@ -70,7 +70,7 @@ def follow_paper(c):
 
 def make_small(c):
     """A ViT of 0.5 million parameters on CIFAR-10, at 32 and 16 pixels; 0.7 CPU seconds a step."""
-    set_length(c, 128, "800 steps", "80 steps", save="200 steps", log="10 steps")
+    set_length(c, 128, "800 steps", "10 %", save="200 steps", log="10 steps")
     c.objective.directions, c.objective.head_width, c.objective.embedding_width = 256, 256, 32
     use_vit(c.model, "ViT-Ti/8", 96, 4, 384, 3, pool="gap")
     use_cifar10(c, "")

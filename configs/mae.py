@@ -72,7 +72,7 @@ def get_config(arg=""):
     elif "linear" in chosen:
         classify_linearly(c, MODELS[words[0]][4])
     else:
-        pretrain(c, "1600 epochs" if "1600ep" in chosen else "800 epochs")
+        pretrain(c, *(("1600 epochs", "2.5 %") if "1600ep" in chosen else ("800 epochs", "5 %")))
     if "cifar10" in chosen:
         make_small(c)
     if "debug" in chosen:
@@ -82,8 +82,8 @@ def get_config(arg=""):
     return c
 
 
-def pretrain(c, duration):
-    set_length(c, 4096, duration, "40 epochs", save="1000 steps", log="50 steps")
+def pretrain(c, duration, warmup):
+    set_length(c, 4096, duration, warmup, save="1000 steps", log="50 steps")
     c.objective.name, c.model.gelu, c.model.pos_embed = "mae", "exact", "sincos_2d"
     c.data.ops = "inception_crop(area_min=0.2)|flip"
     c.optimizer.peak_lr, c.optimizer.b2 = 1.5e-4 * 4096 / 256, 0.95
@@ -93,7 +93,7 @@ def pretrain(c, duration):
 
 
 def finetune(c, epochs, lr_at_256, layer_decay, stochastic_depth):
-    set_length(c, 1024, f"{epochs} epochs", "5 epochs", save="1000 steps", log="50 steps")
+    set_length(c, 1024, f"{epochs} epochs", f"{500 // epochs} %", save="1000 steps", log="50 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
     c.data.ops = (
         "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.333)|"
@@ -120,7 +120,7 @@ def make_small(c):
     if c.objective.name == "mae":
         c.evals.images.split, c.evals.images.every = "test[:10%]", "300 steps"
         c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
-        c.duration, c.schedule.warmup = "600 steps", "60 steps"
+        c.duration, c.schedule.warmup = "600 steps", "10 %"
         c.optimizer.peak_lr = 2e-3
 
 

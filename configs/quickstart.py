@@ -12,7 +12,7 @@ WORDS = {"debug": "40 steps of a tiny model"}
 
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
-    set_length(c, 64, "2000 steps", "100 steps", save="200 steps", log="100 steps")
+    set_length(c, 64, "2000 steps", "5 %", save="200 steps", log="100 steps")
     use_vit(c.model, "ViT-Ti/4", 96, 4, 384, 3, pool="gap", dtype="float32")
     c.data.name, c.data.image_size, c.data.ops = "digits", 8, "pad_crop(1)"
     c.loss.label_smoothing = 0.1

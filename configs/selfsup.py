@@ -40,7 +40,7 @@ def get_config(arg=""):
     size = 224 if 224 % patch == 0 else 14 * patch
     create_model(words[0], image_size=size)
     c = base_config()
-    set_length(c, 64, "2000 steps", "200 steps", save="500 steps", log="10 steps")
+    set_length(c, 64, "2000 steps", "10 %", save="500 steps", log="10 steps")
     c.init_from, c.init_fields = "", "source"  # init_from is required
     c.model.name, c.model.dtype = words[0], "bfloat16"
     c.data.name = "folder" if "folder" in chosen else "unlabelled"

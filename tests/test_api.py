@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import types
 from functools import partial
 from unittest.mock import create_autospec
 
@@ -194,8 +196,24 @@ def test_train_evaluate_predict(tmp_path, monkeypatch):
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
     config.model.depth = 1
-    summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
-    assert summary["step"] == 4
+    config.optimizer.ema_decay = 0.9
+    calls = []
+
+    def watch(step, state, metrics):
+        calls.append((step, metrics))
+        assert not state.ema and "train/loss" in metrics
+        if len(calls) == 2:
+            raise RuntimeError("of the user's code")
+
+    args = config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None}
+    with pytest.raises(RuntimeError, match="of the user"):
+        vit_jax.train(*args, callbacks=[watch])
+    summary = vit_jax.train(*args, callbacks=[watch])
+    assert [step for step, _ in calls] == [2, 4, 4] and summary["step"] == 4
+    assert calls[2][1]["test/top1"] == summary["test/top1"]
+    found = vit_jax.compare([tmp_path / "run"])
+    assert (found["runs"], found["config"]) == (["run"], {})
+    assert found["metrics"]["test/top1"] == [summary["test/top1"]]
     assert config.duration == "40 steps"  # the caller's config is left as it was
     again = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
     assert again == summary
@@ -312,6 +330,28 @@ def test_the_notebook_runs(run_notebook):
     assert pathlib.Path("runs/attention.png").stat().st_size > 1000
     assert names["features"].shape == (4, 4, 4, 32)
     assert len(names["names"]) == 179  # the sevens
+
+
+def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
+    """Its calls fit the functions; its callback runs."""
+    state = types.SimpleNamespace(params={"kernel": jnp.full((2, 2), 2.0)})
+
+    def note(config, workdir, overrides=None, callbacks=()):
+        for callback in callbacks:
+            callback(7, state, {"test/top1": 0.5})
+        return {"test/top1": 0.5}
+
+    found = {"config": {}, "metrics": {"val/top1": [0.9]}, "rows": [], "best": "", "read_back": 0.0,
+             "memory_bytes": {"fits": True}, "estimate": {"run": {"hours": 1.0}}}  # fmt: skip
+    for name in ("train", "evaluate", "branch", "compare", "plan", "study", "export", "figures"):
+        result = {"side_effect": note} if name == "train" else {"return_value": found}
+        monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
+    text = (NOTEBOOK.parents[1] / "how_to/python.md").read_text()
+    *blocks, _, _, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 3 and "7 0.5 4.0" in capsys.readouterr().out
 
 
 def test_no_run_to_go_on_with(tmp_path):

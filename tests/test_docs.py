@@ -26,9 +26,11 @@ def hooks():
 
 
 def anchors(page):
+    """As GitHub makes them from the headings of the page as it is stored."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).lower()) for head in heads}
+    plain = [re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads]
+    return {f"{a}-{plain[:i].count(a)}" if a in plain[:i] else a for i, a in enumerate(plain)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -40,7 +42,7 @@ def test_links_lead_somewhere(page):
             continue
         other = page if path == "" else page.parent / path
         assert other.exists(), target
-        if anchor and "<!-- made by" not in other.read_text():
+        if anchor:
             assert anchor in anchors(other), target
 
 
@@ -125,8 +127,7 @@ def test_documented_command_is_accepted(words):
 
 
 def test_a_wrong_documented_command_is_refused():
-    with pytest.raises(SystemExit):
-        refusal(["--confg=quickstart"])
+    assert "--confg" in refusal(["--confg=quickstart"])
     assert "optimizer.peak_rl" in refusal(["--config=quickstart", "--config.optimizer.peak_rl=1"])
     assert "trian" in refusal(["trian"])
     assert find_config("quickstart").exists()
@@ -186,6 +187,7 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
     tables = [page for page in PAGES if "<!-- end of " in page.read_text()]
     assert [page.name for page in tables] == [
         "commands.md", "config.md", "configs.md", "evaluators.md", "launchers.md", "ops.md",
+        "notebook.md",
     ]  # fmt: skip
     for page in tables:
         text = page.read_text()

@@ -8,6 +8,8 @@
     results = vit_jax.evaluate("runs/quickstart")
     rows = vit_jax.predict(["cat.jpg", image, array], "runs/mine")
 
+docs/how_to/python.md shows the other functions.
+
 Importing this package touches no device, parses no flag and does not import TensorFlow.
 """
 
@@ -23,15 +25,21 @@ if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
 __version__ = "0.1.0"
 
 _HOMES = {
+    "branch": "vit_jax.run.branch",
+    "compare": "vit_jax.commands.report",
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.inference.evaluate",
+    "export": "vit_jax.transfer.export",
+    "figures": "vit_jax.commands.figures",
     "load_config": "vit_jax.run.validation",
     "load_image": "vit_jax.transfer.pretrained",
     "load_pretrained": "vit_jax.transfer",
+    "plan": "vit_jax.commands.plan",
     "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
+    "study": "vit_jax.commands.study",
     "train": "vit_jax.commands.train",
 }
 __all__ = [*_HOMES]

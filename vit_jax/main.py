@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import select
 import sys
 import traceback
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -70,7 +71,12 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             overrides.append((key, value))
         else:
             rest.append(word)
-    flags = parser.parse_args(rest)
+    flags, unknown = parser.parse_known_args(rest)
+    known = re.findall(r"--\w+", parser.format_usage())
+    collect_faults([
+        f"{word}: no such flag of {command}; {nearest(word.partition('=')[0], known)}"
+        for word in unknown
+    ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
     if keys and "config.KEY" not in flags:
         raise InputError(f"--config.{keys[0]}: this command takes no config")
@@ -132,7 +138,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
-        print("Interrupted. A run that has saved continues by the same command.", file=sys.stderr)
+        print("Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
     except Exception as e:
         said = str(e)

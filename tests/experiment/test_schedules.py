@@ -46,6 +46,24 @@ def test_duration_is_exact(text, num_examples, global_batch_size, steps):
     assert parse_duration(text, **sizes, key="duration") == steps
 
 
+@pytest.mark.parametrize(
+    ("text", "duration", "steps"),
+    [
+        ("5 %", "40 epochs", 34),
+        ("5%", "2 epochs", 2),
+        ("10 %", "2.5 epochs", 4),
+        ("0 %", "1 epoch", 0),
+    ],
+)
+def test_a_share_is_of_the_run_before_rounding(text, duration, steps):
+    """17 examples in batches of 1: a twentieth of 40 epochs are 2 epochs, 34 steps."""
+    sizes = {"num_examples": 17, "global_batch_size": 1, "key": "schedule.warmup"}
+    assert parse_duration(text, **sizes, duration=duration) == steps
+    check_duration(text, key="schedule.warmup")
+    with at_fault("duration"):
+        check_duration(text, key="duration", form="length")
+
+
 def test_a_run_has_as_many_steps_as_its_state_counts():
     sizes = {"num_examples": 3, "global_batch_size": 1, "key": "duration"}
     assert parse_duration("2147483647 steps", **sizes) == 2**31 - 1
@@ -57,6 +75,20 @@ RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}
 
 
 OWN = {"rsqrt": {"timescale": 60}, "exponential": {"timescale": 60}}
+
+
+@pytest.mark.parametrize("name", ["cosine", "multistep"])
+def test_one_that_starts_later_is_moved(name):
+    def make(start):
+        milestones = [start + 50, start + 70] if name == "multistep" else ()
+        spans = {"warmup_steps": 10, "cooldown_steps": 20, "milestones": milestones}
+        return make_schedule(name, peak_lr=2.0, total_steps=start + 100, start=start, **spans)
+
+    steps = np.arange(101)
+    np.testing.assert_allclose(make(30)(steps + 30), make(0)(steps), rtol=1e-6)
+    assert make(30)(29) == 0
+    with at_fault("duration"):
+        make_schedule(name, peak_lr=2.0, total_steps=30, start=30)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -6,9 +6,11 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_fault import at_fault
 from matplotlib.text import Text
 from PIL import Image
 
+import vit_jax
 from vit_jax import create_model, predict, read_pretrained
 from vit_jax.commands.figures import NAMES
 from vit_jax.evaluators.features import principal_components
@@ -232,6 +234,13 @@ def test_parameters_need_no_image(golden, tmp_path, capsys):
         assert file["components"].shape[1:] == (7, 7, 3)
         np.testing.assert_allclose(file["filters"].mean(axis=(1, 2, 3)), 0, atol=1e-5)
     assert (tmp_path / "new/positions.png").exists()
+    of_image = {"names": ["positions", "norms"], "images": np.zeros((40, 40, 3), np.uint8)}
+    made = vit_jax.figures(golden / "hybrid_root.npz", tmp_path / "python", **of_image)
+    assert list(made["figures"]) == ["positions", "norms"] and not made["left_out"]
+    new, again = (np.load(tmp_path / name / "positions.npz") for name in ("new", "python"))
+    assert all(np.array_equal(new[key], again[key]) for key in new)
+    with at_fault("names"):
+        vit_jax.figures(golden / "hybrid_root.npz", tmp_path / "python", names=["norm"])
 
 
 REFUSED = {

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from opened import with_known_facts
 from PIL import Image
 
+import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
@@ -184,6 +185,8 @@ def test_plan_without_the_compiler(capsys, monkeypatch):
 def test_plan_for_gpus_is_calculated(capsys):
     words = (TINY, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
     code, figures = plan_by_command(capsys, *words, "--config.model.width=64")
+    asked = {"mesh.fsdp": 4, "mesh.data": 2, "model.width": 64}
+    assert vit_jax.plan(TINY.removeprefix("--config="), "L4:8", asked) == figures
     assert code == 0 and figures["by"] == "calculation"
     assert figures["model"].startswith("ViT/") and "(width 64, " in figures["model"]
     assert figures["compiler_cycles"] is None and figures["estimate"]["compiler"] is None

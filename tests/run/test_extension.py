@@ -3,14 +3,21 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 from at_fault import at_fault
 from etils import epath
+from finished_run import rows
 from opened import config_json
 
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
+from vit_jax.config import with_values
+from vit_jax.config.stored import StoredConfig, read_asked, read_stored
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.schedules import half_cosine, make_config_schedule
+from vit_jax.run.branch import _with_rule, branch
 from vit_jax.run.changes import check_unchanged, find_other_past
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.workdir import read_run
@@ -80,6 +87,25 @@ def test_values_that_move_until_the_end_keep_it_where_it_is(key, start, end):
     assert f"step 2 had optimizer.{key}=" in (find_other_past(*args, 2) or "")
     same = make_config(**old), make_config(**old, schedule__cooldown="20 steps")
     assert find_other_past(*same, 20) is None
+    now = branched(make_config(**old), 20, "constant", {"duration": "80 steps"}).optimizer
+    last = float(half_cosine(19, 40, start, end))
+    assert now[key] == now[f"{key}_end"] == pytest.approx(last)
+
+
+def branched(config, step, rule, overrides):
+    return _with_rule(StoredConfig(config, config, {}), step, rule, overrides).resolved
+
+
+def test_rsqrt_goes_on_as_it_was_or_as_if_it_had_been():
+    later, steps = {"duration": "100 steps"}, np.arange(20, 100)
+    before = make_config(schedule__name="rsqrt", schedule__timescale="10 steps")
+    was, now, new = (
+        make_config_schedule(config, parse_durations(config))
+        for config in (with_values(before, later), branched(before, 20, "rsqrt", later),
+                       branched(make_config(), 20, "rsqrt", later))
+    )  # fmt: skip
+    np.testing.assert_allclose(now(steps), was(steps - 1), rtol=1e-6)
+    np.testing.assert_allclose(new(steps) / new(20), np.sqrt(20 / steps), rtol=1e-6)
 
 
 def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
@@ -91,26 +117,100 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
         check_unchanged(make_config(duration="80 steps"), run, workdir)
     assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
     assert str(e.value).endswith(
-        "; keep the old value with '--config.duration=40 steps'; or train on from its weights: "
-        f"--config.init_from={tmp_path} --config.init_head=kept and a new --workdir"
+        "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir, "
+        f"from its last rate: vit_jax branch --init_from={tmp_path} --workdir=NEW --rule=constant "
+        "--config.duration='80 steps'"
     )
     with at_fault("seed") as e:
         check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)
     check_unchanged(make_config(duration="80 steps"), begun, workdir)
 
 
-def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(tmp_path):
-    def run(name, duration):
-        config = make_config(schedule__name="constant", duration=duration)
-        del config.evals.test  # half of what there is to compile
-        summary = train_and_evaluate(config, tmp_path / name)
-        meta = restore.read_meta(epath.Path(tmp_path / name / f"checkpoints/{summary['step']}"))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder, run(name, ...) -> (checksums, summary)) with a `whole` run."""
+    folder = epath.Path(tmp_path_factory.mktemp("runs"))
+
+    def run(name, duration=None, callbacks=(), warmup="4 steps"):
+        if duration is None:
+            config = read_asked(folder / name)
+        else:
+            config = make_config(
+                schedule__name="constant", schedule__warmup=warmup, duration=duration
+            )
+            config.checkpoint.keep_every, config.log.every = "5 steps", "1 step"
+            del config.evals.test  # half of what there is to compile
+        command = duration and {"config": CONFIG, "overrides": {"schedule.warmup": warmup}}
+        summary = train_and_evaluate(config, folder / name, command, callbacks=callbacks)
+        meta = restore.read_meta(folder / name / f"checkpoints/{summary['step']}")
         return meta["checksums"], summary
 
-    first, _ = run("extended", "10 steps")
-    longer, _ = run("whole", "20 steps")
-    extended, summary = run("extended", "20 steps")
+    return folder, run, run("whole", "20 steps")[0]
+
+
+def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(runs):
+    folder, run, longer = runs
+    first, _ = run("extended", "10 steps", warmup="40 %")
+    extended, summary = run("extended", "20 steps", warmup="40 %")  # of its first duration
     assert extended == longer != first and summary["step"] == 20
-    stored = json.loads((tmp_path / "extended/config.json").read_text())
+    stored = json.loads((folder / "extended/config.json").read_text())
     assert stored["resolved"]["duration"] == "20 steps"
-    assert json.loads((tmp_path / "extended/summary.json").read_text())["step"] == 20
+    warmups = [stored[kind]["schedule"]["warmup"] for kind in ("asked", "resolved")]
+    assert warmups == ["40 %", "4 steps"] and stored["decided_by"]["schedule.warmup"] == "duration"
+    assert json.loads((folder / "extended/summary.json").read_text())["step"] == 20
+
+
+def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on_also_when_killed(runs, caplog):
+    folder, run, longer = runs
+
+    def kill(step, state, metrics):
+        if step == 17:
+            raise KeyboardInterrupt
+
+    with caplog.at_level("INFO", "vit_jax"):
+        branch(folder / "whole/checkpoints/10", folder / "same", "constant")
+    assert (
+        "same: constant from step 10 to step 20, at first with a learning rate of 0.0015; to "
+        in (caplog.messages[-1])
+    )
+    assert rows(folder / "same") == rows(folder / "whole")[:10]
+    with pytest.raises(KeyboardInterrupt):
+        run("same", callbacks=[kill])
+    assert run("same")[0] == longer
+    assert rows(folder / "same") == rows(folder / "whole")
+    starts = [json.loads(line) for line in (folder / "same/starts.jsonl").read_text().splitlines()]
+    assert [line.get("branch_of") for line in starts] == [None, str(folder / "whole"), None, None]
+    assert [line["resumed_at"] for line in starts] == [None, 10, 10, 15]
+
+
+def test_what_no_branch_can_be_made_of(runs):
+    folder = runs[0]
+    (folder / "whole/checkpoints/5/seal.json").unlink()
+    for step, overrides, says in (
+        (7, {}, "the run keeps those of the steps 5, 10, 15, 20"),
+        (5, {}, "checkpoints/5: is damaged"),
+        (10, {"duration": "10 steps"}, "duration: ends at step 10, and the run is at step 10"),
+        (10, {"seed": 1}, "--config.seed: a branch may set duration, "),
+        (10, {"schedule.warmup": "11 steps"}, "after schedule.start"),
+    ):
+        source = folder / f"whole/checkpoints/{step}"
+        with pytest.raises(InputError, match=says):
+            branch(source, folder / "refused", "rsqrt", overrides)
+        assert not (folder / "refused").exists()
+
+
+def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs):
+    folder, run, _ = runs
+    branch(folder / "whole", folder / "new", "cosine", {"duration": "30 steps"})
+    run("new")
+    rates = [row["train/lr"] for row in rows(folder / "new")[19:]]
+    since = np.maximum(np.arange(-1, 10), 0)
+    np.testing.assert_allclose(rates, 0.75e-3 * (1 + np.cos(np.pi * since / 10)), rtol=1e-5)
+    branch(folder / "new/checkpoints/25", folder / "third", "cooldown")
+    config = read_stored(folder / "third").resolved
+    schedule = make_config_schedule(config, parse_durations(config))
+    np.testing.assert_allclose([schedule(25), schedule(30)], [rates[5], 0])
+    asked = read_asked(folder / "new")
+    asked.duration = "40 steps"
+    with pytest.raises(InputError, match=r"another end, as step 22 had .* vit_jax branch"):
+        train_and_evaluate(asked, folder / "new")

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 from finished_run import final_state, rows
 
 from vit_jax import load_pretrained, save_pretrained
@@ -87,7 +88,7 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
         config=c,
         fingerprint={},
         experiment=types.SimpleNamespace(
-            objective=objective, schedule=lambda step: 0.0, flops_per_image=1
+            objective=objective, schedule=lambda step: 0.0, flops_per_image=1, total_steps=10_000
         ),
         mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
         evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},
@@ -106,6 +107,14 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     assert first.startswith("step 5: train/teacher_entropy=0:") and "few/rank=1" in second
     with record.saving(5) as meta:
         assert meta["health"]["said"] == ["entropy_low", "few"]
+    record._throughput.clock = clock = FakeClock()
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        for step in range(1, 40):
+            clock.now += 0.25
+            record.add(step, {})
+    assert caplog.records[-1].getMessage() == (
+        "about 42 minutes left: 0.25 s a step, with evaluations and saves as far as measured"
+    )
 
 
 @pytest.mark.slow

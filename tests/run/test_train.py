@@ -372,8 +372,7 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
                {"step": 20, "knn/top1": 0.5}]  # fmt: skip
     if process == 0:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in written))
-    ran = []
-    said = []
+    ran, said, told = [], [], []
 
     def say_to_all(what, find, timeout_s):
         said.append(find())
@@ -388,11 +387,12 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
         workdir=epath.Path(tmp_path),
         config=make_config(),
         evaluators=dict.fromkeys(("few", "few_more", "knn")),
+        callbacks=[lambda *args: told.append(args)],
     )
-    record.evaluate_missed(
-        run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"], NoLock()
-    )
+    state = types.SimpleNamespace(step=10, ema={})
+    record.evaluate_missed(run, state, ["few", "few_more", "knn"], NoLock())
     assert ran == ["few_more", "knn"]
+    assert told == [(10, state, {"few_more/top1": 0.25, "knn/top1": 0.25})]
     if process == 0:
         assert said == [["few_more", "knn"]]
         assert rows(tmp_path) == [

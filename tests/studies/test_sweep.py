@@ -8,6 +8,7 @@ import shlex
 import pytest
 from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
 
+import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel
@@ -145,6 +146,10 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]
     assert r"| 3e-3 | [bold] decode\|flip | 30.00 ± 0.00 |" in (tmp_path / "w/study.md").read_text()
     assert [str(tmp_path / "w" / name) for name in found["best"]] == best
+    sweep = [flag.removeprefix("--sweep=") for flag in flags]
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "check_members", lambda *args: None)
+        assert vit_jax.study(CONFIG, tmp_path / "w", sweep=sweep) == found
     command = shlex.split(found["members"][found["best"][1]]["command"])
     assert command[3:] == [
         f"--config={CONFIG}", "--config.optimizer.peak_lr=3e-3",

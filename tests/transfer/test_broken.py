@@ -327,3 +327,36 @@ def test_a_broken_file_is_refused(golden, tmp_path, kind):
     assert says in str(error.value)
     assert str(path) in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "stated", "family"),
+    [
+        ("patch_embed.proj.weight reg_token", {}, "DINOv2 .* registers, of timm"),
+        ("embeddings.register_tokens encoder.layer.0.layer_scale1.lambda1", {},
+         "DINOv2 .* registers, of Hugging Face"),
+        ("embeddings.patch_embeddings.projection.weight encoder.layer.0.layer_scale1.lambda1", {},
+         "DINOv2, of Hugging Face"),
+        ("vision_model.embeddings.class_embedding", {}, "CLIP.*Hugging Face"),
+        ("vision_model.head.probe vision_model.post_layernorm.weight", {}, "SigLIP.*Hugging Face"),
+        ("patch_embed.proj.weight norm_pre.weight", {}, "CLIP.*timm"),
+        ("patch_embed.proj.weight layers.0.blocks.0.attn.relative_position_bias_table", {},
+         "Swin, of timm"),
+        ("swin.embeddings.norm.weight", {}, "Swin, of Hugging Face"),
+        ("stem.0.weight stages.0.blocks.0.conv_dw.weight", {}, "ConvNeXt, of timm"),
+        ("beit.embeddings.cls_token", {}, "BEiT, of Hugging Face"),
+        ("patch_embed.proj.weight blocks.0.gamma_1", {}, "BEiT or EVA, of timm"),
+        ("patch_embed.proj.weight blocks.0.attn.q_proj.weight", {}, "EVA, of timm"),
+        ("decoder_blocks.0.norm1.weight", {}, "the decoder of a masked autoencoder"),
+        ("bert.embeddings.word_embeddings.weight", {}, "a text model such as BERT"),
+        ("x.weight", {"model_type": "cvt"}, "cvt, of Hugging Face"),
+        ("x.weight", {"architecture": "levit_128"}, "levit_128, of timm"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_supported_are_named_for_what_they_are(
+    names, stated, family, tmp_path
+):
+    save_file(dict.fromkeys(names.split(), np.ones(1, np.float32)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=rf"these weights are {family}.*not supported; supported:"):
+        load_pretrained(tmp_path)

@@ -17,6 +17,7 @@ from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params
 
+import vit_jax
 from vit_jax import load_pretrained, pretrained_spec, save_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
@@ -167,7 +168,7 @@ def test_another_image_size(golden, tmp_path, capsys):
 def test_of_any_size_it_stays(golden, tmp_path):
     source = read_pretrained(golden / "bit.npz")
     assert source.model.image_size is None
-    receipt = export_lib.export(source, tmp_path / "model.npz", "npz")
+    receipt = vit_jax.export(golden / "bit.npz", tmp_path / "model.npz", "npz")
     assert receipt["preprocessing"]["image_size"] is None
     assert "- Images: any size, (pixel" in (tmp_path / "model.md").read_text()
     assert read_pretrained(tmp_path / "model.npz").model == source.model

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -77,11 +78,19 @@ class Faults(list[str]):
             return None
 
 
+_MOST = 12  # names in a message
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Hint for an unknown word: the nearest known word, or the list of all known words."""
+    """Hint for an unknown word: the nearest known word, or the known words, at most `_MOST`."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {by_lower[close[0]]}?"
+    if len(known) <= _MOST:
+        return f"known: {', '.join(known)}" if known else "there are none"
+    few = difflib.get_close_matches(word.lower(), by_lower, n=4, cutoff=0.0)
+    return f"known: {', '.join(map(by_lower.get, few))} and {len(known) - len(few)} more"
 
 
 def check_version(where: str, version: int, known: int) -> None:
@@ -96,17 +105,16 @@ def check_version(where: str, version: int, known: int) -> None:
 def say_fault_of_file(error: BaseException, file: str, shown: str | None = None) -> str:
     """One line, starting with file and line, for an error raised by a user's Python file.
 
-    Leaves out the dump of the config that ml_collections adds. `file` is the absolute path;
-    `shown` replaces it in the text.
+    `file` is the absolute path; `shown` replaces it in the text.
     """
     line = _line_of(error, file)
     at = f"{shown or file}:{line}" if line else shown or file
-    name = type(error).__name__
-    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
-        error = error.args[0]  # ml_collections wraps the KeyError in an AttributeError
+    name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
-    return f"{at}: {name}: {' '.join(text.split())}"
+    match = re.match(r"cannot import name '(\w+)'", text)
+    if match is not None and getattr(error, "name", None) in sys.modules:
+        text = f"{error.name} has no {match[1]}; {nearest(match[1], dir(sys.modules[error.name]))}"
+    return f"{at}: {name}{' '.join(text.split())}"
 
 
 def _line_of(error: BaseException, file: str) -> int | None:

@@ -69,6 +69,16 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
     open_for_append(path, data).close()
 
 
+def copy_tree(source: epath.Path, target: epath.Path) -> None:
+    """Copy a file, or a folder with all that is below it."""
+    if source.is_dir():
+        for path in source.iterdir():
+            copy_tree(path, target / path.name)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.copy(target)
+
+
 def cache_folder(kind: str) -> pathlib.Path:
     """The folder that keeps one kind of results between runs; it may not exist yet.
 

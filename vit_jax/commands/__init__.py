@@ -8,8 +8,9 @@ once and the process can be interrupted.
 import importlib
 import types
 
-COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study", "label",
-            "report", "figures", "check", "doctor", "configs", "models")  # fmt: skip
+COMMANDS = ("train", "branch", "evaluate", "predict", "export", "benchmark", "plan", "study",
+            "label", "report", "figures", "check", "doctor", "configs", "models",
+            "keys")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

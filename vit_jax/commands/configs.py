@@ -1,6 +1,7 @@
 """List the configs that come with the package and the words that each accepts.
 
   python -m vit_jax.main configs
+  python -m vit_jax.main configs finetune mae
 
 Words follow the name of the config after a colon, separated by commas:
 --config=finetune:ViT-B/16,cifar10,debug. MODEL and DATA are placeholders for names; see the
@@ -9,20 +10,25 @@ command `models` and docs/reference/models.md.
 
 import argparse
 
+from vit_jax.base.errors import collect_faults, nearest
 from vit_jax.config.text import import_config, shipped_configs
 from vit_jax.job import exit_codes
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    del parser  # no flags
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these configs, in full")
 
 
 def main(flags: argparse.Namespace) -> int:
-    del flags
-    for name, path in shipped_configs().items():
-        config = import_config(path)
-        head, _, _ = config.__doc__.partition("\n")
+    shipped = shipped_configs()
+    collect_faults([f"{name}: no such config; {nearest(name, list(shipped))}"
+                    for name in flags.names if name not in shipped])  # fmt: skip
+    for name in flags.names or shipped:
+        config = import_config(shipped[name])
+        head, _, text = config.__doc__.partition("\n")
         print(f"{name}: {head}")
+        if flags.names:
+            print(text)
         for word, meaning in config.WORDS.items():
             print(f"    {word:<16}{meaning}")
     return exit_codes.DONE

@@ -1,6 +1,8 @@
 """Flags shared by several commands, and functions that read them."""
 
 import argparse
+import functools
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ def define_config_flags(
         "--config", metavar="NAME[:words]", help="name from `configs`, or a .py file, and its words"
     )
     parser.add_argument(
-        "--print_config", action="store_true", help="print the whole config as JSON and exit"
+        "--print_config", action="store_true", help="print the keys in force as JSON and exit"
     )
     parser.add_argument(
         "--config.KEY", metavar="VALUE", help="set any key of the config, e.g. --config.mesh.fsdp=8"
@@ -96,14 +98,14 @@ def load_valid_config(flags: argparse.Namespace, *, of_run: bool = False) -> "Co
     from vit_jax.base import files
     from vit_jax.config import REQUIRED
     from vit_jax.config.stored import read_asked
-    from vit_jax.config.text import apply_overrides, load_config
-    from vit_jax.run.validation import validate
+    from vit_jax.config.text import apply_overrides
+    from vit_jax.run.validation import load_named, validate
 
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, where = read_asked(workdir), f"{workdir}/config.json"
     else:
-        config, where = load_config(flags.config), f"--config={flags.config}"
+        config, where = load_named(flags.config), f"--config={flags.config}"
     faults = apply_overrides(config, flags.overrides)
     if config.stop.metric is None and "stop.patience" in dict(flags.overrides):
         faults.append(
@@ -126,15 +128,23 @@ def is_run(workdir: str | None) -> bool:
 
 
 def print_config(flags: argparse.Namespace) -> int:
-    """Print the config as JSON, for `--print_config`; return the exit code.
+    """Print the keys in force as JSON, for `--print_config`; return the exit code.
 
-    Without `--config`, print the stored config of the run in `--workdir`. Keys that depend on the
-    data or the devices are null unless they are set.
+    Without `--config`, print those of the stored config of the run in `--workdir`. Keys of parts
+    that are not chosen are left out unless they are set. Keys that depend on the data or the
+    devices are null unless they are set.
     """
-    from vit_jax.config.stored import to_json
+    from vit_jax.config import flatten, values_in_force
 
     of_run = flags.config is None and is_run(getattr(flags, "workdir", None))
-    print(to_json(load_valid_config(flags, of_run=of_run)), end="")
+    config = load_valid_config(flags, of_run=of_run)
+    nested: dict = {}
+    values = {key: value for key, value in flatten(config).items() if value is not None}
+    for key, value in (values | values_in_force(config)).items():
+        *sections, leaf = key.split(".")
+        node = functools.reduce(lambda node, name: node.setdefault(name, {}), sections, nested)
+        node[leaf] = value
+    print(json.dumps(nested, indent=2))
     return exit_codes.DONE
 
 

@@ -12,7 +12,9 @@ import argparse
 import functools
 import json
 import logging
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -26,7 +28,7 @@ from vit_jax.commands.flags import (
     load_valid_config,
     require_flags,
 )
-from vit_jax.devices.chips import CHIPS, find_slice
+from vit_jax.devices.chips import CHIPS, Slice, find_slice
 from vit_jax.devices.flops import format_bytes
 from vit_jax.job import exit_codes
 
@@ -58,18 +60,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     require_flags(flags, ("config", "topology"), example)
-    slice_, price = find_slice(flags.topology), flags.price_per_chip_hour
-    if flags.num_slices < 1 or (flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu):
-        raise InputError(
-            f"--num_slices={flags.num_slices}: needs a positive number, for GPUs 1; give the "
-            "number of all GPUs in --topology"
-        )
+    slice_, price = _find_slice(flags.topology, flags.num_slices), flags.price_per_chip_hour
     config = load_valid_config(flags)
 
-    from vit_jax.planning import cache_file, plan
-    from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
-    from vit_jax.planning.search import find_layouts, find_remedies, plan_layouts, rank_layouts
+    from vit_jax.planning.search import find_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
     from vit_jax.run.opener import Tables
@@ -84,16 +79,76 @@ def main(flags: argparse.Namespace) -> int:
     if flags.search is not None:
         rows = find_layouts(config, target, price, batches=flags.search == "batch")
         return _show(flags, rows, layouts_table, rows[0]["fits"])
+    figures = _plan(config, target, price)
+    return _show(flags, figures, print_plan, figures["memory_bytes"]["fits"])
+
+
+def plan(
+    config: ConfigDict | str | os.PathLike,
+    topology: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    num_slices: int = 1,
+    price_per_chip_hour: float | None = None,
+    may_compile: bool = True,
+) -> dict[str, Any]:
+    """Estimate memory, communication, time and cost of a run on hardware you do not have.
+
+        figures = vit_jax.plan("pretrain:ViT-L/16,imagenet21k", "v5e:4x4")
+        figures["memory_bytes"]["fits"], figures["estimate"]["run"]["hours"]
+
+    JAX then computes on the CPU, also later in this process.
+
+    Args:
+      config, overrides: as in `load_config`.
+      topology: a TPU slice or GPUs: "v5e:4x4", "H100:64".
+      num_slices: TPU slices, joined by DCN.
+      price_per_chip_hour: in any currency; None: no cost.
+      may_compile: False: calculate in seconds, without the TPU compiler.
+
+    Returns:
+      What the command prints with --format=json.
+
+    Raises:
+      InputError: a ValueError that names the key or the argument.
+    """
+    from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.run.opener import Tables
+    from vit_jax.run.resolve import resolve
+    from vit_jax.run.validation import load_config, validate
+
+    target = Target(_find_slice(topology, num_slices), num_slices, may_compile=may_compile)
+    config = load_config(config, overrides)
+    validate(config, [], "config")
+    start_planning(target)
+    return _plan(resolve(config, Tables()).config, target, price_per_chip_hour)
+
+
+def _find_slice(topology: str, num_slices: int) -> Slice:
+    found = find_slice(topology)
+    if num_slices < 1 or (num_slices > 1 and CHIPS[found.chip].is_gpu):
+        raise InputError(
+            f"--num_slices={num_slices}: needs a positive number, for GPUs 1; give the number of "
+            "all GPUs in --topology"
+        )
+    return found
+
+
+def _plan(config: ConfigDict, target: Any, price: float | None) -> dict[str, Any]:
+    """The figures of the fastest layout that the resolved `config` leaves open."""
+    from vit_jax import planning
+    from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.search import find_remedies, plan_layouts, rank_layouts
+
     layouts = rank_layouts(config, target)
-    if target.is_compiled_for and not cache_file(layouts[0], target).exists():
+    if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, price))
-    config, figures = plan_layouts(layouts, functools.partial(plan, target=target))
+    config, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
     figures |= {"estimate": estimate(figures, price)}
-    fits = figures["memory_bytes"]["fits"]
-    if not fits:
+    if not figures["memory_bytes"]["fits"]:
         by_calculation = not target.is_compiled_for
         figures["remedies"] = find_remedies(config, target, figures, calculate=by_calculation)
-    return _show(flags, figures, print_plan, fits)
+    return figures
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:

@@ -19,7 +19,9 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 import argparse
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -29,6 +31,9 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.insight.runs import Run
 
 logger = logging.getLogger("vit_jax")
 
@@ -68,8 +73,8 @@ def main(flags: argparse.Namespace) -> int:
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
     found = runs.best_first(found)
-    names = [run.name for run in found]
-    config, last = runs.differences(found), runs.last_values(found)
+    said = _compared(found)
+    names, config, last = said.values()
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
     if not curves and any(output.suffix == ".png" for output in flags.output):
@@ -88,7 +93,6 @@ def main(flags: argparse.Namespace) -> int:
         files.write_whole(output, make[output.suffix]())
         logger.info("written: %s", output)
     if flags.format == "json":
-        said = {"runs": names, "config": config, "metrics": last}
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
     shown = dict.fromkeys([runs.main_metric(found), *runs.evaluated(found), "train/loss"])
@@ -103,6 +107,36 @@ def main(flags: argparse.Namespace) -> int:
     elif len(names) > 1:
         print("The configs are the same.")
     return exit_codes.DONE
+
+
+def compare(workdirs: Sequence[str | os.PathLike]) -> dict[str, Any]:
+    """Compare runs by their configs and their last metrics.
+
+        found = vit_jax.compare(["runs/a", "runs/b"])
+        pandas.DataFrame(found["metrics"], index=found["runs"])
+
+    Args:
+      workdirs: of runs, which may still be training, and of studies, or folders that hold them,
+        which stand for their runs.
+
+    Returns:
+      {"runs": their names, the best first, "config": {key in which they differ: its values},
+      "metrics": {name: its last values}}, with a value for each run, None where it has none; as
+      `report --format=json`.
+
+    Raises:
+      InputError: a ValueError that names each workdir that holds neither.
+    """
+    from vit_jax.insight import runs
+
+    return _compared(runs.best_first(runs.read_all(workdirs)[0]))
+
+
+def _compared(found: "Sequence[Run]") -> dict[str, Any]:
+    from vit_jax.insight import runs
+
+    names, config = [run.name for run in found], runs.differences(found)
+    return {"runs": names, "config": config, "metrics": runs.last_values(found)}
 
 
 def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:

@@ -31,10 +31,13 @@ stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started
 """
 
 import argparse
+import json
 import os
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from etils import epath
 from rich.console import Console
 
 from vit_jax.base import files
@@ -86,6 +89,44 @@ def main(flags: argparse.Namespace) -> int:
     study, call = prepare_study(flags)
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     return conduct_study(study, call)
+
+
+def study(
+    config: str | os.PathLike,
+    workdir: epath.PathLike,
+    overrides: Mapping[str, Any] | None = None,
+    sweep: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run a study, or continue it, and return its report.
+
+        found = vit_jax.study("quickstart", "runs/sweep", sweep=["optimizer.peak_lr=1e-3,3e-3"])
+        found["rows"], found["best"]
+
+    Its runs are processes of their own, one after another.
+
+    Args:
+      config: as --config: the name of a shipped config or the path of a file, and its words.
+      workdir: folder of the study and its runs.
+      overrides: {key: value} for every run.
+      sweep: "KEY=VALUE,VALUE", for a config that is no study: one run for each combination.
+
+    Returns:
+      The content of `workdir/study.json`; a run that failed has its error in "members".
+
+    Raises:
+      InputError: a ValueError that lists all faults; or the first run was rejected.
+    """
+    from vit_jax.run.validation import as_pairs
+    from vit_jax.studies.running import conduct_study
+
+    flags = argparse.Namespace(
+        config=os.fspath(config), workdir=workdir, overrides=as_pairs(overrides), sweep=sweep,
+        launcher=None, again=False, trust_plugins=False, quiet=False, required=None,
+    )  # fmt: skip
+    made, call = prepare_study(flags)
+    if conduct_study(made, call) == exit_codes.INPUT_WRONG:
+        raise InputError(f"{call.workdir}: the first run was rejected, as it says above")
+    return json.loads((call.workdir / "study.json").read_text())
 
 
 def plan_study(flags: argparse.Namespace) -> int:

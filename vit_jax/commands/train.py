@@ -8,8 +8,8 @@ The same command continues an earlier run in the workdir; so does --workdir=DIR 
 import argparse
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
@@ -28,6 +28,9 @@ from vit_jax.commands.flags import (
 from vit_jax.config.stored import read_asked
 from vit_jax.job import exit_codes
 
+if TYPE_CHECKING:
+    from vit_jax.run.build import Callback
+
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
@@ -41,6 +44,7 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)
     config = load_valid_config(flags, of_run=goes_on)
 
+    from vit_jax.checkpoints import restore
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.lock import LostLockError
     from vit_jax.planning.search import choose_layout
@@ -54,12 +58,14 @@ def main(flags: argparse.Namespace) -> int:
     command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
         train.train_and_evaluate(config, flags.workdir, command, choose_layout)
-    except loop.Interrupted as e:
-        print(e, file=sys.stderr)
+    except KeyboardInterrupt:  # outside of the loop, which saves
+        steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
+        saved, what = guards.say_saved(max(steps, default=None)), "continue" if steps else "begin"
+        print(f"Interrupted; {saved}. Run the same command to {what}", file=sys.stderr)
         return exit_codes.INTERRUPTED
     except loop.Preempted as e:
         print(e, file=sys.stderr)
-        return exit_codes.PREEMPTED
+        return exit_codes.INTERRUPTED if isinstance(e, loop.Interrupted) else exit_codes.PREEMPTED
     except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
@@ -70,6 +76,7 @@ def train(
     config: ConfigDict | str | os.PathLike | None,
     workdir: epath.PathLike,
     overrides: Mapping[str, Any] | None = None,
+    callbacks: "Sequence[Callback]" = (),
 ) -> dict[str, Any]:
     """Train as `config` describes, continuing the run in `workdir` if there is one.
 
@@ -82,6 +89,12 @@ def train(
       config, overrides: as in `load_config`; None: what was asked for at the last start of the run
         in `workdir`.
       workdir: folder for everything that the run writes.
+      callbacks: functions f(step, state, metrics), called where the run has logged or evaluated:
+        after `step` updates, with the `TrainState` that evaluators see (the running averages, if
+        the run keeps them) and the values of that step, {"train/loss": 0.3, "test/top1": 0.9}. The
+        state's arrays are gone after the next step: copy what you keep. What `f` returns is
+        ignored. An error in it ends the run, and the same call resumes from the last save. In a
+        job of several processes each calls it, with its shards of the state.
 
     Returns:
       The summary, as in `workdir/summary.json`.
@@ -100,4 +113,4 @@ def train(
     config = load_config(config, overrides)
     validate(config, [], "config")
     start_backend(config.mesh.platform)
-    return train_and_evaluate(config, workdir, choose_layout=choose_layout)
+    return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

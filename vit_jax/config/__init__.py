@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.config.base import (
     LAYOUT_KEYS,
     REQUIRED,
@@ -110,7 +110,8 @@ def __getattr__(kind: str) -> Callable[..., ConfigDict]:
     """What makes entries of `evals`, from its keys: `from vit_jax.config import knn`."""
     if kind in EVALUATORS:
         return functools.partial(make_entry, kind)
-    raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
+    hint = nearest(kind, __dir__())
+    raise AttributeError(f"module {__name__!r} has no attribute {kind!r}; {hint}")
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
+from vit_jax.config.node import Node, flatten
 from vit_jax.config.parts import Key, add_keys
 from vit_jax.config.registries import REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS
@@ -42,14 +43,14 @@ def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
 
 def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a `base_config`; `plugins`: names, as in `config.plugins`, of imported plug-ins."""
-    c = ConfigDict()
+    c = Node()
     for name, section in SECTIONS.items():
         if name:
-            c[name] = ConfigDict()
+            c[name] = Node()
         add_keys(c[name] if name else c, section.declared())
     for registry in REGISTRIES:
         add_keys(c[registry.section], registry.keys_of_parts("vit_jax"))
-    c.evals = ConfigDict()
+    c.evals = Node()
     _lock(c)
     add_plugins(c, plugins)
     return c
@@ -206,17 +207,6 @@ def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) 
         [f"unknown word {word!r}; known words: {meaning}" for word in words],
         f"configs/{pathlib.Path(config_file).name}",
     )
-
-
-def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists become tuples."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, ConfigDict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = tuple(value) if isinstance(value, list) else value
-    return flat
 
 
 def with_values(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:

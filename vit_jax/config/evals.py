@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, nearest
+from vit_jax.config.node import Node
 from vit_jax.config.parts import Part, Registry, add_keys, key
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
@@ -35,7 +36,9 @@ class Evaluator(Part):
     every: str = key(
         ..., "duration between two evaluations; the last step has one too", form="interval"
     )
-    ops: str = key("", "host ops; '': none, or those of the source of a model without a run")
+    ops: str = key(
+        "", "host ops; '': none, or those of the source of a model without a run", form="ops"
+    )
     batch_size: int | None = key(
         None, "images, over all devices; None: global_batch_size", within="[1, 16777216]"
     )
@@ -103,7 +106,7 @@ def make_entry(kind: str, /, **values: Any) -> ConfigDict:
     faults = [f"{k}: no such key; {nearest(k, list(known))}" for k in values if k not in known]
     faults += [f"{k}: missing; {kind} needs it" for k, declared in known.items()
                if declared.default is ... and k not in values]  # fmt: skip
-    entry = ConfigDict({"type": kind})
+    entry = Node({"type": kind})
     add_keys(entry, known)
     for k in values.keys() & known.keys():
         try:
@@ -111,6 +114,34 @@ def make_entry(kind: str, /, **values: Any) -> ConfigDict:
         except TypeError:
             faults.append(f"{k}={values[k]!r}: needs a value of type {known[k].kind.__name__}")
     collect_faults(faults, f"config.{kind}()")
+    return entry.lock()
+
+
+# Keys of an entry that hold the data to test on, each the stand-in for the other.
+_TESTED = {"split": "test_split", "test_split": "split"}
+
+
+def entry_like(kind: str, config: ConfigDict) -> ConfigDict:
+    """Make an entry of the evaluator `kind` for `config`, which gives what it needs.
+
+    The keys that all evaluators have, and those without a default, are those of the first entry of
+    `config.evals` that has them, and `train_split` is else `data.split`. Others are None.
+
+    Raises:
+      InputError: there is no such evaluator.
+    """
+    known, common = EVALUATORS.find(kind).declared(), Evaluator.declared()
+
+    def is_optional(entry: ConfigDict) -> bool:
+        return any(str(value).endswith("?") for value in entry.values())
+
+    others = sorted(config.evals.values(), key=is_optional)
+    entry = Node({"type": kind})
+    add_keys(entry, known)
+    for k in known:
+        if k in common or known[k].default is ...:
+            found = [e[name] for e in others for name in (k, _TESTED.get(k)) if name in e]
+            entry[k] = next(iter(found), config.data.split if k == "train_split" else entry[k])
     return entry.lock()
 
 

@@ -28,6 +28,11 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 P = TypeVar("P", bound="Part")
 
 
+_SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
+         object: "int or pair", "duration": "steps, epochs, examples or % of the run",
+         "interval": "steps, epochs, examples or % of the run"}  # fmt: skip
+
+
 class Key(typing.NamedTuple):
     """The declaration of a key.
 
@@ -36,8 +41,9 @@ class Key(typing.NamedTuple):
     meaning: for users, without a full stop.
     within: the interval of its numbers, such as "(0, 1]"; "": any.
     choices: the texts that it may have; (): any.
-    form: of its text: "duration", "interval" (a duration above 0), "regex", "list" of durations,
-      "entries" of a study, or "" for any.
+    form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
+      share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
+      "" for any.
     item: the type of a tuple's items; None: it is no tuple.
     """
 
@@ -48,6 +54,11 @@ class Key(typing.NamedTuple):
     choices: tuple[str, ...]
     form: str
     item: type | None
+
+    def describe(self) -> str:
+        """What values it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
+        what = ", ".join(self.choices) or _SAID.get(self.form or self.kind, self.form)
+        return f"{what} in {self.within}" if self.within else what
 
     def find_fault(self, value: Any) -> str | None:
         """What `value` needs, of the right type or None; None: nothing."""

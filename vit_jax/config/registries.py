@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import sections
 from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
 
@@ -132,6 +133,15 @@ class Families(Registry[Any]):
         if name in self:
             return super().find(name)
         return super().find(re.sub(r"^R\d+\+", "R+", str(name).partition("-")[0]))
+
+    def chosen_keys(self, name: str | None) -> dict[str, Key]:
+        """With the sizes of the model called `name` as defaults."""
+        keys = super().chosen_keys(name)
+        try:
+            sizes = self.find(str(name)).parse(name) if keys else {}
+        except InputError:  # an unknown variant
+            return keys
+        return keys | {k: keys[k]._replace(default=size) for k, size in sizes.items() if k in keys}
 
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
         from_data = ("num_classes", "image_size", "channels")

@@ -1,8 +1,9 @@
 """The sections of a config: their keys, with types, defaults, meanings and ranges.
 
 A key that is None is either required (`base.REQUIRED`) or optional; the meaning of an optional key
-says what None means. Durations are strings with a unit: "90 epochs", "10000 steps" or "5e6
-examples". Parts that are chosen by name add their own keys: see `registries`.
+says what None means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6
+examples", or "5 %", a share of the run. Parts that are chosen by name add their own keys: see
+`registries`.
 """
 
 from vit_jax.config.parts import Section, key
@@ -22,7 +23,7 @@ class Run(Section):
     )
     global_batch_size: int | None = key(None, "over all hosts and devices", within="[1, 16777216]")
     duration: str | None = key(
-        None, '"90 epochs", "10000 steps" or "5e6 examples"', form="interval"
+        None, 'of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length"
     )
     init_from: str | None = key(
         None,
@@ -106,7 +107,7 @@ class Data(Section):
     max_corrupt_fraction: float = key(
         0.1, "of the examples so far; the run stops above it", within=SHARE
     )
-    ops: str = key("", 'training ops: "decode|resize|flip" and so on')
+    ops: str = key("", 'training ops: "decode|resize|flip" and so on', form="ops")
     num_global: int = key(
         0,
         "views of data.image_size that a batch has of each image, for objectives that learn "
@@ -117,9 +118,10 @@ class Data(Section):
         "",
         'their ops; for each view, joined by ";", where they differ: the last hold for all that '
         "follow",
+        form="ops",
     )
     num_local: int = key(0, "views of data.local_size", within="[0, 511]")
-    local_ops: str = key("", "their ops, as in data.global_ops")
+    local_ops: str = key("", "their ops, as in data.global_ops", form="ops")
     local_size: Size = key(None, "int or (height, width), in pixels")
     mean: tuple[float, ...] = key(
         (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
@@ -201,6 +203,9 @@ class Schedule(Section):
     """The learning rate over time."""
 
     name: str = key("cosine", "its decay after the warm-up")
+    start: str = key(
+        "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
+    )
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: str = key("0 steps", "linear to 0 at the end, on top of the decay", form="duration")
     rule: str | None = key(

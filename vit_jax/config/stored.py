@@ -188,7 +188,7 @@ def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
             try:
                 node[key] = tuple(value) if isinstance(value, list) else value
             except TypeError as e:
-                faults.append(f"{prefix}{key}: {e}")
+                faults.append(f"{prefix}{e}")
     return faults
 
 

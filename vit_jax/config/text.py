@@ -1,10 +1,12 @@
 """Config files, and overrides on the command line."""
 
 import ast
-import difflib
+import functools
 import importlib.util
 import logging
+import operator
 import pathlib
+import re
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +16,11 @@ from ml_collections import ConfigDict
 import vit_jax
 from vit_jax.base.errors import InputError, nearest, say_fault_of_file
 from vit_jax.config import plugins
-from vit_jax.config.base import declared_keys, default_config, flatten
-from vit_jax.config.registries import REGISTRIES
+from vit_jax.config.base import declared_keys, default_config
+from vit_jax.config.evals import EVALUATORS, entry_like
+from vit_jax.config.node import NoSuchKeyError, WrongTypeError, flatten, nearest_key
+from vit_jax.config.parts import Key
+from vit_jax.config.registries import OPS, REGISTRIES
 
 logger = logging.getLogger("vit_jax")
 
@@ -70,6 +75,9 @@ def load_config(spec: str) -> ConfigDict:
         path = find_config(name)
         with plugins.beside(path.absolute().parent):
             config = import_config(path).get_config(arg)
+    except (NoSuchKeyError, WrongTypeError) as e:
+        said = say_fault_of_file(e, str(path.absolute()), str(path))
+        raise InputError(f"--config={spec}: {said}") from None
     except InputError as e:
         raise InputError(f"--config={spec}: {e}") from None
     except (Exception, SystemExit) as e:  # a user's file may raise anything
@@ -125,39 +133,57 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
     return value
 
 
-def _hint(key: str, known: Sequence[str]) -> str:
-    """The hint for an unknown `key`: the keys of a section, `known` keys whose last component
-    matches, else the nearest.
+def _set_entry(config: ConfigDict, name: str, text: str) -> None:
+    """Take away the entry `name` of `evals`, or make one of the evaluator `text`."""
+    evals = config.evals
+    if text == "None" and name in evals:
+        del evals[name]
+    elif text == "None":
+        raise ValueError(f"there is no such entry; {nearest(name, list(evals))}")
+    elif text in EVALUATORS:
+        evals[name] = entry_like(text, config)
+    else:
+        raise ValueError(f"needs None or an evaluator; {nearest(text, list(EVALUATORS))}")
 
-    `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
-    `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.
+
+def change_op(ops: str, name: str, text: str) -> str:
+    """The ops `ops` of a key, with the op `name` changed in each view.
+
+    Args:
+      ops: such as "decode|resize(72)|flip"; of several views, joined by ";".
+      text: "None" takes the op away. Else its arguments, such as "2, 10" or "size=64": the op gets
+        them, or is added after the last op that runs where it does; `decode` comes first.
+
+    Raises:
+      ValueError: there is no such op, or a view has it several times.
     """
-    if below := [name for name in known if name.startswith(key + ".")]:
-        return f"its keys are {', '.join(below)}"
-    leaf = key.rpartition(".")[2]
-    by_leaf: dict[str, list[str]] = {}
-    for name in known:
-        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
-    of_no_section = [name for name in by_leaf if f"_{key}_" in f"_{name}_" and name in known]
-    found = (
-        of_no_section
-        or by_leaf.get(leaf)
-        or [name for other in by_leaf if f"_{leaf}_" in f"_{other}_" for name in by_leaf[other]]
-        or [
-            name
-            for other in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
-            for name in by_leaf[other]
-        ]
-    )
-    if not found:
-        return nearest(key, known)
-    if "." in key:
-        found = difflib.get_close_matches(key, found, n=1, cutoff=0.0)
-    return f"did you mean {' or '.join(found)}?"
+    part = OPS.find(name)
+    bare = text == "" or (text.lower() == "true" and not part.declared())
+    text = text.strip()[1:-1] if re.fullmatch(r"\s*\([^()]*\)\s*", text) else text
+    call = name if bare else f"{name}({text})"
+    views = [[op.strip() for op in view.split("|") if op.strip()] for view in ops.split(";")]
+    names = [[op.partition("(")[0] for op in view] for view in views]
+    if any(view.count(name) > 1 for view in names):
+        raise ValueError(f"{ops!r} has several; set the whole text instead")
+    is_new = not any(name in view for view in names)
+    if is_new and text == "None":
+        raise ValueError(f"{ops!r} has no {name}")
+    for view, known in zip(views, names, strict=True):
+        if name in known:
+            place = known.index(name)
+            view[place : place + 1] = [] if text == "None" else [call]
+        elif is_new:
+            on_device = [OPS.find(other).on_device for other in known]
+            place = len(view) if part.on_device else (*on_device, True).index(True)
+            view.insert(0 if part.decodes else place, call)
+    return "; ".join(map("|".join, views))
 
 
 def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Set each `key` to its parsed `text`, in place; return the faults.
+
+    `evals.NAME` is None or an evaluator, and `data.ops.NAME` None or the arguments of an op; see
+    `_set_entry` and `change_op`.
 
     Skips `plugins`: the caller imports them first, with `plugins.using`, so that `base_config()`
     includes them and their keys.
@@ -165,26 +191,39 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     faults = []
     of_parts = {f"{registry.section}.{k}": known for registry in REGISTRIES
                 for k, known in registry.keys_of_parts().items()}  # fmt: skip
-    declared = of_parts | declared_keys(config)
-    default = flatten(default_config(config.get("plugins") or ())) | {
-        key: known.default for key, known in declared.items() if key.startswith("evals.")
-    }
+    defaults = flatten(default_config(config.get("plugins") or ()))
     for key, text in overrides:
         if key == "plugins":
             continue
-        known = flatten(config)
-        if key not in known:
-            faults.append(f"--config.{key}: no such key; {_hint(key, list(known))}")
-            continue
-        *parents, leaf = key.split(".")
-        node = config
-        for parent in parents:
-            node = node[parent]
-        kind = node.get_type(leaf)
+        declared, known = of_parts | declared_keys(config), flatten(config)
+        parent, _, leaf = key.rpartition(".")
         try:
-            of_strings = key in declared and declared[key].item is str
-            with node.ignore_type():
-                node[leaf] = _parse_value(text, kind, default.get(key, ...) is None, of_strings)
+            if parent == "evals":
+                _set_entry(config, leaf, text)
+            elif parent in declared and declared[parent].form == "ops":
+                _set(config, parent, change_op(known[parent], leaf, text))
+            elif key not in known:
+                faults.append(f"--config.{key}: no such key; {nearest_key(key, list(known))}")
+            else:
+                default = defaults.get(key, declared[key].default if key in declared else ...)
+                _set(config, key, text, default is None, declared.get(key))
         except ValueError as e:
             faults.append(f"--config.{key}={text!r}: {e}")
     return faults
+
+
+def _set(
+    config: ConfigDict, key: str, text: str, optional: bool = False, declared: Key | None = None
+) -> None:
+    """Set `key` to the parsed `text`; raises ValueError that states the expected form."""
+    *parents, leaf = key.split(".")
+    node = functools.reduce(operator.getitem, parents, config)
+    choices = declared.choices if declared else ()
+    if optional and text == "None" and "none" in choices:
+        logger.warning("--config.%s=None: takes the default; the choice none is in small letters",
+                       key)  # fmt: skip
+    if optional and text == "none" and "none" not in choices:
+        raise ValueError("write None, with a capital N")
+    of_strings = declared is not None and declared.item is str
+    with node.ignore_type():
+        node[leaf] = _parse_value(text, node.get_type(leaf), optional, of_strings)

@@ -25,7 +25,7 @@ _ANTIALIAS = "smooth the sides that shrink"
 class Decode(HostOp):
     """Decode JPEG or PNG bytes to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
 
-    takes_encoded = True
+    takes_encoded = decodes = True
 
     def __call__(self, image, seed):
         return to_pixels(image)
@@ -43,7 +43,8 @@ class ScaledDecode(SizedOp):
     """
 
     crop: float = key(1.0, _CROP, within=_CROP_RANGE)
-    takes_encoded, full_size, gives = True, "decode", None
+    takes_encoded = decodes = True
+    full_size, gives = "decode", None
 
     @property
     def decodes_for(self) -> Hw:

@@ -34,10 +34,14 @@ class Op(Part):
     """An op of a preprocessing string; its fields are its arguments, in order.
 
     of_colours: whether it needs images of three channels.
+    on_device: whether it runs on the device, on a batch, and not on the host, on one image.
+    decodes: whether it only gives the pixels of a file, and so comes first.
     text: the op as the user typed it.
     """
 
     of_colours: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
+    decodes: ClassVar[bool] = False
     text: ClassVar[str] = ""
 
     @property
@@ -153,6 +157,7 @@ class DeviceOp(Op):
     mixes: whether it mixes pairs of images and their labels; labels are then float32 (B, C).
     """
 
+    on_device = True
     mixes: ClassVar[bool] = False
 
     def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
@@ -189,7 +194,7 @@ def parse_ops(
                 f"{key}: {op.text!r} runs on the host, but {before.text!r} before it on the "
                 f"device; needed: {needed!r}"
             )
-        if isinstance(op, HostOp) and (op.full_size or op.name) == "decode":
+        if op.decodes:
             raise InputError(
                 f"{key}: {op.text!r} comes after {before.text!r}, which already gives pixels; "
                 "put it first"

@@ -222,7 +222,7 @@ def make_small_on_cifar10(c: ConfigDict, near_every: str) -> None:
     of_vit = {"dtype": "float32", "pos_embed": "sincos_2d", "stochastic_depth": None}
     use_vit(c.model, "ViT-Ti/4", 128, 4, 512, 4, **of_vit)
     use_cifar10(c, "decode|pad_crop(4)|flip", split="train")
-    set_length(c, 128, "1000 steps", "100 steps", save="500 steps", log="50 steps")
+    set_length(c, 128, "1000 steps", "10 %", save="500 steps", log="50 steps")
     for entry in c.evals.values():
         entry.split, entry.every, entry.ops = "test", "500 steps", "decode"
         entry.batch_size = 500

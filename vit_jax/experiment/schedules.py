@@ -1,10 +1,10 @@
 """Learning-rate schedules.
 
-    lr(step) = peak_lr * min(1, step / warmup_steps)
-             * decay(max(0, step - warmup_steps))
+    lr(step) = peak_lr * min(1, s / warmup_steps)
+             * decay(max(0, s - warmup_steps))
              * min(1, (total_steps - step) / cooldown_steps)
 
-where decay(t), with T = total_steps - warmup_steps, is
+where s = max(0, step - start), and decay(t), with T = total_steps - start - warmup_steps, is
 
     constant  1
     linear    1 - t / T
@@ -14,7 +14,8 @@ where decay(t), with T = total_steps - warmup_steps, is
     multistep 0.1^(number of milestones reached)
 
 With a warm-up, the first update (step 0) has learning rate 0. Steps after the end of the run have
-the final rate.
+the final rate. `start` is 0, or the step at which a branch left its run: all that came before had
+the run's own rates.
 
 Sources: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
 cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
@@ -107,6 +108,7 @@ def make_schedule(
     *,
     peak_lr: float,
     total_steps: int,
+    start: int = 0,
     warmup_steps: int = 0,
     cooldown_steps: int = 0,
     milestones: Sequence[int] = (),
@@ -120,6 +122,7 @@ def make_schedule(
       name: a key of `SCHEDULES`, the decay.
       peak_lr: learning rate at the end of the warm-up.
       total_steps: length of the run, including warm-up and cooldown.
+      start: the step at which the warm-up, or the decay, begins.
       warmup_steps: the rate rises linearly from 0.
       cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
       milestones: for `Multistep`, in steps from the start of the run; each divides the rate by 10.
@@ -128,16 +131,18 @@ def make_schedule(
     Raises:
       InputError: there is no such decay, or the numbers do not fit together.
     """
-    _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
-    span = max(total_steps - warmup_steps, 1)  # avoids 0 / 0 if the run is all warm-up
+    _check_spans(total_steps, start, warmup_steps, cooldown_steps, milestones)
+    risen = start + warmup_steps
+    span = max(total_steps - risen, 1)  # avoids 0 / 0 if the run is all warm-up
     decay = SCHEDULES.find(name)()
-    steps = durations | {"milestones": [at - warmup_steps for at in milestones]}
+    steps = durations | {"milestones": [at - risen for at in milestones]}
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array | float:
         step = jnp.minimum(jnp.asarray(count, jnp.float32), total_steps)
-        lr = peak_lr * decay.factor(jnp.maximum(step - warmup_steps, 0), span, steps)
+        lr = peak_lr * decay.factor(jnp.maximum(step - risen, 0), span, steps)
         if warmup_steps:
-            lr *= jnp.minimum(step / warmup_steps, 1)
+            since = jnp.maximum(step - start, 0) if start else step
+            lr *= jnp.minimum(since / warmup_steps, 1)
         if cooldown_steps:
             lr *= jnp.minimum((total_steps - step) / cooldown_steps, 1)
         return lr
@@ -153,6 +158,7 @@ def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Sc
         config.schedule.name,
         peak_lr=config.optimizer.peak_lr,
         total_steps=durations["duration"],
+        start=durations["schedule.start"],
         warmup_steps=durations["schedule.warmup"],
         cooldown_steps=durations["schedule.cooldown"],
         milestones=parse_milestones(config),
@@ -185,21 +191,27 @@ def half_cosine(
 
 
 def _check_spans(
-    total_steps: int, warmup_steps: int, cooldown_steps: int, milestones: Sequence[int]
+    total_steps: int, start: int, warmup_steps: int, cooldown_steps: int, milestones: Sequence[int]
 ) -> None:
     """Raise InputError if the parts of a schedule do not fit into the run."""
     if total_steps < 1:
         raise InputError(f"duration: is {total_steps} steps; must be at least one")
-    if warmup_steps + cooldown_steps > total_steps:
+    if total_steps <= start:
+        raise InputError(
+            f"duration: ends at step {total_steps}, and the run is at step {start} already; it "
+            f"counts from the run's start: give e.g. --config.duration='{2 * start} steps'"
+        )
+    if start + warmup_steps + cooldown_steps > total_steps:
+        after = f" after schedule.start ({start} steps)" if start else ""
         raise InputError(
             f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
-            f"steps) do not fit into duration ({total_steps} steps); shorten them, e.g. "
-            f"--config.schedule.warmup='{total_steps // 10} steps'"
+            f"steps) do not fit into duration ({total_steps} steps){after}; shorten them, e.g. "
+            "--config.schedule.warmup='5 %'"
         )
-    bounds = [warmup_steps, *milestones, total_steps]
+    bounds = [start + warmup_steps, *milestones, total_steps]
     if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
         raise InputError(
             f"schedule.milestones={list(milestones)} (steps): must increase, and lie between the "
-            f"end of the warm-up ({warmup_steps}) and of the run ({total_steps}); set "
+            f"end of the warm-up ({start + warmup_steps}) and of the run ({total_steps}); set "
             "--config.schedule.milestones and --config.schedule.warmup to match the duration"
         )

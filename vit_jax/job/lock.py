@@ -220,18 +220,24 @@ class Lock:
 
         A file that cannot be read has no other holder until its heartbeat is stale.
         """
+        with contextlib.suppress(Exception):  # an object store's client has errors of many classes
+            self._look()
+        return self._was_ours
+
+    def _look(self) -> bool:
+        """`is_ours`, and raises what reading the file raises."""
         try:
             self._was_ours = is_held(self._path.parent, self.token)
             self._confirmed_at = time.monotonic()
-        except Exception:  # an object store's client has errors of many classes
+        except Exception:
             self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
+            raise
         return self._was_ours
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(_BEAT_S):
             try:
-                # Unread, it may be another's, which a beat would overwrite.
-                if not self.is_ours() or not is_held(self._path.parent, self.token):
+                if not self._look():  # unread, it may be another's, which a beat would overwrite
                     continue
                 if "://" in os.fspath(self._path):
                     self._write()

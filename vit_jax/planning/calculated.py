@@ -20,7 +20,7 @@ from vit_jax.config import num_microbatches, with_values
 from vit_jax.config import stored as stored_config
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import AXES, make_mesh
-from vit_jax.experiment.durations import parse_durations, parse_milestones
+from vit_jax.experiment.durations import in_steps
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.models import fields_of
@@ -116,9 +116,7 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     """An experiment whose state is on the config's mesh, and the memory of its step."""
     mesh = plan_mesh(config, target, describe_devices(target))
     # Durations in steps, as the epochs of a smaller batch have more of them.
-    steps = {key: f"{number} steps" for key, number in parse_durations(config).items()}
-    milestones = ", ".join(f"{number} steps" for number in parse_milestones(config)) or None
-    alone = with_values(config, steps | {"schedule.milestones": milestones})
+    alone = with_values(config, in_steps(config))
     share = config.global_batch_size // batch_ways(mesh.shape)
     alone.global_batch_size = share + share % 2 * parse_preprocessing(config).mixes  # whole pairs
     # The order of the data is of the whole batch; it takes no memory on a device.

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from vit_jax.evaluators.inputs import Measure
 from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.changes import check_unchanged
 from vit_jax.run.opener import ChooseLayout, Files
@@ -68,6 +69,10 @@ class Timetable:
         return kept or self._is_due("checkpoint.every", step)
 
 
+# The user's function of (step, state, metrics); see `commands.train.train`.
+Callback = Callable[[int, TrainState, Mapping[str, float]], object]
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The parts of a run that trains; nothing is written yet.
@@ -83,6 +88,7 @@ class Run:
     division: content of `division.FILE` of a run that begins; empty if it has no own images.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
+    callbacks: the user's functions, called where the run logs or evaluates.
     """
 
     resolved: Resolved
@@ -99,6 +105,7 @@ class Run:
     division: bytes = b""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
+    callbacks: Sequence[Callback] = ()
 
     @property
     def config(self) -> ConfigDict:
@@ -220,7 +227,7 @@ def _first_weights(
     experiment: Experiment,
     pretrained: transfer.Pretrained | None,
     class_names: Sequence[str] | None,
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, Any]:
     """The fields of `Run` with the weights of `init_from`, fitted to the model."""
     if pretrained is None:
         return {}

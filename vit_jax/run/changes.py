@@ -69,8 +69,9 @@ def check_unchanged(
     if cause is not None:
         raise InputError(
             f"--workdir={workdir}: the run cannot get another end, as {cause}; "
-            f"{'; '.join(say_changes(of_end))}; or train on from its weights: "
-            f"--config.init_from={workdir} --config.init_head=kept and a new --workdir"
+            f"{'; '.join(say_changes(of_end))}; or train on in a new workdir, from its last rate: "
+            f"vit_jax branch --init_from={workdir} --workdir=NEW --rule=constant "
+            f"--config.duration={config.duration!r}"
         )
     logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
 
@@ -88,7 +89,7 @@ def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> 
     """
     if parse_durations(config)["duration"] < steps_done:
         return f"duration={config.duration!r} ends before step {steps_done:,}, where it is"
-    was, now = _past_of(stored, steps_done), _past_of(config, steps_done)
+    was, now = past_of(stored, steps_done), past_of(config, steps_done)
     for name in was:
         differing = np.flatnonzero(was[name] != now[name])
         if len(differing):
@@ -100,7 +101,7 @@ def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> 
     return None
 
 
-def _past_of(config: ConfigDict, steps_done: int) -> dict[str, np.ndarray]:
+def past_of(config: ConfigDict, steps_done: int) -> dict[str, np.ndarray]:
     """{name: its values in the first `steps_done` steps} of all that changes during a run."""
     updates, durations, o = np.arange(steps_done), parse_durations(config), config.optimizer
     found = {"the learning rate": make_config_schedule(config, durations)(updates)}

@@ -17,6 +17,7 @@ from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
+from vit_jax.experiment.durations import shares_in_steps
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of
@@ -132,6 +133,9 @@ class Files(Opener):
             return b""
         division = self.divider.settled()
         return division.to_bytes() if any(division) else b""
+
+    def shares(self, config: ConfigDict) -> Changes:
+        return shares_in_steps(config)
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         devices = [jax.device_count(), jax.devices()[0].device_kind]

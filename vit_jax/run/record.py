@@ -27,6 +27,7 @@ from vit_jax.run.writers import MetricWriter, values_at
 logger = logging.getLogger("vit_jax")
 
 _STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
+_STEPS_TIMED = 20  # after the first, for an early estimate of the time left
 
 
 class Record:
@@ -55,6 +56,7 @@ class Record:
     ):
         config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = start if meta else None
+        self._start = start
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
@@ -78,6 +80,20 @@ class Record:
         self._pending.append((step, step_metrics))
         if len(self._pending) > _STEPS_IN_FLIGHT:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
+        ended = step - self._start - _STEPS_IN_FLIGHT
+        if ended == 1:
+            self._since = self._throughput.clock()
+        elif ended == 1 + _STEPS_TIMED:
+            self._estimate(step)
+
+    def _estimate(self, step: int) -> None:
+        """Log how long the run will take, unless that is a minute or less."""
+        step_s = (self._throughput.clock() - self._since) / _STEPS_TIMED
+        minutes = step_s * (self._run.experiment.total_steps - step) / 60
+        if minutes > 1:
+            left = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
+            logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
+                        "measured", left, step_s)  # fmt: skip
 
     def check(self, step: int) -> None:
         """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
@@ -93,8 +109,8 @@ class Record:
         self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 
-    def log(self, step: int) -> None:
-        """Write the training row of `step`, which must have been checked."""
+    def log(self, step: int) -> dict[str, float]:
+        """Write and return the training row of `step`, which must have been checked."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
         row["train/lr"] = float(self._schedule(step - 1))
@@ -102,6 +118,7 @@ class Record:
         self._writer.write(step, row)
         self._progress.update(step, row)
         self._warn(step, row)
+        return row
 
     def evaluate(self, state: TrainState, names: Sequence[str]) -> dict[str, float]:
         """Run the evaluators `names` on `state`, write their rows, and return all values."""
@@ -111,6 +128,12 @@ class Record:
             found = evaluate_all(self._run, state, names, self._writer)
         self._warn(int(state.step), found)
         return found
+
+    def tell(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Call the user's functions with the metrics of a step, if there are any."""
+        if metrics and self._run.callbacks:
+            with self._throughput.pause("callbacks"):
+                tell(self._run, state, metrics)
 
     def _warn(self, step: int, row: Mapping[str, float]) -> None:
         for warning in self._health.add(row):
@@ -181,4 +204,11 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock 
     if missed := processes.say_to_all("the missed evaluators", find, timeout_s):
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
         with open_writer(run, step, lock) as writer:
-            evaluate_all(run, state, missed, writer)
+            tell(run, state, evaluate_all(run, state, missed, writer))
+
+
+def tell(run: Run, state: TrainState, metrics: Mapping[str, float]) -> None:
+    """Call the user's functions with `metrics` and the state that evaluators see."""
+    for callback in run.callbacks:
+        with watchdog.phase("evaluation"):
+            callback(int(state.step), state.averaged() if state.ema else state, metrics)

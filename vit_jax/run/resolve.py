@@ -9,12 +9,13 @@ A config file cannot know them:
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
     rule      follow_rule              length, learning rate and warm-up, by `schedule.rule`
+    duration  opener.Files.shares      the steps of shares of the run
     devices   opener.Files.layout      mesh, scan and remat, under `auto`
     devices   opener.Files.microbatches
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
-"recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule" or
-"devices".
+"recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule",
+"duration" (of the run) or "devices".
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -69,6 +70,10 @@ class Opener:
         """What the data decide."""
         return {}
 
+    def shares(self, config: ConfigDict) -> Changes:
+        """The steps of durations that are shares of the run; they stay if it gets another end."""
+        return {}
+
     def layout(self, config: ConfigDict) -> Changes:
         """What the devices decide of LAYOUT_KEYS."""
         return {}
@@ -114,6 +119,7 @@ def resolve(
         ("data", opener.data),
         ("rule", freeze_layers),
         ("rule", follow_rule),
+        ("duration", opener.shares),
         ("devices", opener.layout),
         ("devices", opener.microbatches),
     )
@@ -134,6 +140,25 @@ def resolve(
     return Resolved(asked, config, {key: decided_by[key] for key in config_lib.flatten(config)})
 
 
+def find_open(config: ConfigDict) -> dict[str, str]:
+    """{key: who will decide it} for the keys that `config` leaves to the stages of `resolve`."""
+    by_rule = config.schedule.rule is not None
+    waiting = {
+        "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
+        "devices": ("optimizer.accum_steps", *(config_lib.LAYOUT_KEYS if config.auto else ())),
+        "source": ("data.image_size", *(f"model.{field}" for field in config.model))
+        if config.init_fields == "source"
+        else (),
+        "rule": ("duration", "optimizer.peak_lr") * by_rule
+        + ("optimizer.freeze",) * (config.optimizer.last_layers is not None),
+    }
+    flat = config_lib.flatten(config)
+    found = {key: by for by, keys in waiting.items() for key in keys if flat[key] is None}
+    if by_rule and flat["schedule.warmup"] == config_lib.base_config().schedule.warmup:
+        found["schedule.warmup"] = "rule"
+    return found
+
+
 def continue_run(
     asked: ConfigDict, opener: Opener, stored: StoredConfig | None, by_user: Collection[str]
 ) -> tuple[ConfigDict, dict[str, str]]:
@@ -141,9 +166,13 @@ def continue_run(
     new = config_lib.flatten(asked)
     defaults = config_lib.flatten(config_lib.default_config(asked.plugins))
     decided_by = {
-        key: "user" if key in by_user else "default" if defaults.get(key) == value else "recipe"
-        for key, value in new.items()
+        key: "default" if defaults.get(key) == value else "recipe" for key, value in new.items()
     }
+    for given in by_user:  # evals.few gives evals.few.split, and data.ops.flip a part of data.ops
+        related = (
+            key for key in new if f"{key}.".startswith(f"{given}.") or given.startswith(f"{key}.")
+        )
+        decided_by |= dict.fromkeys(related, "user")
     if stored is None:
         return asked, decided_by
     anew = {*DECIDED_ANEW}

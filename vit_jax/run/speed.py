@@ -97,11 +97,10 @@ def chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device], since: fl
     return meta.get("chip_hours", 0.0) + hours * rented_chips(devices)
 
 
-class Profiler(contextlib.ExitStack):
+class Profiler(contextlib.AbstractContextManager):
     """Traces the steps in `log.profile` to a directory, by `jax.profiler`."""
 
     def __init__(self, steps: str | None, directory: epath.Path):
-        super().__init__()
         self._steps = step_range(steps, "log.profile") if steps else range(0)
         self._directory = directory
         self._tracing = False
@@ -109,7 +108,7 @@ class Profiler(contextlib.ExitStack):
     def before(self, step: int) -> None:
         """Call before the step numbered `step` is dispatched."""
         if step - 1 in self._steps and not self._tracing:
-            self.enter_context(jax.profiler.trace(self._directory))
+            jax.profiler.start_trace(self._directory)
             self._tracing = True
 
     def after(self, step: int, result: Any) -> None:
@@ -117,5 +116,13 @@ class Profiler(contextlib.ExitStack):
         if self._tracing and step not in self._steps:
             jax.block_until_ready(result)
             self.close()
-            self._tracing = False
             logger.info("trace written to %s; open it with TensorBoard or XProf", self._directory)
+
+    def close(self) -> None:
+        """End the trace, if there is one."""
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
+
+    def __exit__(self, *_) -> None:
+        self.close()

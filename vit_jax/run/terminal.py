@@ -16,7 +16,7 @@ CONSOLE = Console()
 _BAR_WIDTH = 12  # characters
 
 
-class Progress(contextlib.ExitStack):
+class Progress(contextlib.AbstractContextManager):
     """A progress line, updated in place on a terminal; elsewhere one line per update.
 
     Use it in a `with` statement, which restores the terminal on exit. Text printed to `console`
@@ -37,32 +37,33 @@ class Progress(contextlib.ExitStack):
         console: Console = CONSOLE,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__()
         self._total_steps, self._console, self._clock = total_steps, console, clock
         self._start = start, clock()
         cut = Column(no_wrap=True, overflow="ellipsis")
         line = TextColumn("{task.description}", markup=False, table_column=cut)
         bar = BarColumn(_BAR_WIDTH, table_column=Column(width=_BAR_WIDTH))
-        live = progress.Progress(
+        self._live = progress.Progress(
             bar, line, console=console, auto_refresh=False, disable=not console.is_terminal
         )
-        self._live = self.enter_context(live)
         self._task = self._live.add_task("", total=total_steps, visible=False)
+        self._live.start()
+
+    def __exit__(self, *_) -> None:
+        self._live.stop()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show the step, every `*/loss` and `*/top1`, the speed, the MFU and the time left.
+        """Show the step, the time left, every `*/loss` and `*/top1`, the speed and the MFU.
 
-        The time left is extrapolated from the wall time since the start, including evaluations and
-        saves.
+        A narrow terminal cuts the end of the line. The time left is extrapolated from the wall
+        time since the start, including evaluations and saves.
         """
-        parts = [f"step {step:,}/{self._total_steps:,}"]
+        parts = [f"step {step:,}/{self._total_steps:,}", f"ETA {self._time_left(step)}"]
         parts += [f"{name} {v:.4g}" for name, v in scalars.items() if name.endswith("/loss")]
         parts += [f"{name} {v:.1%}" for name, v in scalars.items() if name.endswith("/top1")]
         if "time/images_per_s" in scalars:
             parts.append(f"{scalars['time/images_per_s']:,.0f} images/s")
         if "time/mfu" in scalars:
             parts.append(f"MFU {scalars['time/mfu']:.1%}")
-        parts.append(f"ETA {self._time_left(step)}")
         line = " | ".join(parts)
         if self._live.disable:
             self._console.out(line, highlight=False)

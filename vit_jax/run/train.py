@@ -1,7 +1,8 @@
 """A training run, from what is asked for to its summary."""
 
+import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.agreement import compare, compare_findings
-from vit_jax.run.build import Run, describe, prepare
+from vit_jax.run.build import Callback, Run, describe, prepare
 from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
 from vit_jax.run.opener import ChooseLayout
@@ -33,6 +34,7 @@ def train_and_evaluate(
     workdir: epath.PathLike,
     command: Mapping[str, Any] | None = None,
     choose_layout: ChooseLayout | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train as `asked`, continuing the run in `workdir` if there is one.
 
@@ -42,6 +44,7 @@ def train_and_evaluate(
       command: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
         record of starts.
       choose_layout: chooses the layout under `auto`; see `prepare`.
+      callbacks: see `commands.train.train`.
 
     Returns:
       The summary, as in `workdir/summary.json`; {} on processes other than 0.
@@ -58,6 +61,7 @@ def train_and_evaluate(
     workdir, command = files.absolute(workdir), command or {}
     before = agree_on_run(workdir, asked.job.compile_deadline_s)
     run = prepare(asked, workdir, choose_layout, before, command.get("overrides", ()))
+    run = dataclasses.replace(run, callbacks=callbacks)
     finished = read_summary(run)
     compare_runs(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):

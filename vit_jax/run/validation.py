@@ -108,9 +108,21 @@ def load_config(
     if isinstance(config, ConfigDict):
         config = copy.deepcopy(config)  # keeps the types of keys that are None
     else:
-        config = config_text.load_config(os.fspath(config))
+        config = load_named(os.fspath(config))
     collect_faults(config_text.apply_overrides(config, as_pairs(overrides)), "overrides")
     return config
+
+
+def load_named(spec: str) -> ConfigDict:
+    """`config.text.load_config`; an error says what other libraries' models are called here."""
+    try:
+        return config_text.load_config(spec)
+    except InputError as e:
+        words = spec.partition(":")[2].split(",")
+        hints = [f"{word}: {hint}" for word in words if (hint := models.translate_name(word))]
+        if not hints or "is called" in str(e):
+            raise
+        raise InputError(f"{e}; {'; '.join(hints)}") from None
 
 
 def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:

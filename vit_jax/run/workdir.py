@@ -197,7 +197,7 @@ def record_start(
 
     Args:
       workdir: of the run.
-      devices: of its mesh.
+      devices: of its mesh; () for a branch, which trains nothing.
       resumed_at: the step that it goes on from; None: it begins.
       command: what else is known of the command, as "config" and "overrides".
     """
@@ -213,7 +213,7 @@ def record_start(
             "system": platform.platform(),
             "processors": os.cpu_count(),
             "devices": len(devices),
-            "device_kind": devices[0].device_kind,
+            "device_kind": devices[0].device_kind if devices else None,
             "processes": jax.process_count(),
         },
     }
@@ -225,10 +225,10 @@ def record_start(
 def _last_devices(workdir: epath.Path) -> list[int | str] | None:
     """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
     try:
-        lines = (workdir / "starts.jsonl").read_text().splitlines()
-        hardware = json.loads(lines[-1])["hardware"]
+        lines = map(json.loads, reversed((workdir / "starts.jsonl").read_text().splitlines()))
+        hardware = next(h for line in lines if (h := line["hardware"])["devices"])
         return [hardware["devices"], hardware["device_kind"]]
-    except (OSError, ValueError, LookupError, TypeError):  # no file, or a damaged one
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):  # no file, or damaged
         return None
 
 

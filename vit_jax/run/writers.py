@@ -20,7 +20,7 @@ from vit_jax.base.files import LiteralPath, open_for_append
 from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 
-class MetricWriter(contextlib.ExitStack):
+class MetricWriter(contextlib.AbstractContextManager):
     """Writes scalars to WORKDIR/metrics.jsonl and to TensorBoard events in WORKDIR.
 
     A resumed run continues both as if it had never stopped: rows that an earlier, killed try wrote
@@ -52,7 +52,6 @@ class MetricWriter(contextlib.ExitStack):
         may_write: Callable[[], bool] = lambda: True,
         writes: bool = True,
     ):
-        super().__init__()
         self._writers: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         if not writes:
             return
@@ -67,8 +66,9 @@ class MetricWriter(contextlib.ExitStack):
         if wandb_project is not None:
             rows = read_history(workdir)
             self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
-        for writer in self._writers:
-            self.callback(writer.close)
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add one row."""
@@ -78,6 +78,12 @@ class MetricWriter(contextlib.ExitStack):
     def flush(self) -> None:
         for writer in self._writers:
             writer.flush()
+
+    def close(self) -> None:
+        """Close each writer, also where another fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
 
 
 class JsonLines:

@@ -63,7 +63,7 @@ class Scaling(Study):
 
     def check_own(self, faults: Faults) -> None:
         for text in self.durations:
-            faults.check(check_duration, text, key="study.durations", positive=True)
+            faults.check(check_duration, text, key="study.durations", form="length")
         if self.topology is not None:
             faults.check(find_slice, self.topology, "study.topology")
 

@@ -23,6 +23,7 @@ from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.models.contract import about, field_names, with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.transfer import (
+    families,
     fit,
     huggingface,
     huggingface_images,
@@ -114,14 +115,17 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
       InputError: if the source does not exist or cannot be read.
     """
     path = locate(source)
+    opened = Source(path, averaged)
     try:
-        opened = Source(path, averaged)
         format = _recognise(opened)
         if averaged is not None and format is not FORMATS["workdir"]:
             raise InputError(workdir.NO_CHOICE.format(source))
         pretrained = format.read(opened)
     except InputError as e:
         forget(path)
+        if family := families.name_family(opened):
+            what = f"these weights are {family}, which is not supported"
+            raise InputError(f"init_from={str(path)!r}: {what}; {families.SUPPORTED}") from None
         faults = (f if str(path) in f else f"init_from={str(path)!r}: {f}" for f in e.faults)
         raise InputError(*faults) from None
     if (held_out := side_file(path)).exists():

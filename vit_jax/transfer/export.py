@@ -23,7 +23,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained
+from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.source import to_json
@@ -37,17 +37,27 @@ Logits = Callable[[np.ndarray], Any]
 logger = logging.getLogger("vit_jax")
 
 
-def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
-    """Write `pretrained` as `format`, one of FORMATS that is written, with a receipt; return it.
+def export(
+    source: epath.PathLike | Pretrained, output: epath.PathLike, format: str
+) -> dict[str, Any]:
+    """Write a model in another format, with a receipt; return the receipt.
+
+        vit_jax.export("runs/mine", "mine", "hf")["read_back"]
 
     All files are first written to a temporary folder and read back, so `output` gets all or
     nothing.
+
+    Args:
+      source: a source of `load_pretrained`, or a model from `read_pretrained`.
+      output: a file or folder to write.
+      format: "npz", "npz_v2", "hf", "timm", "t2t" or "stablehlo".
 
     Raises:
       InputError: if the format cannot hold the model, or `output` cannot be written.
       RuntimeError: if the exported files compute something else.
     """
     output = absolute(output)
+    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)

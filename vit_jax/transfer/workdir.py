@@ -32,11 +32,12 @@ NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of w
 
 def recognises(source: Source) -> bool:
     """Whether it is the workdir of a run, or a checkpoint in one: WORKDIR/checkpoints/STEP."""
-    path = _workdir_of(source.path) if source.path.exists() else source.path
+    path = workdir_of(source.path) if source.path.exists() else source.path
     return (path / "config.json").exists() and (path / "checkpoints").exists()
 
 
-def _workdir_of(path: epath.Path) -> epath.Path:
+def workdir_of(path: epath.Path) -> epath.Path:
+    """The workdir of a run, or of one of its steps, WORKDIR/checkpoints/STEP."""
     is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
     return path.parent.parent if is_step else path
 
@@ -50,7 +51,7 @@ def read(source: Source) -> Pretrained:
       InputError: if there is no checkpoint, it does not verify, or `averaged` is given for a run
         without a running average.
     """
-    path, averaged = _workdir_of(source.path), source.averaged
+    path, averaged = workdir_of(source.path), source.averaged
     config = read_config(path)
     has_average = config.optimizer.ema_decay is not None
     if averaged is not None and not has_average:

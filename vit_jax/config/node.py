@@ -1,0 +1,97 @@
+"""Nodes of a config, whose errors name the nearest key."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.base.errors import InputError, nearest
+
+
+class NoSuchKeyError(InputError, AttributeError, KeyError):
+    """A key that a config does not have; also the errors that Python's protocols ask for."""
+
+    __str__ = Exception.__str__
+
+
+class WrongTypeError(InputError, TypeError):
+    """A value of another type than its key."""
+
+
+class Node(ConfigDict):
+    """A config or a section: typed values by key; see `base_config`.
+
+    Raises:
+      NoSuchKeyError: a key is read that does not exist, or set in a locked node.
+      WrongTypeError: a value does not have the type of its key.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            raise self._lacks(key) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.is_locked and key not in self:
+            raise self._lacks(key)
+        try:
+            super().__setitem__(key, value)
+        except TypeError:
+            kind = self.get_type(key)
+            needed = (
+                "its keys set one by one" if kind is Node else f"a value of type {kind.__name__}"
+            )
+            raise WrongTypeError(f"{key}={value!r}: needs {needed}") from None
+
+    def __getattr__(self, key: str) -> Any:
+        return self[key]
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def _lacks(self, key: str) -> NoSuchKeyError:
+        return NoSuchKeyError(f"{key}: no such key; {nearest_key(key, list(flatten(self)))}")
+
+
+def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists become tuples."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The hint for an unknown `key`: how to list a section, `known` keys whose last component
+    matches, else the nearest.
+
+    `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
+    `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.
+    """
+    if below := [name for name in known if name.startswith(key + ".")]:
+        return f"its keys include {', '.join(below[:4])}; see `vit_jax keys {key}`"
+    leaf = key.rpartition(".")[2]
+    by_leaf: dict[str, list[str]] = {}
+    for name in known:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    of_no_section = [name for name in by_leaf if f"_{key}_" in f"_{name}_" and name in known]
+    found = (
+        of_no_section
+        or by_leaf.get(leaf)
+        or [name for other in by_leaf if f"_{leaf}_" in f"_{other}_" for name in by_leaf[other]]
+        or [
+            name
+            for other in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
+            for name in by_leaf[other]
+        ]
+    )
+    if not found:
+        return nearest(key, known)
+    if "." in key:
+        found = difflib.get_close_matches(key, found, n=1, cutoff=0.0)
+    return f"did you mean {' or '.join(found)}?"

@@ -1,0 +1,181 @@
+"""A branch: a new workdir with the past of a run up to one of its saved steps, and another end.
+
+It holds the checkpoint of that step, whole, with what the run wrote until then, and a config with
+another schedule from there on. The run that it came from stays as it is.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from vit_jax import config as config_lib
+from vit_jax.base import files
+from vit_jax.base.errors import InputError, check_version, collect_faults, nearest
+from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.seal import check_seal
+from vit_jax.config.stored import StoredConfig, read_stored
+from vit_jax.config.text import apply_overrides
+from vit_jax.data.division import FILE
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.run.changes import KEYS_OF_THE_END, past_of
+from vit_jax.run.validation import as_pairs, validate
+from vit_jax.run.workdir import check_writable, record_start
+from vit_jax.run.writers import MetricWriter
+from vit_jax.transfer.workdir import workdir_of
+
+logger = logging.getLogger("vit_jax")
+
+# {name of a rule: the schedule that it sets}; each begins at the last rate of the run.
+RULES = {"constant": "constant", "cosine": "cosine", "rsqrt": "rsqrt", "cooldown": "linear"}
+
+# Besides the rule.
+KEYS = (*KEYS_OF_THE_END, "optimizer.peak_lr", "schedule.warmup", "schedule.timescale")
+
+# Besides the checkpoint, config.json and TensorBoard's files. Rows after the step are dropped then.
+_KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl")
+
+_BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
+
+
+def branch(
+    source: epath.PathLike,
+    workdir: epath.PathLike,
+    rule: str,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Make a new workdir that trains on from a saved step of a run, with all its state.
+
+        vit_jax.branch("runs/a", "runs/b", "cosine", {"duration": "20 epochs"})
+        vit_jax.train(None, "runs/b")
+
+    The weights, the optimizer, averages, the objective's state and the place in the data are those
+    of the step. The schedule begins there, at the last rate of the run:
+
+        constant  stays there
+        cosine    half a cosine to 0
+        rsqrt     goes on as 1 / sqrt(step), or with the timescale of a run that has rsqrt
+        cooldown  linear to 0
+
+    What else moves until the end of a run (optimizer.weight_decay_end, ema_decay_end) stays as it
+    was in the last step.
+
+    Args:
+      source: the workdir of a run, for its newest checkpoint, or RUN/checkpoints/STEP.
+      workdir: a new folder.
+      rule: a key of RULES.
+      overrides: {key: value} for any of KEYS. `duration` counts from the start of the run.
+
+    Raises:
+      InputError: names the argument or the key; nothing is left in `workdir`.
+    """
+    workdir, source = files.absolute(workdir), files.absolute(source)
+    if rule not in RULES:
+        raise InputError(f"--rule={rule}: no such rule; {nearest(rule, list(RULES))}")
+    check_writable(workdir)
+    if workdir.exists() and any(workdir.iterdir()):
+        raise InputError(f"--workdir={workdir}: is not empty; remove it, or give a new folder")
+    parent = workdir_of(source)
+    if not (parent / "config.json").exists():
+        raise InputError(f"--init_from={source}: has no config.json; give the workdir of a run, or "
+                         "RUN/checkpoints/STEP")  # fmt: skip
+    stored, step = read_stored(parent), _find_step(source, parent)
+    new = _with_rule(stored, step, rule, dict(as_pairs(overrides)))
+    command = {"branch_of": str(parent), "rule": rule, "overrides": dict(overrides or {})}
+    try:
+        events = files.LiteralPath(parent).glob("events.out.tfevents.*")
+        for name in (*_KEPT, *(path.name for path in events)):
+            if (parent / name).exists():
+                files.copy_tree(parent / name, workdir / name)
+        MetricWriter(workdir, restored_step=step).close()
+        record_start(workdir, (), step, command)
+        _copy_step(parent, workdir, step)
+        files.write_whole(workdir / "config.json", new.to_json())  # last: now it is a run
+    except BaseException:
+        workdir.rmtree(missing_ok=True)
+        raise
+    was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
+    end = parse_durations(new.resolved)["duration"]
+    logger.info("%s: %s from step %d to step %d, at first with a learning rate of %.4g; to train "
+                "it: vit_jax --workdir=%s", workdir, rule, step, end, now, workdir)  # fmt: skip
+    if now < 0.01 * was:  # with such a rate a model hardly learns
+        logger.warning(
+            "the run had lowered its learning rate from %.3g to %.3g; to raise it again, give "
+            "--config.optimizer.peak_lr and --config.schedule.warmup, or branch from an earlier "
+            "step", was, now,
+        )  # fmt: skip
+
+
+def _find_step(source: epath.Path, parent: epath.Path) -> int:
+    """The saved step of the run in `parent` that `source` names."""
+    kept = restore.saved_steps(parent / "checkpoints")
+    step = int(source.name) if source != parent else next(iter(kept), None)
+    if step in kept:
+        return step
+    raise InputError(
+        f"--init_from={source}: no such checkpoint; the run keeps those of the steps "
+        f"{', '.join(map(str, sorted(kept))) or '(none yet)'} (checkpoint.keep_every)"
+    )
+
+
+def _with_rule(
+    stored: StoredConfig, step: int, rule: str, overrides: Mapping[str, str]
+) -> StoredConfig:
+    """What config.json of the branch holds."""
+    other = [key for key in overrides if key not in KEYS]
+    collect_faults([
+        f"--config.{key}: a branch may set {', '.join(KEYS)}; keys that a resumed run may change "
+        "are given when you train the branch"
+        for key in other
+    ])  # fmt: skip
+    was = stored.resolved
+    before = parse_durations(was)
+    # In steps, as a share of the run such as "5 %" would move what is past.
+    free = config_lib.FREE_ON_RESUME
+    fixed = {key: f"{n} steps" for key, n in before.items() if not key.startswith(free)}
+    lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
+    defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
+    changes = (
+        fixed
+        | defaults
+        | {
+            "duration": was.duration,
+            "schedule.name": RULES[rule],
+            "schedule.start": f"{step} steps",
+            "optimizer.peak_lr": lasts.pop("the learning rate"),
+        }
+    )
+    if rule == "rsqrt":
+        timescale = step
+        if was.schedule.name == "rsqrt":
+            risen = before["schedule.start"] + before["schedule.warmup"]
+            timescale = before["schedule.timescale"] + max(step - 1 - risen, 0)
+        changes["schedule.timescale"] = f"{timescale} steps"
+    for key, last in lasts.items():  # from here on it moves from one value to the same
+        last = min(last, _BELOW_1) if key == "optimizer.ema_decay" else last
+        changes |= {key: last, f"{key}_end": last}
+    asked = config_lib.with_values(stored.asked, changes)
+    faults = apply_overrides(asked, list(overrides.items()))
+    validate(asked, faults, f"a branch of step {step}")
+    flat = config_lib.flatten(asked)
+    changes |= {key: flat[key] for key in overrides}
+    resolved = config_lib.with_values(was, changes)
+    make_config_schedule(resolved, parse_durations(resolved))  # checks that it fits
+    return StoredConfig(asked, resolved, {**stored.decided_by, **dict.fromkeys(changes, "branch")})
+
+
+def _copy_step(parent: epath.Path, workdir: epath.Path, step: int) -> None:
+    """Copy a checkpoint; raises InputError if it is damaged, or has another format."""
+    source, target = (path / "checkpoints" / str(step) for path in (parent, workdir))
+    try:
+        files.copy_tree(source, target)
+        check_seal(target)
+        version = restore.read_meta(target).get("format_version", 1)
+    except (FileNotFoundError, ValueError) as e:
+        raise InputError(
+            f"--init_from={source}: is damaged, or its run has removed it meanwhile ({e}); take "
+            "another step"
+        ) from None
+    check_version(str(source), version, restore.FORMAT_VERSION)
