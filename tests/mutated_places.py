@@ -205,6 +205,12 @@ MUTATIONS = [
     M("vit_jax/evaluators/reconstruction.py", 'found.loss_B * batch["mask"]', "found.loss_B * 1",
       "objectives/test_hidden_patches.py"
       "::test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step"),
+    M("vit_jax/evaluators/by_class.py", "(images_C + predictions_C)", "(images_C + correct_C)",
+      "evaluators/test_evaluators.py::test_means_over_classes"),
+    M("vit_jax/evaluators/classification.py", "(predicted_B, mask_B)",
+      "(predicted_B, mask_B * 0 + 1)", "evaluators/test_evaluators.py::test_means_over_classes"),
+    M("vit_jax/insight/results.py", "taken[best] + below) / 2", "taken[best])",
+      "insight/test_results.py::test_results_of_several_labels"),
     M("vit_jax/evaluators/classification.py", "(mask_B * hits_B).sum()", "hits_B.sum()",
       "evaluators/test_evaluators.py::test_padding_never_counts"),
     M("vit_jax/evaluators/classification.py", ".astype(jnp.int32) - 1, 0,",

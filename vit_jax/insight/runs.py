@@ -227,20 +227,6 @@ def best_first(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=place)
 
 
-def compare(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run, the best first: what `report` prints.
-
-    {"run", "workdir", "state", the metrics of `last_values`, "config.KEY" of `differences`}.
-    """
-    runs = best_first(runs)
-    columns = last_values(runs) | {f"config.{k}": row for k, row in differences(runs).items()}
-    return [
-        {"run": run.name, "workdir": os.fspath(run.workdir), "state": run.state}
-        | {name: column[i] for name, column in columns.items()}
-        for i, run in enumerate(runs)
-    ]
-
-
 def _known(runs: Sequence[Run], begins: str | tuple[str, ...] = "") -> list[str]:
     """The metrics that any of the runs has, by name."""
     return sorted({name for run in runs for name in run.curves if name.startswith(begins)})
