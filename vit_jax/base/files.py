@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import glob
+import json
 import os
 import pathlib
 import secrets
 from collections.abc import Iterator
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from etils import epath
 
@@ -67,6 +68,13 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
     """Write a file atomically: readers, even after a power failure, find the old or the new one."""
     data = content.encode() if isinstance(content, str) else content
     open_for_append(path, data).close()
+
+
+def json_lines(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines of a file with their content, skipping any that a kill cut short; none of no file."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            yield line, json.loads(line)
 
 
 def copy_tree(source: epath.Path, target: epath.Path) -> None:

@@ -1,7 +1,6 @@
 """Flags shared by several commands, and functions that read them."""
 
 import argparse
-import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -134,16 +133,14 @@ def print_config(flags: argparse.Namespace) -> int:
     that are not chosen are left out unless they are set. Keys that depend on the data or the
     devices are null unless they are set.
     """
+    from flax import traverse_util
+
     from vit_jax.config import flatten, values_in_force
 
     of_run = flags.config is None and is_run(getattr(flags, "workdir", None))
     config = load_valid_config(flags, of_run=of_run)
-    nested: dict = {}
     values = {key: value for key, value in flatten(config).items() if value is not None}
-    for key, value in (values | values_in_force(config)).items():
-        *sections, leaf = key.split(".")
-        node = functools.reduce(lambda node, name: node.setdefault(name, {}), sections, nested)
-        node[leaf] = value
+    nested = traverse_util.unflatten_dict(values | values_in_force(config), sep=".")
     print(json.dumps(nested, indent=2))
     return exit_codes.DONE
 

@@ -20,8 +20,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -33,10 +32,9 @@ from vit_jax.commands.flags import define_config_flags, define_format_flag
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
     from vit_jax.config import Key
 
+_Declared: TypeAlias = "dict[tuple[str, Key], list[str]]"  # {(key, declaration): parts with it}
 _WIDE = 10_000  # columns of a pipe, which cuts nothing
 
 
@@ -60,18 +58,17 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     if flags.config is not None and flags.workdir is not None:
         raise InputError("give either --config=NAME or --workdir=DIR")
-    config, decided_by = _read(flags)
-    keys, parts = _in_force(config, decided_by), _of_parts()
-    rows = list(dict.fromkeys(row for word in flags.words for row in _find(word, keys, parts)))
-    rows = rows if flags.words else [*keys]
+    keys, (says, parts) = _in_force(flags), _of_parts()
+    rows = [row for word in flags.words for row in _find(word, keys, [*says], parts)]
+    rows = [*dict.fromkeys(rows if flags.words else keys.values())]
     if flags.format == "json":
         print(json.dumps([row._asdict() for row in rows], indent=2))
         return exit_codes.DONE
     shown = sys.stdout.isatty()
     console = Console(width=None if shown else _WIDE)
-    for name, says in parts.says.items():
+    for name, text in says.items():
         if name.lower() in map(str.lower, flags.words):
-            console.print(Text(says))
+            console.print(Text(text))
     columns = (Column(name.replace("_", " "), overflow="fold") for name in Row._fields)
     table = Table(*columns, box=box.SIMPLE_HEAD if shown else None)
     for row in rows:
@@ -81,10 +78,10 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _read(flags: argparse.Namespace) -> "tuple[ConfigDict, dict[str, str]]":
-    """The config that the flags select, and who decides each key."""
+def _in_force(flags: argparse.Namespace) -> dict[str, Row]:
+    """{key: row} of the keys in force in the config that the flags select."""
     from vit_jax.base import files
-    from vit_jax.config import base_config
+    from vit_jax.config import base_config, declared_keys, values_in_force
     from vit_jax.config.stored import read_stored
     from vit_jax.config.text import apply_overrides
     from vit_jax.run.resolve import Opener, continue_run, find_open
@@ -100,41 +97,28 @@ def _read(flags: argparse.Namespace) -> "tuple[ConfigDict, dict[str, str]]":
     _, decided_by = continue_run(config, Opener(), None, by_user)
     others = find_open(config) if stored is None else stored.decided_by
     others = {key: by for key, by in others.items() if decided_by.get(key) != "user"}
-    return config, decided_by | others
+    decided_by, values = decided_by | others, values_in_force(config)
+    return {key: _row(key, values[key], decided_by[key], declared)
+            for key, declared in declared_keys(config).items()}  # fmt: skip
 
 
-class _Parts(NamedTuple):
-    """All parts: what each says of itself, and {(key, declaration): the parts that have it}."""
-
-    says: dict[str, str]
-    keys: "dict[tuple[str, Key], list[str]]"
-
-
-def _of_parts() -> _Parts:
+def _of_parts() -> tuple[dict[str, str], _Declared]:
+    """({part: what it says of itself}, the keys of the parts)."""
     from vit_jax.config import EVALUATORS, OPS
     from vit_jax.config.registries import REGISTRIES
 
-    found = _Parts({}, {})
+    texts: dict[str, str] = {}
+    keys: _Declared = {}
     for registry in (*REGISTRIES, EVALUATORS, OPS):
         for name in registry:
             part = registry.find(name)
             section = registry.section or ("evals.NAME" if registry is EVALUATORS else name)
             selector = "evals.NAME" if registry is EVALUATORS else registry.selector
             says = (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ")
-            found.says[name] = f"{selector}={name}: {says}"
+            texts[name] = f"{selector}={name}: {says}"
             for key, declared in registry.keys_of(part).items():
-                found.keys.setdefault((f"{section}.{key}", declared), []).append(name)
-    return found
-
-
-def _in_force(config: "ConfigDict", decided_by: dict[str, str]) -> list[Row]:
-    from vit_jax.config import declared_keys, values_in_force
-
-    values = values_in_force(config)
-    return [
-        _row(key, values[key], decided_by[key], declared)
-        for key, declared in declared_keys(config).items()
-    ]
+                keys.setdefault((f"{section}.{key}", declared), []).append(name)
+    return texts, keys
 
 
 def _row(key: str, value: Any, by: str, declared: "Key") -> Row:
@@ -154,8 +138,10 @@ def _plain(text: str) -> str:
     return re.sub(r"[-_ ]", "", text.lower())
 
 
-def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
+def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -> list[Row]:
     """The rows that `word` selects: of a part, of a section, of a key, or with this text.
+
+    `keys`: the rows in force. `names`: of all `parts`.
 
     Raises:
       InputError: there are none; names the nearest.
@@ -163,17 +149,14 @@ def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
     from vit_jax.config import FAMILIES
 
     lower = word.lower()
-    known, in_force = {name.lower() for name in parts.says}, {row.key: row for row in keys}
     if "-" in word and (own := FAMILIES.chosen_keys(word)):  # a model
         return [_row(f"model.{k}", key.default, f"with {word}", key) for k, key in own.items()]
-    others = {
-        (key, declared): _row(key, declared.default, f"with {', '.join(names[:3])}", declared)
-        for (key, declared), names in parts.keys.items()
-    }
-    if lower in known:
-        chosen = [key for key, names in parts.keys.items() if lower in map(str.lower, names)]
-        return [in_force.get(key, others[key, declared]) for key, declared in chosen]
-    rows = [*in_force.values(), *(row for row in others.values() if row.key not in in_force)]
+    others = [(_row(key, declared.default, f"with {', '.join(having[:3])}", declared), having)
+              for (key, declared), having in parts.items()]  # fmt: skip
+    if lower in map(str.lower, names):
+        return [keys.get(row.key, row) for row, having in others
+                if lower in map(str.lower, having)]  # fmt: skip
+    rows = [*keys.values(), *(row for row, _ in others if row.key not in keys)]
     for fits in (
         lambda row: row.key.startswith(f"{lower}.") and not row.decided_by.startswith("with "),
         lambda row: row.key == lower or row.key.endswith(f".{lower}"),
@@ -181,5 +164,5 @@ def _find(word: str, keys: Iterable[Row], parts: _Parts) -> list[Row]:
     ):
         if found := [row for row in rows if fits(row)]:
             return found
-    names = [*parts.says, *(row.key.rpartition(".")[2] for row in rows)]
+    names += [row.key.rpartition(".")[2] for row in rows]
     raise InputError(f"{word}: no part, section, key or meaning has it; {nearest(word, names)}")

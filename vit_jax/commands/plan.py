@@ -137,16 +137,28 @@ def _find_slice(topology: str, num_slices: int) -> Slice:
 def _plan(config: ConfigDict, target: Any, price: float | None) -> dict[str, Any]:
     """The figures of the fastest layout that the resolved `config` leaves open."""
     from vit_jax import planning
-    from vit_jax.planning.estimates import estimate
-    from vit_jax.planning.search import find_remedies, plan_layouts, rank_layouts
+    from vit_jax.planning.search import plan_layouts, rank_layouts
 
     layouts = rank_layouts(config, target)
     if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, price))
     config, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
+    return _estimated(figures, config, target, price)
+
+
+def _estimated(
+    figures: dict[str, Any], config: ConfigDict, target: Any, price: float | None
+) -> dict[str, Any]:
+    """`figures` of the plan of `config` with time and cost, and if it does not fit with remedies.
+
+    The remedies are found by calculation or by the compiler, as the figures were.
+    """
+    from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.search import find_remedies
+
     figures |= {"estimate": estimate(figures, price)}
     if not figures["memory_bytes"]["fits"]:
-        by_calculation = not target.is_compiled_for
+        by_calculation = figures["by"] != "compiler"
         figures["remedies"] = find_remedies(config, target, figures, calculate=by_calculation)
     return figures
 
@@ -154,17 +166,13 @@ def _plan(config: ConfigDict, target: Any, price: float | None) -> dict[str, Any
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     from vit_jax.planning.calculated import calculate_plan
-    from vit_jax.planning.estimates import estimate
-    from vit_jax.planning.search import find_remedies
 
     try:
         figures = calculate_plan(config, target)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
-    figures |= {"estimate": estimate(figures, price)}
-    if not figures["memory_bytes"]["fits"]:
-        figures["remedies"] = find_remedies(config, target, figures, calculate=True)
-    return f"{answer(figures)}. The compiler's figures follow."
+    shown = answer(_estimated(figures, config, target, price))
+    return f"{shown}. The compiler's figures follow."
 
 
 def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:
@@ -319,11 +327,7 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 def estimate_table(estimate: dict[str, Any]) -> Table:
     """Table of time and cost; all figures are estimates."""
     roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
-    by = (
-        "by the compiler"
-        if usual is None
-        else f"at {usual['share_of_peak']:.0%} of the chips' peak"
-    )
+    share = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
     rows = {
         "step": f"{run['step_s'] * 1e3:,.4g} ms",
         "MFU": f"{run['mfu']:.1%}",
@@ -338,7 +342,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     bound = f"bound by {roofline['bound_by']}"
     rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
     rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"
-    return _pairs(f"Estimates {by}", rows)
+    return _pairs(f"Estimates {share}", rows)
 
 
 def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:

@@ -89,10 +89,10 @@ class Classification(ClassEvaluator):
                 inputs.see(Examples(*map(np.concatenate, zip(*parts, strict=True))))
             images_C, _, correct_C = total_3C
             accuracy_C = np.where(images_C > 0, correct_C / np.maximum(images_C, 1), np.nan)
-            means = {"macro_top1": np.nanmean(accuracy_C), "macro_f1": np.nanmean(f1(*total_3C))}
-            number = {"num_examples": metrics.pop("num_examples")}  # comes last
-            means = {name: float(mean) for name, mean in means.items()}
-            return metrics | means | number | name_classes(accuracy_C)
+            metrics["macro_top1"] = float(np.nanmean(accuracy_C))
+            metrics["macro_f1"] = float(np.nanmean(f1(*total_3C)))
+            metrics["num_examples"] = metrics.pop("num_examples")  # comes last
+            return metrics | name_classes(accuracy_C)
 
         return measure
 

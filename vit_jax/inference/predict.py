@@ -312,11 +312,13 @@ def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
     """
     check_classes(pretrained)
     with contextlib.suppress(ValueError):
-        return float(given)
+        if 0 <= (number := float(given)) <= 1:
+            return number
     try:
         text = files.absolute(given).read_text()
     except OSError as e:
-        raise InputError(f"--thresholds={given}: {e.strerror}; needs a number or a file") from None
+        needs = "needs a probability from 0 to 1, or a file"
+        raise InputError(f"--thresholds={given}: {e.strerror}; {needs}") from None
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     names = class_names(pretrained.spec, pretrained.model.num_classes)
     found = {row.get("class"): row.get("threshold") for row in rows}

@@ -1,12 +1,11 @@
 """Runs and studies, read from their workdirs, and what is shown of several of them together."""
 
-import contextlib
 import json
 import logging
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -151,19 +150,13 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         step,
         _read_json(workdir / "summary.json"),
         _read_json(diverged).get("error", "") if diverged.exists() else None,
-        list(_json_lines(workdir / "starts.jsonl")),
+        [line for _, line in files.json_lines(workdir / "starts.jsonl")],
         teachers.read_text() if teachers.exists() else "",
     )
 
 
 def _read_json(path: epath.Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # cut off by a kill
-            yield json.loads(line)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -132,36 +132,35 @@ class Loop:
         After a signal the process may be killed soon, so the state is saved before evaluations.
         """
         self.record.check(due.step)
-        row = self.record.log(due.step) if due.logs else {}
+        if due.logs:
+            self.record.log(due.step)
         if due.signal is None:
-            self.record.tell(state, row | self.evaluate(due, state))
+            self.evaluate(due, state)
+            self.record.tell(state)
         if due.saves or self.selection.stops or self.selection.best_step == due.step:
             self.save(due, state)
         if due.signal is not None:
-            self.stop(due, state, row)
+            self.stop(due, state)
 
-    def evaluate(self, due: Due, state: TrainState) -> dict[str, float]:
+    def evaluate(self, due: Due, state: TrainState) -> None:
         """Run the evaluators that are due, and all others if the run then ends early."""
-        found = self.record.evaluate(state, due.evaluators)
-        self.selection.add(due.step, found)
+        self.selection.add(due.step, self.record.evaluate(state, due.evaluators))
         if self.selection.stops:
             rest = [name for name in self.run.config.evals if name not in due.evaluators]
-            others = self.record.evaluate(state, rest)
-            self.selection.add(due.step, others)
-            found = found | others
+            self.selection.add(due.step, self.record.evaluate(state, rest))
             logger.info("stopped early: %s", self.selection.describe_end())
-        return found
 
     def save(self, due: Due, state: TrainState) -> None:
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
             self.checkpoints.save(due.step, state, meta)
 
-    def stop(self, due: Due, state: TrainState, row: Mapping[str, float]) -> None:
+    def stop(self, due: Due, state: TrainState) -> None:
         """Wait for the save, evaluate, and raise Preempted."""
         with watchdog.phase("save"):
             self.checkpoints.wait()
-        self.record.tell(state, {**row, **self.record.evaluate(state, due.evaluators)})
+        self.record.evaluate(state, due.evaluators)
+        self.record.tell(state)
         kind = Interrupted if due.signal == "Ctrl-C" else Preempted
         raise kind(
             f"stopped by {due.signal} at step {due.step}; saved. Run the same command to continue"

@@ -61,7 +61,7 @@ class Record:
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
-        self._last: dict[str, float] = {}
+        self._last, self._untold = dict[str, float](), dict[str, float]()
         ranks = [name for name, entry in config.evals.items() if entry.type == "rank"]
         collapse = None if e.objective is None else e.objective.collapse
         self._health = Health(collapse, ranks, meta)
@@ -109,16 +109,15 @@ class Record:
         self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 
-    def log(self, step: int) -> dict[str, float]:
-        """Write and return the training row of `step`, which must have been checked."""
+    def log(self, step: int) -> None:
+        """Write the training row of `step`, which must have been checked."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
         row["train/lr"] = float(self._schedule(step - 1))
         row |= self._throughput.read(step)
         self._writer.write(step, row)
         self._progress.update(step, row)
-        self._warn(step, row)
-        return row
+        self._note(step, row)
 
     def evaluate(self, state: TrainState, names: Sequence[str]) -> dict[str, float]:
         """Run the evaluators `names` on `state`, write their rows, and return all values."""
@@ -126,16 +125,18 @@ class Record:
             return {}
         with self._throughput.pause("evaluation"):
             found = evaluate_all(self._run, state, names, self._writer)
-        self._warn(int(state.step), found)
+        self._note(int(state.step), found)
         return found
 
-    def tell(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Call the user's functions with the metrics of a step, if there are any."""
+    def tell(self, state: TrainState) -> None:
+        """Call the user's functions with what was written since the last call, if there is any."""
+        metrics, self._untold = self._untold, {}
         if metrics and self._run.callbacks:
             with self._throughput.pause("callbacks"):
                 tell(self._run, state, metrics)
 
-    def _warn(self, step: int, row: Mapping[str, float]) -> None:
+    def _note(self, step: int, row: Mapping[str, float]) -> None:
+        self._untold |= row
         for warning in self._health.add(row):
             logger.warning("step %d: %s", step, warning)
 

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.base.files import check_folder, write_whole
+from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import StoredConfig, parse_stored
@@ -225,11 +225,11 @@ def record_start(
 def _last_devices(workdir: epath.Path) -> list[int | str] | None:
     """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
     try:
-        lines = map(json.loads, reversed((workdir / "starts.jsonl").read_text().splitlines()))
-        hardware = next(h for line in lines if (h := line["hardware"])["devices"])
-        return [hardware["devices"], hardware["device_kind"]]
-    except (OSError, ValueError, LookupError, TypeError, StopIteration):  # no file, or damaged
+        lines = [line["hardware"] for _, line in json_lines(workdir / "starts.jsonl")]
+        said = [[h["devices"], h["device_kind"]] for h in lines if h["devices"]]
+    except (OSError, LookupError, TypeError):  # damaged
         return None
+    return said[-1] if said else None
 
 
 def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:

@@ -9,14 +9,14 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from vit_jax.base.files import LiteralPath, open_for_append
+from vit_jax.base.files import LiteralPath, json_lines, open_for_append
 from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 
@@ -95,7 +95,7 @@ class JsonLines:
     def __init__(self, workdir: epath.Path, first_step: int, may_write: Callable[[], bool]):
         self._may_write = may_write
         path = workdir / "metrics.jsonl"
-        kept = [line + b"\n" for line, row in _whole_rows(path) if row["step"] < first_step]
+        kept = [line + b"\n" for line, row in json_lines(path) if row["step"] < first_step]
         self._file = open_for_append(path, b"".join(kept))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -148,13 +148,6 @@ def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
     return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
 
 
-def _whole_rows(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of a metrics.jsonl with their content, skipping lines cut short by a kill."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            yield line, json.loads(line)
-
-
 def _event_file_name(workdir: epath.Path) -> str:
     """A name that sorts after all others, since TensorBoard reads files in the order of names.
 
@@ -169,7 +162,7 @@ def _event_file_name(workdir: epath.Path) -> str:
 
 def read_history(workdir: epath.Path) -> list[dict[str, Any]]:
     """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
-    return [row for _, row in _whole_rows(workdir / "metrics.jsonl")]
+    return [row for _, row in json_lines(workdir / "metrics.jsonl")]
 
 
 def values_of(metric: str, workdir: epath.Path, last_step: int) -> dict[int, float | None]:

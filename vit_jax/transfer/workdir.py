@@ -1,10 +1,9 @@
 """Reads models from the workdirs of this project."""
 
-import contextlib
 import functools
 import json
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +12,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.base import tree
+from vit_jax.base import files, tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, image_hw, model_fields
@@ -96,7 +95,7 @@ def best_step(path: epath.Path, config: ConfigDict) -> int:
             "train with --config.checkpoint.keep_best=METRIC, such as val/top1"
         )
     saved = restore.saved_steps(path / "checkpoints")
-    values = {row["step"]: row[metric] for row in _rows(path)
+    values = {row["step"]: row[metric] for _, row in files.json_lines(path / "metrics.jsonl")
               if metric in row and row["step"] in saved}  # fmt: skip
     step, _ = find_best(values, find_direction(config, metric))
     if step is None:
@@ -217,17 +216,9 @@ def _results(
     `raw` selects the metrics of the raw weights of a run with a running average.
     """
     found = {}
-    for row in _rows(path):
+    for _, row in files.json_lines(path / "metrics.jsonl"):
         for name, value in row.items():
             of_these = name.endswith("_raw") == raw and name.partition("/")[0] in evals
             if of_these and row["step"] <= step:
                 found[name.removesuffix("_raw")] = {"value": value, "step": row["step"]}
     return found
-
-
-def _rows(path: epath.Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, without half a line that a killed process left."""
-    rows = path / "metrics.jsonl"
-    for line in rows.read_text().splitlines() if rows.exists() else []:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
