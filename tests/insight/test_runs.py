@@ -89,7 +89,8 @@ def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
 def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_path, capsys):
     for i in range(9):
         rows = [{"step": 2, "train/loss": 1.0, "val/top1": i / 10, "test/top1": 0.5,
-                 "val/macro_top1": 0.1, "val/ece": 0.5, "val/accuracy/a b": 0.1}]  # fmt: skip
+                 "val/macro_top1": 0.1, "val/ece": 0.5, "val/accuracy/a b": 0.1,
+                 "train/grad_norm/layers_0": 0.1}]  # fmt: skip
         write_run(tmp_path / f"more/run_{i}", rows, seed=i)
     (tmp_path / "export").mkdir()  # of another library
     (tmp_path / "export/config.json").write_text('{"architecture": "vit"}')
@@ -107,10 +108,13 @@ def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_pat
     last = runs.last_values(runs.best_first(found))
     assert last["val/top1"][0] == 0.8 and last["val/accuracy/a b"][0] == 0.1
     assert "accuracy" not in "".join(lines)
+    assert runs.choose_metrics(found)[-1] == "train/grad_norm/layers_0"  # no accuracy
     # What follows from other keys, and entries that only some runs have, are no differences.
     a, b = (found[i]._replace(config={"seed": i, "model.width": i, f"evals.{i}.split": i},
                               decided_by={"model.width": "source"}) for i in (0, 1))  # fmt: skip
     assert runs.differences([a, b]) == {"seed": [0, 1]}
+    branches = [run._replace(decided_by=dict.fromkeys(run.config, "branch")) for run in (a, b)]
+    assert {*runs.differences(branches)} == {"seed", "model.width"}
     a, b = (run._replace(config={"model.width": run.config["model.width"]}) for run in (a, b))
     assert runs.differences([a, b]) == {"model.width": [0, 1]}
 

@@ -89,6 +89,9 @@ def test_values_that_move_until_the_end_keep_it_where_it_is(key, start, end):
     assert find_other_past(*same, 20) is None
     now = branched(make_config(**old), 20, "constant", {"duration": "80 steps"}).optimizer
     last = float(half_cosine(19, 40, start, end))
+    shares = {"duration": "80 steps", "schedule.warmup": "5 %"}  # of the branch's own length
+    schedule = branched(make_config(**old), 20, "constant", shares).schedule
+    assert (schedule.start, schedule.warmup) == ("20 steps", "4 steps")
     assert now[key] == now[f"{key}_end"] == pytest.approx(last)
 
 

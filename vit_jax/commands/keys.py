@@ -10,8 +10,8 @@ that is searched in keys and meanings. Values are those of --config or of the ru
 the defaults; without a WORD, it shows the keys that are in force there.
 
 decided by: user (a flag), recipe (the config file), default; source (of the weights), teachers,
-data, rule, duration (of a share of it) or devices: when the run starts; "with mae": has an effect
-with this part only.
+data, rule, duration (of a share of it) or devices: when the run starts; branch: what made the run
+from another; "with mae": has an effect with this part only.
 resume: whether the key may change when a run goes on; past: as far as its past stays the same.
 """
 
@@ -98,11 +98,9 @@ def _read(flags: argparse.Namespace) -> "tuple[ConfigDict, dict[str, str]]":
         config = load_named(flags.config) if flags.config else base_config()
     collect_faults(apply_overrides(config, flags.overrides))
     _, decided_by = continue_run(config, Opener(), None, by_user)
-    if stored is not None:
-        return config, decided_by | {
-            key: by for key, by in stored.decided_by.items() if decided_by.get(key) != "user"
-        }
-    return config, decided_by | find_open(config)
+    others = find_open(config) if stored is None else stored.decided_by
+    others = {key: by for key, by in others.items() if decided_by.get(key) != "user"}
+    return config, decided_by | others
 
 
 class _Parts(NamedTuple):

@@ -24,7 +24,7 @@ logger = logging.getLogger("vit_jax")
 
 ABSENT = "absent"
 _DEPTH = 2  # folders below a given one that may hold runs
-_ASKED = ("user", "recipe")  # who else decides a key follows what these two decide
+_ASKED = {"user", "recipe", "branch"}  # who else decides a key follows what these decide
 
 
 class Run(NamedTuple):
@@ -169,9 +169,9 @@ def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """{config key: the value in each run, or ABSENT} for the keys in which the runs differ.
 
-    Keys that only follow from others are left out: those that neither the user nor the recipe of
-    any run decides, such as what the source of the weights gives. If there are no others, these are
-    what differs. Of an evaluator that not all runs have there is only the type.
+    Keys that only follow from others are left out: those that neither the user nor the recipe nor
+    the branch of any run decides, such as what the source of the weights gives. If there are no
+    others, these are what differs. Of an evaluator that not all runs have there is only the type.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
@@ -182,7 +182,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
         and not (ABSENT in row and key.startswith("evals.") and not key.endswith(".type"))
     }
     deciders = {key: {run.decided_by.get(key, "user") for run in runs} for key in found}
-    return {key: row for key, row in found.items() if deciders[key] & {*_ASKED}} or found
+    return {key: row for key, row in found.items() if deciders[key] & _ASKED} or found
 
 
 def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:

@@ -18,7 +18,7 @@ from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
-from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.durations import parse_durations, shares_in_steps
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.run.changes import KEYS_OF_THE_END, past_of
 from vit_jax.run.validation import as_pairs, validate
@@ -137,16 +137,9 @@ def _with_rule(
     fixed = {key: f"{n} steps" for key, n in before.items() if not key.startswith(free)}
     lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
-    changes = (
-        fixed
-        | defaults
-        | {
-            "duration": was.duration,
-            "schedule.name": RULES[rule],
-            "schedule.start": f"{step} steps",
-            "optimizer.peak_lr": lasts.pop("the learning rate"),
-        }
-    )
+    changes = fixed | defaults
+    changes |= {"duration": was.duration, "optimizer.peak_lr": lasts.pop("the learning rate")}
+    changes |= {"schedule.name": RULES[rule], "schedule.start": f"{step} steps"}
     if rule == "rsqrt":
         timescale = step
         if was.schedule.name == "rsqrt":
@@ -162,6 +155,7 @@ def _with_rule(
     flat = config_lib.flatten(asked)
     changes |= {key: flat[key] for key in overrides}
     resolved = config_lib.with_values(was, changes)
+    resolved = config_lib.with_values(resolved, shares_in_steps(resolved))
     make_config_schedule(resolved, parse_durations(resolved))  # checks that it fits
     return StoredConfig(asked, resolved, {**stored.decided_by, **dict.fromkeys(changes, "branch")})
 

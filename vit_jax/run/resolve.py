@@ -15,7 +15,7 @@ A config file cannot know them:
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
 "recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule",
-"duration" (of the run) or "devices".
+"duration" (of the run), "devices" or "branch" (what made the run from another).
 """
 
 import logging
@@ -157,21 +157,19 @@ def resolve(
 
 def find_open(config: ConfigDict) -> dict[str, str]:
     """{key: who will decide it} for the keys that `config` leaves to the stages of `resolve`."""
-    by_rule = config.schedule.rule is not None
+    taken = [f"model.{field}" for field in {*config.model} - _never_taken(config)]
     waiting = {
         "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
-        "devices": ("optimizer.accum_steps", *(config_lib.LAYOUT_KEYS if config.auto else ())),
-        "source": ("data.image_size", *(f"model.{field}" for field in config.model))
-        if config.init_fields == "source"
-        else (),
-        "rule": ("duration", "optimizer.peak_lr") * by_rule
+        "devices": ("optimizer.accum_steps", *config_lib.LAYOUT_KEYS * config.auto),
+        "source": ("data.image_size", "data.mean", "data.std", *taken)
+        * (config.init_fields == "source"),
+        "rule": ("duration", "optimizer.peak_lr", "schedule.warmup")
+        * (config.schedule.rule is not None)
         + ("optimizer.freeze",) * (config.optimizer.last_layers is not None),
     }
     flat = config_lib.flatten(config)
-    found = {key: by for by, keys in waiting.items() for key in keys if flat[key] is None}
-    if by_rule and flat["schedule.warmup"] == config_lib.base_config().schedule.warmup:
-        found["schedule.warmup"] = "rule"
-    return found
+    defaults = config_lib.flatten(config_lib.default_config(config.plugins))
+    return {key: by for by, keys in waiting.items() for key in keys if flat[key] == defaults[key]}
 
 
 def continue_run(
@@ -221,7 +219,7 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         own_sizes = set() if _check_name(config, pretrained) else {*sizes_of(name)}
     family = find_family(name)
     defaults = field_defaults(family) | check_fields(family, family.parse(name), name)
-    left = _NOT_TAKEN | own_sizes | (_OF_HEAD if config.init_head == "new" else set())
+    left = _never_taken(config) | own_sizes
     for field in sorted((set(fields_of(name)) & set(config.model)) - left):
         theirs = getattr(model, field)
         if config.model[field] is None and theirs != defaults.get(field):
@@ -244,6 +242,11 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         said = ", ".join(f"{key}={value}" for key, value in changes.items())
         logger.info("taken from init_from=%s: %s", pretrained.source, said)
     return changes
+
+
+def _never_taken(config: ConfigDict) -> set[str]:
+    """The fields of a model that no source gives."""
+    return _NOT_TAKEN | (_OF_HEAD if config.init_head == "new" else set())
 
 
 def _run_name(pretrained: Pretrained) -> str | None:

@@ -111,8 +111,8 @@ def is_accuracy(name: str) -> bool:
 
 
 def is_of_class(name: str) -> bool:
-    """Whether a metric is the value of one class, such as val/accuracy/cat."""
-    return name.count("/") > 1
+    """Whether a metric is an evaluator's value of one class, such as val/accuracy/cat."""
+    return name.count("/") > 1 and not name.startswith("train/")
 
 
 def readable(values: Mapping[str, float | None]) -> str:
