@@ -20,7 +20,7 @@ from vit_jax.run.train import start_state
 
 FIRST_STEPS = 20
 _POINTS = 10  # of the curve of the loss
-_IN_CURVE = ("loss", "/top1", "/rank")  # ends of the names of the evaluators' values
+_IN_CURVE = ("loss", "/top1", "nn_top1", "/rank")  # ends of the names of the evaluators' values
 
 Place = tuple[int, str]  # the step and the name of a number
 
