@@ -339,7 +339,8 @@ def test_keys_of_a_config(capsys):
     assert by["optimizer.momentum"][1] == "default" and by["model.width"] == (768, "source")
     waiting = {"duration": "rule", "schedule.warmup": "rule", "data.num_classes": "data",
                "data.image_size": "source", "mesh.fsdp": "devices", "data.mean": "source",
-               "model.scan": "devices", "model.dropout": "default"}  # fmt: skip
+               "model.scan": "devices", "model.dropout": "default",
+               "model.kernels": "default"}  # fmt: skip
     assert {key: by[key][1] for key in waiting} == waiting
     resume = {"seed": "no", "evals.val.every": "yes", "duration": "past", "mesh.fsdp": "yes"}
     assert {key: rows[key]["resume"] for key in resume} == resume

@@ -157,7 +157,8 @@ def resolve(
 
 def find_open(config: ConfigDict) -> dict[str, str]:
     """{key: who will decide it} for the keys that `config` leaves to the stages of `resolve`."""
-    taken = [f"model.{field}" for field in {*config.model} - _never_taken(config)]
+    taken = (f"model.{field}" for field, value in config.model.items()
+             if value is None and field not in _never_taken(config))  # fmt: skip
     waiting = {
         "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
         "devices": ("optimizer.accum_steps", *config_lib.LAYOUT_KEYS * config.auto),
