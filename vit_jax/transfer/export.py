@@ -74,11 +74,12 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
-        logging.disable(logging.WARNING)  # it would name the temporary folder
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # warnings would name the temporary folder
         try:
             found = np.asarray((writer.open or _open)(staged)(images))
         finally:
-            logging.disable(logging.NOTSET)
+            logger.setLevel(level)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
