@@ -127,11 +127,12 @@ def test_wrong_input_leaves_nothing(local, call, scripts, tmp_path):
 
 
 PREEMPTED_ONCE = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 mark = pathlib.Path({mark!r})
 if mark.exists():
     print("resumes"); sys.exit(0)
-mark.touch(); print("saves", flush=True)
+print("saves", flush=True); mark.touch()
+while len(list(mark.parent.glob("mark*"))) < 2: time.sleep(0.01)
 {end}
 """
 

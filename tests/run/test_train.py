@@ -572,7 +572,7 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
     """Also where the teacher is gone."""
     workdir, summary = averaged
     tested = {k for k in summary if k.startswith("test/")}
-    names = ("top1", "top5", "loss", "ece", "macro_top1", "macro_f1")
+    names = ("top1", "top5", "macro_top1", "macro_f1", "loss", "ece")
     assert tested == {
         "test/num_examples", *(f"test/{n}" for n in names), *(f"test/{n}_raw" for n in names),
     }  # fmt: skip
