@@ -206,6 +206,8 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     assert summary["best"] == {"step": 10, "test/top1": 0.5}  # with what else was found there
     assert outcome(whole)[1] == [25, 24, 10]
     assert read_pretrained(whole, best=True).run["step"] == 10
+    with pytest.raises(InputError, match="checkpoints/10': is one step of a run"):
+        read_pretrained(whole / "checkpoints/10", best=True)
     assert vit_jax.evaluate(whole, best=True) == {"step": 10, "test/top1": 0.5}
 
     def should_stop(guard, step):

@@ -53,10 +53,12 @@ def read(source: Source) -> Pretrained:
 
     Raises:
       InputError: if there is no checkpoint, it does not verify, `averaged` is given for a run
-        without a running average, or `best` for one that kept none.
+        without a running average, or `best` for one that kept none, or for a step.
     """
     path, averaged = workdir_of(source.path), source.averaged
     config = read_config(path)
+    if source.best and path != source.path:
+        raise InputError("is one step of a run; leave out the step, or the choice of the best one")
     chosen = path / "checkpoints" / str(best_step(path, config)) if source.best else source.path
     has_average = config.optimizer.ema_decay is not None
     if averaged is not None and not has_average:
