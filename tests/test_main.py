@@ -321,7 +321,11 @@ def test_list_of_configs(capsys):
 def test_one_config(refused, capsys):
     assert main(["configs", "quickstart"]) == 0
     out = capsys.readouterr().out
-    assert "--config=configs/quickstart.py" in out and "\n    debug  " in out and "mae" not in out
+    assert (
+        "vit_jax --config=quickstart --workdir" in out
+        and "\n    debug  " in out
+        and "mae" not in out
+    )
     assert "did you mean quickstart?" in refused("configs", "quikstart")
 
 
@@ -433,7 +437,7 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
     )
     assert "config.sed" in refused(f"--workdir={tmp_path}", "--config.sed=1")
     assert "without stop.metric" in refused(f"--workdir={tmp_path}", "--config.stop.patience=2")
-    assert "--config: missing" in refused(f"--workdir={tmp_path}/other")
+    assert "other: holds no run" in refused(f"--workdir={tmp_path}/other")
 
 
 @pytest.mark.usefixtures("without_checks")

@@ -72,18 +72,31 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         else:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)
-    known = re.findall(r"--\w+", parser.format_usage())
+    takes_config = "config.KEY" in flags
+    known = re.findall(r"--\w+(?=[ \]])", parser.format_usage())
     collect_faults([
-        f"{word}: no such flag of {command}; {nearest(word.partition('=')[0], known)}"
+        f"{word}: no such flag of {command}; "
+        f"{_say_flag(word.partition('=')[0], known, takes_config)}"
         for word in unknown
     ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
-    if keys and "config.KEY" not in flags:
+    if keys and not takes_config:
         raise InputError(f"--config.{keys[0]}: this command takes no config")
     flags.overrides = overrides
     values = [value for key, value in overrides if key == "plugins"]
     flags.plugins = [name.strip() for name in ",".join(values).split(",") if name.strip()]
     return flags
+
+
+def _say_flag(word: str, known: Sequence[str], takes_config: bool) -> str:
+    """The hint for the unknown flag `word`: the key of a config that it names, or the nearest."""
+    if takes_config and word.startswith("--"):
+        from vit_jax.config import base_config, flatten
+        from vit_jax.config.node import keys_named
+
+        if keys := keys_named(word.removeprefix("--"), [*flatten(base_config())]):
+            return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
+    return nearest(word, known)
 
 
 def _overview() -> str:

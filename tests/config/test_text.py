@@ -336,7 +336,7 @@ def get_config(arg=''):\n    return helper()
         (BELOW, 4, "JSONDecodeError: "),  # the innermost line of the file itself
         ("\nimport no_such_module\n", 2, "ModuleNotFoundError: .*no_such_module"),
         ("\n\nx = (\n", 3, "SyntaxError: .* was never closed"),
-        ("x = 1\n", None, "AttributeError: .*get_config"),
+        ("x = 1\n", None, "has no function get_config"),
         ("import sys\nsys.exit(0)\n", 2, "SystemExit: 0"),
     ],
 )

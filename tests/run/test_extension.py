@@ -122,7 +122,8 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
     assert str(e.value).endswith(
         "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir, "
         f"from its last rate: vit_jax branch --init_from={tmp_path} --workdir=NEW --rule=constant "
-        "--config.duration='80 steps'"
+        "--config.duration='80 steps'; where that rate is near 0, add "
+        "--config.optimizer.peak_lr and --config.schedule.warmup"
     )
     with at_fault("seed") as e:
         check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)

@@ -28,7 +28,11 @@ def main(flags: argparse.Namespace) -> int:
         head, _, text = config.__doc__.partition("\n")
         print(f"{name}: {head}")
         if flags.names:
-            print(text)
+            print(
+                text.replace("python -m vit_jax.main", "vit_jax").replace(
+                    f"configs/{name}.py", name
+                )
+            )
         for word, meaning in config.WORDS.items():
             print(f"    {word:<16}{meaning}")
     return exit_codes.DONE

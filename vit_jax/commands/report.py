@@ -95,7 +95,8 @@ def main(flags: argparse.Namespace) -> int:
     if flags.format == "json":
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    shown = dict.fromkeys([runs.main_metric(found), *runs.evaluated(found), "train/loss"])
+    by_runs = sorted(runs.evaluated(found), key=lambda name: last[name].count(None))
+    shown = dict.fromkeys([runs.main_metric(found), *by_runs, "train/loss"])
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
         for name in shown
@@ -109,7 +110,7 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def compare(workdirs: Sequence[str | os.PathLike]) -> dict[str, Any]:
+def compare(workdirs: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, Any]:
     """Compare runs by their configs and their last metrics.
 
         found = vit_jax.compare(["runs/a", "runs/b"])
@@ -129,7 +130,8 @@ def compare(workdirs: Sequence[str | os.PathLike]) -> dict[str, Any]:
     """
     from vit_jax.insight import runs
 
-    return _compared(runs.best_first(runs.read_all(workdirs)[0]))
+    found, _ = runs.read_all([workdirs] if isinstance(workdirs, str | os.PathLike) else workdirs)
+    return _compared(runs.best_first(found))
 
 
 def _compared(found: "Sequence[Run]") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from vit_jax.base import files
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -41,6 +42,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     goes_on = flags.config is None and is_run(flags.workdir)
     example = "python -m vit_jax.main --config=quickstart --workdir=runs/quickstart"
+    if flags.config is None and flags.workdir and not goes_on:
+        raise InputError(f"--workdir={flags.workdir}: holds no run; give --config to begin one")
     require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)
     config = load_valid_config(flags, of_run=goes_on)
 
@@ -111,6 +114,7 @@ def train(
     if config is None:
         config = read_asked(files.absolute(workdir))
     config = load_config(config, overrides)
-    validate(config, [], "config")
+    faults = [f"callbacks={callbacks!r}: needs a list of functions"]
+    validate(config, faults * (not isinstance(callbacks, list | tuple)), "config")
     start_backend(config.mesh.platform)
     return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

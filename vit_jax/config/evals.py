@@ -11,7 +11,7 @@ c.evals.own = config.rank(split="test", every="1 epochs", num_images=1000)
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from ml_collections import ConfigDict
@@ -121,11 +121,11 @@ def make_entry(kind: str, /, **values: Any) -> ConfigDict:
 _TESTED = {"split": "test_split", "test_split": "split"}
 
 
-def entry_like(kind: str, config: ConfigDict) -> ConfigDict:
+def entry_like(kind: str, config: ConfigDict, entries: Iterable[ConfigDict]) -> ConfigDict:
     """Make an entry of the evaluator `kind` for `config`, which gives what it needs.
 
-    The keys that all evaluators have, and those without a default, are those of the first entry of
-    `config.evals` that has them, and `train_split` is else `data.split`. Others are None.
+    The keys that all evaluators have, and those without a default, are those of the first of
+    `entries` that has them, and `train_split` is else `data.split`. Others are None.
 
     Raises:
       InputError: there is no such evaluator.
@@ -135,7 +135,7 @@ def entry_like(kind: str, config: ConfigDict) -> ConfigDict:
     def is_optional(entry: ConfigDict) -> bool:
         return any(str(value).endswith("?") for value in entry.values())
 
-    others = sorted(config.evals.values(), key=is_optional)
+    others = sorted(entries, key=is_optional)
     entry = Node({"type": kind})
     add_keys(entry, known)
     for k in known:

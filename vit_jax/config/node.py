@@ -1,12 +1,15 @@
 """Nodes of a config, whose errors name the nearest key."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, nearest
+
+_LENGTH = re.compile(r"((num|max|total|train)_)?(steps|epochs|iterations)")
 
 
 class NoSuchKeyError(InputError, AttributeError, KeyError):
@@ -66,6 +69,13 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def keys_named(leaf: str, known: Sequence[str]) -> list[str]:
+    """Those of the `known` keys that are called `leaf` in any section; `epochs` is the duration."""
+    if "duration" in known and _LENGTH.fullmatch(leaf):
+        return ["duration"]
+    return [name for name in known if name.rpartition(".")[2] == leaf]
+
+
 def nearest_key(key: str, known: Sequence[str]) -> str:
     """The hint for an unknown `key`: how to list a section, `known` keys whose last component
     matches, else the nearest.
@@ -82,7 +92,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     of_no_section = [name for name in by_leaf if f"_{key}_" in f"_{name}_" and name in known]
     found = (
         of_no_section
-        or by_leaf.get(leaf)
+        or keys_named(leaf, known)
         or [name for other in by_leaf if f"_{leaf}_" in f"_{other}_" for name in by_leaf[other]]
         or [
             name

@@ -23,7 +23,7 @@ class Run(Section):
     )
     global_batch_size: int | None = key(None, "over all hosts and devices", within="[1, 16777216]")
     duration: str | None = key(
-        None, 'of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length"
+        None, 'length of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length"
     )
     init_from: str | None = key(
         None,
@@ -107,7 +107,9 @@ class Data(Section):
     max_corrupt_fraction: float = key(
         0.1, "of the examples so far; the run stops above it", within=SHARE
     )
-    ops: str = key("", 'training ops: "decode|resize|flip" and so on', form="ops")
+    ops: str = key(
+        "", 'training ops, augmentation included: "decode|resize|flip" and so on', form="ops"
+    )
     num_global: int = key(
         0,
         "views of data.image_size that a batch has of each image, for objectives that learn "
@@ -184,7 +186,8 @@ class Optimizer(Section):
     )
     accum_steps: int | None = key(
         None,
-        "microbatches whose gradients are summed before an update; None: chosen when the run "
+        "gradient accumulation: microbatches whose gradients are summed before an update; None: "
+        "chosen when the run "
         "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
         within=POSITIVE,
     )

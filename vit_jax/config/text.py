@@ -74,7 +74,10 @@ def load_config(spec: str) -> ConfigDict:
     try:
         path = find_config(name)
         with plugins.beside(path.absolute().parent):
-            config = import_config(path).get_config(arg)
+            module = import_config(path)
+            if not hasattr(module, "get_config"):
+                raise InputError(f"{path}: has no function get_config(arg)")
+            config = module.get_config(arg)
     except (NoSuchKeyError, WrongTypeError) as e:
         said = say_fault_of_file(e, str(path.absolute()), str(path))
         raise InputError(f"--config={spec}: {said}") from None
@@ -133,15 +136,15 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
     return value
 
 
-def _set_entry(config: ConfigDict, name: str, text: str) -> None:
-    """Take away the entry `name` of `evals`, or make one of the evaluator `text`."""
+def _set_entry(config: ConfigDict, name: str, text: str, others: Sequence[ConfigDict]) -> None:
+    """Take away the entry `name` of `evals`, or make one of the evaluator `text` like `others`."""
     evals = config.evals
     if text == "None" and name in evals:
         del evals[name]
     elif text == "None":
         raise ValueError(f"there is no such entry; {nearest(name, list(evals))}")
     elif text in EVALUATORS:
-        evals[name] = entry_like(text, config)
+        evals[name] = entry_like(text, config, [*evals.values(), *others])
     else:
         raise ValueError(f"needs None or an evaluator; {nearest(text, list(EVALUATORS))}")
 
@@ -192,6 +195,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     of_parts = {f"{registry.section}.{k}": known for registry in REGISTRIES
                 for k, known in registry.keys_of_parts().items()}  # fmt: skip
     defaults = flatten(default_config(config.get("plugins") or ()))
+    others = [*config.evals.values()]  # one that is taken away still says what a new one needs
     for key, text in overrides:
         if key == "plugins":
             continue
@@ -199,7 +203,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
         parent, _, leaf = key.rpartition(".")
         try:
             if parent == "evals":
-                _set_entry(config, leaf, text)
+                _set_entry(config, leaf, text, others)
             elif parent in declared and declared[parent].form == "ops":
                 _set(config, parent, change_op(known[parent], leaf, text))
             elif key not in known:

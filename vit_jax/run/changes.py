@@ -71,7 +71,8 @@ def check_unchanged(
             f"--workdir={workdir}: the run cannot get another end, as {cause}; "
             f"{'; '.join(say_changes(of_end))}; or train on in a new workdir, from its last rate: "
             f"vit_jax branch --init_from={workdir} --workdir=NEW --rule=constant "
-            f"--config.duration={config.duration!r}"
+            f"--config.duration={config.duration!r}; where that rate is near 0, add "
+            "--config.optimizer.peak_lr and --config.schedule.warmup"
         )
     logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
 
