@@ -96,6 +96,8 @@ def _say_flag(word: str, known: Sequence[str], takes_config: bool) -> str:
 
         if keys := keys_named(word.removeprefix("--"), [*flatten(base_config())]):
             return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
+    if not word.startswith("-"):
+        return "put a value with spaces in quotes, such as --config.duration='1 epoch'"
     return nearest(word, known)
 
 

@@ -85,6 +85,8 @@ class Files(Opener):
         if source is None:
             return {}
         self.pretrained = transfer.read_pretrained(source)
+        if self.pretrained.run is not None:
+            logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
         return take_fields(config, self.pretrained)
 
     def teachers(self, config: ConfigDict) -> Changes:
