@@ -68,9 +68,9 @@ def uninterrupted(tmp_path_factory):
     return workdir
 
 
-# 40 steps; a row each 5, an evaluation each 20, a save each 10.
+# 40 steps; a row each 5, an evaluation with its row each 20, a save each 10.
 # A save is certain to be complete only once the next one has begun.
-SOME_MOMENTS = ("rows:5",)
+SOME_MOMENTS = ("rows:6",)  # after step 25
 ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1",
                "stopped:20", "evaluation:2")  # fmt: skip
 
