@@ -429,7 +429,7 @@ MUTATIONS = [
     M("vit_jax/run/sources.py", "if a.lower() != b.lower()", "if False",
       "inference/test_evaluate.py::test_classes_of_other_names_are_warned_of"),
     # studies
-    M("vit_jax/studies/engine.py", "std = statistics.stdev", "std = statistics.pstdev",
+    M("vit_jax/studies/tables.py", "std = statistics.stdev", "std = statistics.pstdev",
       "studies/test_finetune_sweep.py::test_mean_and_sample_deviation"),
     M("vit_jax/studies/finetune_sweep.py", "sorted(self._tries.items())",
       "sorted(self._tries.items(), reverse=True)",

@@ -7,7 +7,8 @@ import pytest
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification
-from vit_jax.studies.engine import FINISHED, Found, Result, Study
+from vit_jax.studies.engine import Found, Result, Study
+from vit_jax.studies.tables import FINISHED
 
 
 def config_of(name, **keys):

@@ -14,7 +14,8 @@ from studied import (
 )
 
 from vit_jax.config import fewshot
-from vit_jax.studies.engine import DIVERGED, FAILED, HANDED_OVER, Result
+from vit_jax.studies.engine import Result
+from vit_jax.studies.tables import DIVERGED, FAILED, HANDED_OVER
 
 LABEL = "held_out/top1, %"
 CHOSEN = {"dev_lr_0.01": done(0.5), "dev_lr_0.03": done(0.8), "dev_lr_0.1": done(0.6)}

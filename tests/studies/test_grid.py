@@ -20,8 +20,9 @@ from studied import (
 from vit_jax.config import classification, key
 from vit_jax.config.text import load_config
 from vit_jax.studies import running
-from vit_jax.studies.engine import DIVERGED, Measured, Result, Study
+from vit_jax.studies.engine import Result, Study
 from vit_jax.studies.figures import find_curves
+from vit_jax.studies.tables import DIVERGED, Measured
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CELLS = (

@@ -4,7 +4,8 @@ import pytest
 from studied import config_of, csv_of, done, keys_at_fault, names_of, overrides_of, report_of
 
 from vit_jax.config import knn, rank
-from vit_jax.studies.engine import DIVERGED, Result
+from vit_jax.studies.engine import Result
+from vit_jax.studies.tables import DIVERGED
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel
 from vit_jax.main import main
 from vit_jax.studies import running
-from vit_jax.studies.engine import DIVERGED, Result
+from vit_jax.studies.engine import Result
 from vit_jax.studies.sweep import parse_sweep
+from vit_jax.studies.tables import DIVERGED
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 

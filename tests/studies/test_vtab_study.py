@@ -9,7 +9,8 @@ from studied import keys_at_fault, overrides_of, report_of
 from vit_jax.config.text import load_config
 from vit_jax.data.vtab import TASKS
 from vit_jax.main import main
-from vit_jax.studies.engine import DIVERGED, FINISHED, Result
+from vit_jax.studies.engine import Result
+from vit_jax.studies.tables import DIVERGED, FINISHED
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT / 'configs/vtab.py'}:ViT-B/8"

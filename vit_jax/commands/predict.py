@@ -10,8 +10,9 @@ names if the model comes with class names; 1,000 classes without names are assum
 Images that are missing or cannot be read are reported, all others are predicted, and the exit code
 is 1.
 
-If the model's run had images with several labels, every class is printed whose probability is at
-least 1/2, or that of --thresholds: a number, or the classes.csv of `evaluate --output`.
+If the model's run had images with several labels, every class is printed whose probability reaches
+a threshold. It is 1/2; --thresholds gives another number, or the classes.csv that
+`evaluate --output` wrote, with a threshold for each class.
 
 --features=FILE.npz saves the features before the head, or with --tokens=patches the features of
 every patch.

@@ -76,7 +76,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
-    `data_dir` is also that of `config`, unless it sets one. `all_images` needs a `config`.
+    A `config` without `data.data_dir` reads `data_dir`. `all_images` needs a `config`.
     `timeout_s` limits each check, but for those that import libraries or read the data of `config`.
     """
     platform = None

@@ -36,10 +36,11 @@ class Shown(NamedTuple):
 class MultiLabel(ClassEvaluator):
     """Mean average precision, F1 and loss of images with several labels.
 
-    The average precision of a class orders all images by their logit for it: the mean of the
-    precision at each image that shows the class, over those images. `mean_ap` is its mean over the
-    classes that some image shows. With `by_class`, `average_precision/CLASS` is that of each class.
-    The logits of the whole split are held on every host.
+    To find the average precision of a class, all images are ordered by their logit for it. Each
+    image that shows the class has a precision: the share of such images among those up to it. The
+    average precision is the mean of these. `mean_ap` is its mean over the classes that some image
+    shows; `by_class` adds `average_precision/CLASS` for each class. Every host holds the logits of
+    the whole split.
 
     F1 is 2 * correct / (images + predictions), where a class is predicted if its probability is at
     least 1/2. `macro_f1` is its mean over the classes that some image shows or that are predicted;

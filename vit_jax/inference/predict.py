@@ -305,7 +305,7 @@ def classify(
 def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
     """The number `given`, or float (C,) from the classes.csv of that name.
 
-    1/2 for a class without a threshold, of which there was no image.
+    A class without images has no threshold in that file; it gets 1/2.
 
     Raises:
       InputError: it is neither, or lacks a class of the model.

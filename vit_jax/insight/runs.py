@@ -164,7 +164,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
     Keys that only follow from others are left out: those that neither the user nor the recipe nor
     the branch of any run decides, such as what the source of the weights gives. If there are no
-    others, these are what differs. Of an evaluator that not all runs have there is only the type.
+    others, these are what differs. For an evaluator that some runs lack, only the type is listed.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config)
     values = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}

@@ -256,7 +256,7 @@ def _run_name(pretrained: Pretrained) -> str | None:
 
 
 def _name_source(config: ConfigDict, pretrained: Pretrained) -> str:
-    """The name to which the source's fields are added: a run's own, else that of nearest sizes.
+    """The value of `model.name` for a source: its run's name, else the model of the nearest sizes.
 
     Raises:
       InputError: the model is of a plug-in that `config` lacks.

@@ -15,12 +15,10 @@ and writes the table, `study.json` and `study.csv`; running.py starts the member
 
 import copy
 import csv
-import dataclasses
 import functools
 import hashlib
 import io
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -31,10 +29,9 @@ from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.images.files import few
 from vit_jax.evaluators.metric_names import declared_metrics, is_named
+from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
 
 T = TypeVar("T")
-
-FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 _LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
@@ -90,83 +87,6 @@ class Metric(NamedTuple):
     name: str
     config: ConfigDict
     chooses: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A cell of a table: a metric of the members at one place, which differ in their seeds.
-
-    values: None for a member without the metric.
-    states: of the members that have ended, for those without a value.
-    note: shown behind the number.
-    """
-
-    values: Sequence[float | None] = ()
-    states: Sequence[str] = ()
-    note: str = ""
-
-    @property
-    def known(self) -> list[float]:
-        return [value for value in self.values if value is not None]
-
-    @property
-    def is_whole(self) -> bool:
-        return bool(self.values) and None not in self.values
-
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """Sorts the best first: any that diverged behind, those without a value last."""
-        mean = statistics.fmean(self.known) if self.known else 0.0
-        return not self.known, DIVERGED in self.states, -mean
-
-    def __str__(self) -> str:
-        """Mean and deviation in percent, or the states of the members."""
-        known = self.known
-        if known:
-            text = f"{100 * statistics.fmean(known):.2f}"
-            text += f" ± {100 * statistics.stdev(known):.2f}" if len(known) > 1 else ""
-            text += f" ({len(known)} of {len(self.values)})" * (len(known) < len(self.values))
-        else:
-            text = ", ".join(dict.fromkeys(self.states)) or "waits"
-        return text + f" [{self.note}]" * bool(self.note)
-
-    def numbers(self) -> dict[str, Any]:
-        """Mean, sample deviation and values as fractions, for study.json."""
-        known = self.known
-        mean = statistics.fmean(known) if known else None
-        std = statistics.stdev(known) if len(known) > 1 else None
-        return {"mean": mean, "std": std, "values": known, "note": self.note}
-
-
-class Report(NamedTuple):
-    """Results of a study so far.
-
-    rows: the table, {column: `Measured` or a text}; "-" where a row lacks a column of others.
-    values: further content of study.json.
-    complete: whether all planned results are there; None: if no `Measured` lacks one.
-    files: {name: content} of additional files.
-    best: the best members, by seeds, as `Found.best_of` gives them; () if none are compared.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
-    values: Mapping[str, Any] = {}
-    complete: bool | None = None
-    files: Mapping[str, bytes] = {}
-    best: Sequence[str] = ()
-
-    @property
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(column for row in self.rows for column in row))
-
-    @property
-    def texts(self) -> list[list[str]]:
-        """The rows as they are shown."""
-        return [[str(row.get(column, "-")) for column in self.columns] for row in self.rows]
-
-    @property
-    def is_complete(self) -> bool:
-        cells = [cell for row in self.rows for cell in row.values() if isinstance(cell, Measured)]
-        return all(cell.is_whole for cell in cells) if self.complete is None else self.complete
 
 
 class Study(Part):
@@ -403,16 +323,6 @@ class Found:
 def without_seed(member: Member) -> dict[str, Any]:
     """The place of a member in tables, over its seeds."""
     return {key: value for key, value in member.place.items() if key != "seed"}
-
-
-def best_first(rows: Iterable[Mapping[str, Any]], *columns: str) -> list[Mapping[str, Any]]:
-    """Rows of a table by their best cell among `columns`, or all; see `Measured.rank`."""
-
-    def place(row):
-        cells = [cell for column, cell in row.items() if not columns or column in columns]
-        return min((cell.rank for cell in cells if isinstance(cell, Measured)), default=(True,))
-
-    return sorted(rows, key=place)
 
 
 def seeded(

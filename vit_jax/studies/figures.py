@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.studies.engine import Measured
 from vit_jax.studies.law import Prediction, pareto_front
+from vit_jax.studies.tables import Measured
 
 # Okabe and Ito's colours, without yellow, which is too light for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import flatten, key
-from vit_jax.studies.engine import Found, Member, Metric, Report, Results, Study, best_first, seeded
+from vit_jax.studies.engine import Found, Member, Metric, Results, Study, seeded
+from vit_jax.studies.tables import Report, best_first
 
 
 class FinetuneSweep(Study):

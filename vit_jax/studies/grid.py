@@ -28,18 +28,16 @@ from vit_jax.base.errors import Faults
 from vit_jax.config import key
 from vit_jax.studies.engine import (
     Found,
-    Measured,
     Member,
     Metric,
-    Report,
     Results,
     Study,
-    best_first,
     join_name,
     parse_changes,
     seeded,
 )
 from vit_jax.studies.figures import draw_table
+from vit_jax.studies.tables import Measured, Report, best_first
 
 
 class Grid(Study):

@@ -26,7 +26,8 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import key
-from vit_jax.studies.engine import Found, Member, Report, Results, Study, best_first, seeded
+from vit_jax.studies.engine import Found, Member, Results, Study, seeded
+from vit_jax.studies.tables import Report, best_first
 
 _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")
 

@@ -19,7 +19,8 @@ from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import Changes, resolve
-from vit_jax.studies.engine import Report, Study
+from vit_jax.studies.engine import Study
+from vit_jax.studies.tables import Report
 
 # Keys that change the length of a run or its data, but not its step.
 _NOT_OF_STEP = ("seed", "duration", "schedule.", "data.subset", "data.num_examples", "evals.",

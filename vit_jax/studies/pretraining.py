@@ -12,17 +12,8 @@ from random weights, with the same number of steps.
 from typing import Any
 
 from vit_jax.config import key
-from vit_jax.studies.engine import (
-    Found,
-    Member,
-    Report,
-    Results,
-    Study,
-    accuracies,
-    best_first,
-    join_name,
-    seeded,
-)
+from vit_jax.studies.engine import Found, Member, Results, Study, accuracies, join_name, seeded
+from vit_jax.studies.tables import Report, best_first
 
 _SCRATCH = "from scratch"
 

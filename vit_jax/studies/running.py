@@ -29,20 +29,8 @@ from vit_jax.job import exit_codes
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.terminal import readable
 from vit_jax.run.validation import validate
-from vit_jax.studies.engine import (
-    DIVERGED,
-    FAILED,
-    FINISHED,
-    HANDED_OVER,
-    Found,
-    Measured,
-    Member,
-    Report,
-    Result,
-    Results,
-    Study,
-    without_seed,
-)
+from vit_jax.studies.engine import Found, Member, Result, Results, Study, without_seed
+from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Measured, Report
 
 logger = logging.getLogger("vit_jax")
 

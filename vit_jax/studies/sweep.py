@@ -12,17 +12,8 @@ from collections.abc import Sequence
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import key
-from vit_jax.studies.engine import (
-    DIVERGED,
-    FINISHED,
-    Found,
-    Member,
-    Report,
-    Results,
-    Study,
-    best_first,
-    join_name,
-)
+from vit_jax.studies.engine import Found, Member, Results, Study, join_name
+from vit_jax.studies.tables import DIVERGED, FINISHED, Report, best_first
 
 _FORM = "needs KEY=VALUE,VALUE, e.g. optimizer.peak_lr=1e-3,3e-3"
 _VALUE = r"""(?:[^,()\[\]{}"']|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|"[^"]*"|'[^']*')+"""

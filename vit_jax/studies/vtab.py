@@ -14,7 +14,8 @@ import statistics
 
 from vit_jax.base.errors import Faults
 from vit_jax.data.vtab import GROUPS, TASKS, find_missing
-from vit_jax.studies.engine import Found, Measured, Member, Report, Results, Study, seeded
+from vit_jax.studies.engine import Found, Member, Results, Study, seeded
+from vit_jax.studies.tables import Measured, Report
 
 
 class Vtab(Study):
