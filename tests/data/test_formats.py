@@ -12,10 +12,10 @@ import pytest
 from at_fault import at_fault
 from images import encode, pil_rgb, smooth_image
 
+from vit_jax.base.errors import shown
 from vit_jax.data import make_source, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images import formats
-from vit_jax.data.images.files import shown
 from vit_jax.data.images.given import open_images
 
 ORIENTATION = 0x0112

@@ -1,6 +1,7 @@
 """Errors for bad input: all faults are reported at once, each with its remedy."""
 
 import difflib
+import os
 import re
 import sys
 import traceback
@@ -78,7 +79,8 @@ class Faults(list[str]):
             return None
 
 
-_MOST = 12  # names in a message
+_MOST = 12  # known names in a message
+_FEW = 5  # names of images, keys and so on
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -91,6 +93,18 @@ def nearest(word: str, known: Sequence[str]) -> str:
         return f"known: {', '.join(known)}" if known else "there are none"
     few = difflib.get_close_matches(word.lower(), by_lower, n=4, cutoff=0.0)
     return f"known: {', '.join(map(by_lower.get, few))} and {len(known) - len(few)} more"
+
+
+def shown(path: str | os.PathLike) -> str:
+    """`path` as messages show it: bytes that are not UTF-8 and unprintable characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
+
+
+def few(names: Iterable[str]) -> str:
+    """The first few of `names` for a message, and how many more there are."""
+    names = [*names]
+    more = f" and {len(names) - _FEW:,} more" if len(names) > _FEW else ""
+    return ", ".join(map(shown, names[:_FEW])) + more
 
 
 def check_version(where: str, version: int, known: int) -> None:

@@ -24,8 +24,8 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import InputError
-from vit_jax.data.images.files import few, warn_once
+from vit_jax.base.errors import InputError, few
+from vit_jax.data.images.files import warn_once
 
 FILE = "images.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file

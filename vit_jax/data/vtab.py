@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.errors import InputError, few, nearest
 from vit_jax.data.host_tf import tf
-from vit_jax.data.images.files import few
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_labels
 from vit_jax.data.tfds import View, open_prepared, prepared_folder
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
 from vit_jax.config import flatten
 from vit_jax.config.stored import read_stored
-from vit_jax.data.images.files import few
 from vit_jax.evaluators.metric_names import guess_direction
 from vit_jax.run.terminal import is_accuracy, is_of_class
 from vit_jax.run.writers import read_history

@@ -13,10 +13,9 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data
-from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults, few
 from vit_jax.config import SOURCES, SplitKey
 from vit_jax.config.evals import EVALUATORS
-from vit_jax.data.images.files import few
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
 from vit_jax.data.sources import fingerprint
 from vit_jax.evaluators.metric_names import chosen_metrics

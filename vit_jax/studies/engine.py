@@ -24,10 +24,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, collect_faults, nearest
+from vit_jax.base.errors import Faults, collect_faults, few, nearest
 from vit_jax.config import STUDIES, Part, eval_splits
 from vit_jax.config.text import apply_overrides
-from vit_jax.data.images.files import few
 from vit_jax.evaluators.metric_names import declared_metrics, is_named
 from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, few, shown
 from vit_jax.data.images.formats import EXTENSIONS
 
 # Split -> the names, in small letters, that its folder or list may have.
@@ -19,22 +19,9 @@ SPLIT_NAMES = {
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }
-_FEW = 5  # names in a message
 
 logger = logging.getLogger("vit_jax")
 _said: set[str] = set()
-
-
-def shown(path: str | os.PathLike) -> str:
-    """`path` as messages show it: bytes that are not UTF-8 and unprintable characters escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
-
-
-def few(names: Iterable[str]) -> str:
-    """The first few of `names` for a message, and how many more there are."""
-    names = [*names]
-    more = f" and {len(names) - _FEW:,} more" if len(names) > _FEW else ""
-    return ", ".join(map(shown, names[:_FEW])) + more
 
 
 def warn_once(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, few, shown
 from vit_jax.data.division import Divider, Groups
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import (
@@ -26,12 +26,10 @@ from vit_jax.data.images.files import (
     Walk,
     class_like_folders,
     describe_contents,
-    few,
     group_links,
     images_below,
     is_hidden,
     say_ignored,
-    shown,
     sort_by_split,
     split_of,
     warn_once,

@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 from PIL import Image
 
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import InputError, collect_faults, shown
 from vit_jax.data.host_tf import tf
-from vit_jax.data.images.files import images_below, shown
+from vit_jax.data.images.files import images_below
 from vit_jax.data.images.formats import (
     EXTENSIONS,
     as_known_format,

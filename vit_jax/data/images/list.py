@@ -22,17 +22,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from vit_jax.base.errors import InputError, collect_faults
-from vit_jax.data.images.files import (
-    File,
-    few,
-    group_links,
-    look_up,
-    shown,
-    sort_by_split,
-    split_of,
-    warn_once,
-)
+from vit_jax.base.errors import InputError, collect_faults, few, shown
+from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
 from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.sources import DataSet, Request, Source
