@@ -36,6 +36,8 @@ from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.contract import ObjectiveOutput
+from vit_jax.planning.hlo import Program
+from vit_jax.transfer.fit import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
@@ -529,9 +531,8 @@ def test_rules_are_about_whole_parts_of_names():
 )
 def test_every_optimizers_state_is_split(name, scan, caplog):
     model = create_model("ViT-B/16", 1000, depth=2, scan=scan, qk_norm=True, layer_scale=0.1)
-    tx = make_optimizer(
-        name, schedule=lambda step: 0.1, momentum_dtype="bfloat16", freeze="embedding/.*"
-    )
+    half = {"momentum_dtype": "bfloat16"} if name != "schedule_free" else {}
+    tx = make_optimizer(name, schedule=lambda step: 0.1, freeze="embedding/.*", **half)
     shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0, with_ema=True))
     split = with_shardings(shapes, mesh_of("fsdp 8"))
     assert not caplog.records
@@ -539,6 +540,50 @@ def test_every_optimizers_state_is_split(name, scan, caplog):
         whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
         assert bytes_per_device(part) < 0.16 * whole
     assert split.ema == split.params
+
+
+@functools.cache
+def muon_update(layout, form):
+    """The compiled update of 4 layers, and the unrolled parameters after two updates."""
+    mesh, rng = mesh_of(layout), np.random.default_rng(0)
+    model = create_model("ViT-mu/4", 8, 32, width=48, depth=4, mlp_dim=96, num_heads=4, scan=True)
+    tx = make_optimizer("muon", schedule=lambda step: 0.1, weight_decay=0.1)
+    shapes = jax.eval_shape(lambda: init_state(model, tx, (32, 32), 0)).params
+    params, *grads = (
+        jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), shapes)
+        for _ in range(3)
+    )
+    params, *grads = map(form, (params, *grads))
+
+    def update(state, grads):
+        updates, moments = tx.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": moments}
+
+    with jax.set_mesh(mesh):
+        state = {"params": params, "opt_state": tx.init(params)}
+        shardings = state_shardings(state, mesh)
+        state, *grads = jax.device_put((state, *grads), (shardings, *[shardings["params"]] * 2))
+        compiled = jax.jit(update, out_shardings=shardings).lower(state, grads[0]).compile()
+        for each in grads:
+            state = compiled(state, each)
+    params = jax.device_get(state["params"])
+    return Program(compiled.as_text()), params if form is unstack_layers else unstack_layers(params)
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [("data 8", unstack_layers), ("fsdp 8", dict), ("data 2, fsdp 2, tensor 2", dict)],
+)
+def test_no_device_orthogonalises_what_another_does(layout, form, capfd):
+    alone, expected = muon_update("one device", dict)
+    program, found = muon_update(layout, form)
+    assert "rematerialization" not in capfd.readouterr().err  # the compiler found each exchange
+    whole = alone.products()
+    assert whole.total() == 15 * 4 * (4 + 2)  # of 4 squares and 2 wide kernels in each layer
+    assert {kind: 8 * count for kind, count in program.products().items()} == whole
+    jax.tree.map(
+        lambda ours, leaf: np.testing.assert_allclose(ours, leaf, atol=2e-5), found, expected
+    )
 
 
 def test_factored_moments_keep_what_is_left_of_their_parameters_layout():

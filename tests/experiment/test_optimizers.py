@@ -1,3 +1,5 @@
+import json
+import pathlib
 import re
 
 import jax
@@ -8,8 +10,8 @@ import pytest
 from at_fault import at_fault
 
 from vit_jax.base import tree
-from vit_jax.config import OPTIMIZERS
-from vit_jax.experiment.optimizers import make_optimizer
+from vit_jax.config import OPTIMIZERS, base_config
+from vit_jax.experiment.optimizers import make_config_average, make_optimizer
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
@@ -26,8 +28,8 @@ def random_params(seed):
     return {
         "dense/kernel": rng.normal(size=(3, 2)).astype(np.float32),
         "dense/bias": rng.normal(size=2).astype(np.float32),
-        "wide/kernel": rng.normal(size=(32, 40)).astype(np.float32),
-        "tall/kernel": rng.normal(size=(40, 32)).astype(np.float32),
+        "layer_0/wide/kernel": rng.normal(size=(32, 40)).astype(np.float32),
+        "layer_0/tall/kernel": rng.normal(size=(40, 32)).astype(np.float32),
     }
 
 
@@ -83,7 +85,7 @@ def adafactor_direction(grads, memory, name, step, p=None):
     m, v, row, column = memory.get(name, (0, 0, 0, 0))
     b = min(CAP, 1 - (step + 1) ** -0.8)
     v = b * v + (1 - b) * g**2
-    if name in ("wide/kernel", "tall/kernel"):
+    if name in ("layer_0/wide/kernel", "layer_0/tall/kernel"):
         row = b * row + (1 - b) * (g**2).mean(axis=1)
         column = b * column + (1 - b) * (g**2).mean(axis=0)
         m = B1 * m + (1 - B1) * g / np.sqrt(np.outer(row, column) / row.mean())
@@ -102,6 +104,24 @@ def lars_direction(grads, memory, name, step, p):
     return m
 
 
+def lamb_direction(grads, memory, name, step, p, decay=0.0):
+    d = adamw_direction(grads, memory, name, step) + decay * p
+    return d * np.linalg.norm(p) / np.linalg.norm(d) if name.endswith("kernel") else d
+
+
+def muon_direction(grads, memory, name, step, p=None):
+    if not name.startswith("layer_"):
+        return adamw_direction(grads, memory, name, step)
+    m = grads[name] + MOMENTUM * memory.get(name, 0)
+    memory[name] = m
+    u = grads[name].astype(np.float64) + MOMENTUM * m
+    x = u / np.linalg.norm(u)
+    for _ in range(5):
+        a = x.T @ x
+        x = 3.4445 * x + x @ (-4.775 * a + 2.0315 * a @ a)
+    return 0.2 * np.sqrt(max(x.shape)) * x
+
+
 EQUATIONS = {
     "adamw": (adamw_direction, {"b1": B1, "b2": B2, "eps": EPS}),
     "sgd": (sgd_direction, {"momentum": MOMENTUM}),
@@ -109,11 +129,17 @@ EQUATIONS = {
     "lion": (lion_direction, {"b1": B1, "b2": B2}),
     "adafactor": (adafactor_direction, {"b1": B1, "b2": CAP}),
     "lars": (lars_direction, {"momentum": MOMENTUM}),
+    "lamb": (lamb_direction, {"b1": B1, "b2": B2, "eps": EPS}),
+    "muon": (muon_direction, {"b1": B1, "b2": B2, "eps": EPS, "momentum": MOMENTUM}),
 }
 
 
+OF_OWN_TESTS = ("lamb", "schedule_free")  # where more follows the weight decay
+
+
 @pytest.mark.parametrize(
-    ("name", "grad_clip_norm"), [("adamw", None), *((name, 1.5) for name in OPTIMIZERS)]
+    ("name", "grad_clip_norm"),
+    [("adamw", None), *((name, 1.5) for name in OPTIMIZERS if name not in OF_OWN_TESTS)],
 )
 def test_equation(name, grad_clip_norm):
     direction, numbers = EQUATIONS[name]
@@ -135,6 +161,94 @@ def test_equation(name, grad_clip_norm):
     actual = trained(tx)
     for leaf, p in expected.items():
         np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
+
+
+def golden(optimizer):
+    """{"start", "grad1", "step1", ...: {name: array}} of the published optimizer, and its numbers.
+
+    Leaves get the names and the axes (in, out) of kernels of one layer.
+    """
+    file = np.load(pathlib.Path(__file__).parents[1] / f"golden/opt_{optimizer}.npz")
+    found = {}
+    for name, array in file.items():
+        of, _, leaf = name.rpartition("/")
+        if array.ndim > 1:
+            axes = (1, 0) if array.ndim == 2 else (2, 3, 1, 0)
+            leaf, array = f"{leaf}/kernel", array.transpose(axes)
+        found.setdefault(of, {})[f"layer_0/{leaf}"] = array
+    return found, json.loads(str(file["config"]))
+
+
+def same_with_golden(tx, arrays, variant=""):
+    """Every step that there is of a variant; leaves that it leaves out are not compared."""
+    steps = [step for step in (1, 2, 3) if f"{variant}step{step}" in arrays]
+    assert steps
+    for step in steps:
+        found = trained(tx, arrays["start"], [arrays[f"grad{1 + i}"] for i in range(step)])
+        for leaf, expected in arrays[f"{variant}step{step}"].items():
+            np.testing.assert_allclose(found[leaf], expected, rtol=0, atol=2e-6, err_msg=leaf)
+
+
+@pytest.mark.parametrize(("variant", "clips"), [("", 1.0), ("noclip/", None)])
+def test_lamb_is_the_published_one(variant, clips):
+    arrays, numbers = golden("lamb")
+    tx = make_optimizer("lamb", schedule=lambda step: numbers["lr"],
+                        weight_decay=numbers["weight_decay"], grad_clip_norm=clips)  # fmt: skip
+    same_with_golden(tx, arrays, variant)
+
+
+def test_lamb_lets_a_head_leave_0():
+    def head(name):
+        params = {"head/kernel": np.zeros((3, 2), np.float32)} | PARAMS
+        grads = [{"head/kernel": PARAMS["dense/kernel"]} | grads for grads in GRADS]
+        return trained(make_optimizer(name, schedule=learning_rate, eps=EPS), params, grads)
+
+    np.testing.assert_array_equal(head("lamb")["head/kernel"], head("adamw")["head/kernel"])
+
+
+@pytest.mark.parametrize(
+    ("variant", "lr", "own"),
+    [("", 0.02, {"match_rms": False, "adamw_rate": 0.015}), ("match_rms/", 0.02, {})],
+)
+def test_muon_is_the_published_one(variant, lr, own):
+    arrays, numbers = golden("muon")
+    assert numbers["aux"]["lr"] == pytest.approx(0.015 * lr)
+    tx = make_optimizer("muon", schedule=lambda step: lr, weight_decay=numbers["weight_decay"],
+                        weight_decay_on=".*", **own)  # fmt: skip
+    same_with_golden(tx, arrays, variant)
+
+
+def test_schedule_free_follows_its_equations():
+    """As algorithm 1 of the paper, with a warm-up from 0; frozen leaves are their own average."""
+    average_share, rates = 0.8, np.array([0.0, 0.1, 0.2, 0.2, 0.1])
+    freeze = "dense/bias"
+    tx = make_optimizer("schedule_free", schedule=lambda step: jnp.asarray(rates)[step], b2=B2,
+                        eps=EPS, weight_decay=WEIGHT_DECAY, average_share=average_share,
+                        freeze=freeze)  # fmt: skip
+    config = base_config()
+    config.optimizer.name = "schedule_free"
+    keep_of = make_config_average(config, STEPS)
+    params = tree.unflatten_names(jax.tree.map(jnp.asarray, PARAMS))
+    state, found_x = tx.init(params), params
+    x, y, z = ({name: p.astype(np.float64) for name, p in PARAMS.items()} for _ in range(3))
+    v, weights = dict.fromkeys(PARAMS, 0), 0.0
+    for step, grads in enumerate(GRADS):
+        updates, state = tx.update(tree.unflatten_names(grads), state, params)
+        params = optax.apply_updates(params, updates)
+        keep = keep_of(step, state)
+        found_x = optax.incremental_update(params, found_x, 1 - keep)
+        weight = rates[: step + 1].max() ** 2
+        weights += weight
+        c = weight / weights if weights else 0.0
+        for name in PARAMS.keys() - {freeze}:
+            v[name] = B2 * v[name] + (1 - B2) * grads[name].astype(np.float64) ** 2
+            d = grads[name] / (np.sqrt(v[name] / (1 - B2 ** (step + 1))) + EPS)
+            z[name] -= rates[step] * (d + WEIGHT_DECAY * y[name] * name.endswith("kernel"))
+            x[name] = (1 - c) * x[name] + c * z[name]
+            y[name] = (1 - average_share) * z[name] + average_share * x[name]
+        for found, expected in ((params, y), (found_x, x)):
+            for name, leaf in tree.flatten_names(found).items():
+                np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_l2_passes_through_the_root_and_the_momentum():
@@ -176,7 +290,12 @@ def test_own_numbers_are_those_of_the_papers():
 FIRST_MOMENT = r"direction/.*\b(mu|trace|momentum/ema)/.*"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+WITH_MOMENTUM = [
+    name for name in OPTIMIZERS if "momentum_dtype" in OPTIMIZERS.find(name).declared()
+]
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
 def test_momentum_in_half_the_bytes(name):
     def dtypes(momentum_dtype):
         tx = make_optimizer(name, schedule=learning_rate, momentum_dtype=momentum_dtype)
@@ -202,7 +321,7 @@ class HalfMemory(dict):
         super().__setitem__(name, (first, *others) if others else first)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
 def test_arithmetic_on_a_momentum_in_half_the_bytes(name):
     """As in NumPy, where only stored values are rounded to bfloat16.
 
@@ -224,7 +343,7 @@ def test_arithmetic_on_a_momentum_in_half_the_bytes(name):
         stored = memory[leaf][0] if isinstance(memory[leaf], tuple) else memory[leaf]
         for found, expected in ((-updates[leaf], directions[leaf]), (moment, stored)):
             # If the last bit of float32 differs, bfloat16 may round the other way.
-            same = np.isclose(found, expected, rtol=1e-5)
+            same = np.isclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
             assert same.mean() > 0.99, leaf
 
 
@@ -266,8 +385,8 @@ def unstacked(named):
 def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
     tx = make_optimizer(
         name, schedule=learning_rate, weight_decay=0.1, layer_decay=0.9, grad_clip_norm=1.0,
-        momentum_dtype="float32", freeze="encoder/layer_(0|2)/.*|embedding/.*",
-        weight_decay_on=weight_decay_on,
+        momentum_dtype="float32" if name in WITH_MOMENTUM else None,
+        freeze="encoder/layer_(0|2)/.*|embedding/.*", weight_decay_on=weight_decay_on,
     )  # fmt: skip
     params, all_grads = unrolled(0), [unrolled(1 + i) for i in range(3)]
     expected = trained(tx, params, all_grads)
@@ -422,5 +541,6 @@ def test_state_is_named_alike_with_and_without_clipping():
      {"weight_decay_on": "kernel", "weight_decay": 0.1}],
 )  # fmt: skip
 def test_faults_that_only_the_parameters_show(change):
+    params = {name: p for name, p in PARAMS.items() if "layer_" not in name}
     with at_fault(f"optimizer.{next(iter(change))}"):
-        make_optimizer(**({"name": "adamw", "schedule": learning_rate} | change)).init(PARAMS)
+        make_optimizer(**({"name": "adamw", "schedule": learning_rate} | change)).init(params)

@@ -74,7 +74,7 @@ def test_a_run_has_as_many_steps_as_its_state_counts():
 RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}
 
 
-OWN = {"rsqrt": {"timescale": 60}, "exponential": {"timescale": 60}}
+OWN = {"rsqrt": {"timescale": 60}, "power": {"timescale": 30}, "exponential": {"timescale": 60}}
 
 
 @pytest.mark.parametrize("name", ["cosine", "multistep"])
@@ -105,6 +105,7 @@ def test_warmup_is_linear_from_zero(name):
         ("linear", 0.375, 0.0),
         ("cosine", 0.25 * (1 + math.cos(math.pi / 4)), 0.0),
         ("rsqrt", 0.5 * math.sqrt(60 / 80), 0.5 * math.sqrt(60 / 140)),
+        ("power", 0.5, 0.5 * (80 / 30) ** -0.51),
     ],
 )
 def test_decay(name, at_40, at_100):
@@ -137,6 +138,7 @@ def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
         np.testing.assert_array_equal(cooled(step), plain(step))
     for step in (70, 90, 100, 120):
         factor = max(0, 100 - step) / 40
+        factor = 1 - math.sqrt(1 - factor) if name == "wsd" else factor
         np.testing.assert_allclose(cooled(step), plain(step) * factor, rtol=1e-6)
 
 

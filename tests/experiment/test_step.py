@@ -88,6 +88,24 @@ def test_the_optimizer_gets_its_state_and_the_parameters():
                  opt_state)  # fmt: skip
 
 
+@pytest.mark.parametrize("fields", [{}, {"accum_steps": 2}])
+def test_sam_takes_the_gradient_where_the_loss_is_higher(fields):
+    """Of (w m - l)^2 in w, whose gradient's sign decides where that is; the second pass counts."""
+    state, metrics = make_step(sam_radius=0.2, **fields)(state_at(0), BATCH)
+    mean = IMAGES.astype(np.float64).mean(axis=(1, 2, 3))
+    rows = BATCH["mask"] == 1
+
+    def gradient(weight):
+        return (2 * (weight * mean - BATCH["label"]) * mean)[rows].sum() / rows.sum()
+
+    second = gradient(0.5 + 0.2 * np.sign(gradient(0.5)))
+    assert abs(second / gradient(0.5) - 1) > 0.01
+    assert state.params["weight"] == pytest.approx(0.5 - 0.01 * second)
+    assert metrics["loss"] == make_step(**fields)(state_at(0), BATCH)[1]["loss"]
+    assert metrics["grad_norm"] == pytest.approx(abs(second))
+    assert state.model_state == {"calls": fields.get("accum_steps", 1)}
+
+
 KEY = jax.random.key(0)
 
 

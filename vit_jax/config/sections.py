@@ -64,7 +64,9 @@ class Model(Section):
 class Data(Section):
     """The training data and what a batch holds of it."""
 
-    name: str | None = key(None, "digits, folder, synthetic, vtab/TASK, or a TFDS data set")
+    name: str | None = key(
+        None, "digits, folder, parquet, synthetic, hf:OWNER/NAME, vtab/TASK, or a TFDS data set"
+    )
     split: str = key("train", "training split; TFDS also takes a slice, train[:90%]")
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
@@ -94,11 +96,19 @@ class Data(Section):
     )
     mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
     order: str | None = key(
-        None, "None: chunk for >= 100 million examples", choices=("record", "chunk")
+        None,
+        "None: chunk for >= 100 million examples, and for Parquet above 1 GiB",
+        choices=("record", "chunk"),
     )
-    chunk_size: int = key(64, "consecutive records that `chunk` reads together", within=POSITIVE)
+    chunk_size: int | None = key(
+        None,
+        "consecutive records that `chunk` reads together; None: a row group of Parquet, or 64",
+        within=POSITIVE,
+    )
     streams: int | None = key(
-        None, "parallel streams of `chunk`; None: up to 256, by batch size", within=POSITIVE
+        None,
+        "parallel streams of `chunk`; None: up to 256, by batch size and row groups",
+        within=POSITIVE,
     )
     repeats: int = key(1, "views of each record in a batch (arXiv:1901.09335)", within=POSITIVE)
     reader: str | None = key(
@@ -191,6 +201,12 @@ class Optimizer(Section):
         "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
         within=POSITIVE,
     )
+    sam_radius: float | None = key(
+        None,
+        "SAM, for any optimizer, with two gradients in a step: the second is taken at this "
+        "distance, where the loss rises most, e.g. 0.05; None: off",
+        within=POSITIVE,
+    )
     ema_decay: float | None = key(
         None, "running average of the parameters; None: off", within="(0, 1)"
     )
@@ -210,7 +226,11 @@ class Schedule(Section):
         "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
     )
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
-    cooldown: str = key("0 steps", "linear to 0 at the end, on top of the decay", form="duration")
+    cooldown: str = key(
+        "0 steps",
+        "to 0 at the end, on top of the decay: linear, but for wsd",
+        form="duration",
+    )
     rule: str | None = key(
         None,
         "how to set duration, optimizer.peak_lr and schedule.warmup from the number of "

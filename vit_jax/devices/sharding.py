@@ -8,8 +8,10 @@ its average carry its name, so they are sharded like it, and large ones are also
 import logging
 import math
 import re
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,12 +72,10 @@ def state_shardings(state, mesh: Mesh, splits_params: bool = False):
     """
     replicated = []
     named = tree.flatten_names(state)
-    parts = [registry.find(name) for registry in (FAMILIES, OBJECTIVES) for name in registry]
-    rules = [rule for part in parts for rule in getattr(part, "split_params", ())] + [*RULES]
 
     def shard(name, leaf):
         factored = _FACTORED.fullmatch(name)
-        axes = next((axes for rule, axes in rules if re.search(rf"(^|/){rule}$", name)), None)
+        axes = rule_of(name)
         if axes and factored:
             param = named[f"params/{factored['param']}"]
             axes = _axes_left(axes, param.shape, leaf.shape, factored["moment"])
@@ -104,6 +104,13 @@ def state_shardings(state, mesh: Mesh, splits_params: bool = False):
     if replicated and mesh.size > 1:
         logger.warning("replicated over the mesh:\n  %s", "\n  ".join(replicated))
     return shardings
+
+
+def rule_of(name: str) -> tuple[str | None, ...] | None:
+    """The mesh axis of each of a leaf's last axes, by the first rule that matches; None: none."""
+    parts = [registry.find(part) for registry in (FAMILIES, OBJECTIVES) for part in registry]
+    rules = [rule for part in parts for rule in getattr(part, "split_params", ())] + [*RULES]
+    return next((axes for rule, axes in rules if re.search(rf"(^|/){rule}$", name)), None)
 
 
 def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
@@ -204,6 +211,30 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
         return x
     spec = P(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def share_out(function: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
+    """`function` of each matrix of a stack (M, rows, columns), whose shape it keeps.
+
+    The devices of the mesh of `jax.set_mesh` share the matrices evenly, filled up with zeros, and
+    each computes its own one after the other. Before and after that every device has its part of
+    the rows and columns of all, as of parameters: a single matrix of a stack that is split between
+    devices would cost an all-reduce of the whole stack. Without a mesh, all are computed here.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ways, rows = mesh.size or 1, ("fsdp", "data", "replica")  # as `_split_over_data`
+    # One exchange each over tensor and over the others; the compiler finds none over all at once.
+    stages = [P(None, None, rows, "tensor"), P("tensor", None, rows), P(("tensor", *rows))]
+
+    def move(x, specs):
+        for spec in specs if ways > 1 else ():
+            x = jax.lax.with_sharding_constraint(x, spec)
+        return x
+
+    filled = jnp.pad(stack, ((0, -len(stack) % ways), (0, 0), (0, 0)))
+    shares = move(filled.reshape(ways, -1, *stack.shape[1:]), stages)
+    found = jax.vmap(lambda share: jax.lax.map(function, share))(shares)
+    return move(found, reversed(stages)).reshape(filled.shape)[: len(stack)]
 
 
 def bytes_per_device(state) -> int:

@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import objectives
 from vit_jax.base.errors import Faults
-from vit_jax.config import LOSSES, num_microbatches
+from vit_jax.config import LOSSES, OPTIMIZERS, num_microbatches
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.models import model_of
@@ -26,6 +26,12 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         o.ema_decay_end is None or o.ema_decay is not None,
         f"optimizer.ema_decay_end={o.ema_decay_end}: needs optimizer.ema_decay at the start of the "
         "run; None keeps the decay constant",
+    )
+    optimizer = Faults().check(OPTIMIZERS.find, o.name)
+    faults.need(
+        not (o.ema_decay is not None and optimizer is not None and optimizer.averages),
+        f"optimizer.ema_decay={o.ema_decay}: optimizer.name={o.name!r} keeps its own average of "
+        "the weights; set it to None",
     )
     # models.check_config reports a name that is unknown.
     model = config.model.name and Faults().check(model_of, config)

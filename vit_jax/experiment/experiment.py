@@ -35,8 +35,8 @@ from vit_jax.experiment.model import (
     on_mesh,
 )
 from vit_jax.experiment.objective import make_config_objective
-from vit_jax.experiment.optimizers import make_config_optimizer
-from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
+from vit_jax.experiment.optimizers import make_config_average, make_config_optimizer
+from vit_jax.experiment.schedules import Schedule, make_config_schedule
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import AbstractBatch, Step, make_train_step
 from vit_jax.objectives.contract import Objective, Teacher
@@ -60,6 +60,7 @@ class Experiment:
     abstract_frozen: the same for the frozen arrays, the step's third argument: a tuple of one tree;
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
+    num_gradients: how often a step computes the gradients of its batch.
     objective: what the step minimises.
     watched_step: the training step with its optimizer `watched`, not jitted.
     plain_step: freeze -> the step without optimizer, kernels, microbatches and what is recomputed,
@@ -79,6 +80,7 @@ class Experiment:
     watched_step: Step
     plain_step: Callable[[str | None], Step]
     freeze: str | None = None
+    num_gradients: int = 1
     abstract_frozen: tuple[tree.PyTree, ...] = ()
 
     @property
@@ -178,7 +180,7 @@ def make_experiment(
 
     schedule = make_config_schedule(config, durations)
     tx = make_config_optimizer(config, schedule, total_steps)
-    ema_decay = make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
+    ema_decay = make_config_average(config, total_steps)
 
     init = partial(init_state, model, tx, image_size, config.seed)
     init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
@@ -189,7 +191,9 @@ def make_experiment(
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
     transform = make_transform(config, preprocessing)
-    make_step = partial(make_train_step, transform=transform, seed=config.seed)
+    make_step = partial(
+        make_train_step, transform=transform, seed=config.seed, sam_radius=o.sam_radius
+    )
     step_with = partial(
         make_step,
         objective,
@@ -221,6 +225,7 @@ def make_experiment(
         watched_step=watched_step,
         plain_step=plain_step,
         freeze=o.freeze,
+        num_gradients=1 if o.sam_radius is None else 2,
         abstract_frozen=frozen,
     )
 

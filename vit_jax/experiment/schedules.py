@@ -2,14 +2,16 @@
 
     lr(step) = peak_lr * min(1, s / warmup_steps)
              * decay(max(0, s - warmup_steps))
-             * min(1, (total_steps - step) / cooldown_steps)
+             * cooldown(min(1, (total_steps - step) / cooldown_steps))
 
-where s = max(0, step - start), and decay(t), with T = total_steps - start - warmup_steps, is
+where s = max(0, step - start), cooldown(x) is x, or 1 - sqrt(1 - x) for wsd, and decay(t), with
+T = total_steps - start - warmup_steps, is
 
-    constant  1
+    constant  1, and wsd
     linear    1 - t / T
     cosine    (1 + cos(pi t / T)) / 2
     rsqrt     sqrt(timescale / (timescale + t))
+    power     max(1, t / timescale)^-0.51
     exponential 0.97^floor(t / timescale)
     multistep 0.1^(number of milestones reached)
 
@@ -19,7 +21,9 @@ the run's own rates.
 
 Sources: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
 cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
-(arXiv:1912.11370), section 3.3; exponential: Tan & Le 2019 (arXiv:1905.11946), section 5.2.
+(arXiv:1912.11370), section 3.3; exponential: Tan & Le 2019 (arXiv:1905.11946), section 5.2; power:
+Shen et al. 2024 (arXiv:2408.13359); wsd: Hu et al. 2024 (arXiv:2404.06395), with the cooldown of
+Hägele et al. 2024 (arXiv:2405.18392).
 """
 
 import itertools
@@ -37,6 +41,9 @@ from vit_jax.experiment.durations import parse_milestones
 # Number of the update, from 0 -> learning rate, a float32 scalar.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
 
+# Number of the update, from 0, and the optimizer's state after it -> share of averages that stays.
+Keep = Callable[..., jax.Array | float]
+
 
 class Decay(Part):
     """The interface of a decay. Its keys are durations, which `factor` gets in steps."""
@@ -50,12 +57,26 @@ class Decay(Part):
         """
         raise NotImplementedError
 
+    def cooldown(self, left: jax.Array) -> jax.Array:
+        """What the rate is multiplied by when the share `left` of the cooldown is to come."""
+        return left
+
 
 class Constant(Decay):
     """1."""
 
     def factor(self, since, span, steps):
         return jnp.ones_like(since)
+
+
+class Wsd(Constant):
+    """1, "warm-up, stable, decay": set schedule.cooldown, which falls as 1 - sqrt(share done).
+
+    Hu et al. 2024 (arXiv:2404.06395); this cooldown: Hägele et al. 2024 (arXiv:2405.18392).
+    """
+
+    def cooldown(self, left):
+        return 1 - jnp.sqrt(1 - left)
 
 
 class Linear(Decay):
@@ -79,6 +100,15 @@ class Rsqrt(Decay):
 
     def factor(self, since, span, steps):
         return jnp.sqrt(steps["timescale"] / (steps["timescale"] + since))
+
+
+class Power(Decay):
+    """max(1, t / timescale)^-0.51 (Shen et al. 2024, arXiv:2408.13359, without its cooldown)."""
+
+    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+
+    def factor(self, since, span, steps):
+        return jnp.maximum(since / steps["timescale"], 1) ** -0.51
 
 
 class Exponential(Decay):
@@ -144,7 +174,7 @@ def make_schedule(
             since = jnp.maximum(step - start, 0) if start else step
             lr *= jnp.minimum(since / warmup_steps, 1)
         if cooldown_steps:
-            lr *= jnp.minimum((total_steps - step) / cooldown_steps, 1)
+            lr *= decay.cooldown(jnp.minimum((total_steps - step) / cooldown_steps, 1))
         return lr
 
     return schedule
@@ -168,7 +198,7 @@ def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Sc
 
 def make_ema_decay(
     ema_decay: float | None, ema_decay_end: float | None = None, total_steps: int = 1
-) -> Schedule | None:
+) -> Keep | None:
     """Make the share of the running averages that stays in the update after `step` earlier ones.
 
     It is min(ema_decay, (1 + step) / (10 + step)), so that in a short run the average does not stay
@@ -178,8 +208,8 @@ def make_ema_decay(
     if ema_decay is None:
         return None
     if ema_decay_end is not None:
-        return lambda step: half_cosine(step, total_steps, ema_decay, ema_decay_end)
-    return lambda step: jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
+        return lambda step, opt_state=None: half_cosine(step, total_steps, ema_decay, ema_decay_end)
+    return lambda step, opt_state=None: jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
 
 
 def half_cosine(

@@ -12,7 +12,7 @@ from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.sharding import constrain_params
 from vit_jax.experiment.accumulation import Sums, accumulate
 from vit_jax.experiment.optimizers.masks import stop_gradients
-from vit_jax.experiment.schedules import Schedule
+from vit_jax.experiment.schedules import Keep
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import Objective
 
@@ -29,8 +29,9 @@ def make_train_step(
     transform: DeviceTransform,
     seed: int,
     *,
-    ema_decay: Schedule | None = None,
+    ema_decay: Keep | None = None,
     freeze: str | None = None,
+    sam_radius: float | None = None,
     accum_steps: int = 1,
     join: Callable[[Sums], Sums] | None = None,
     shardings: PyTree = None,
@@ -40,7 +41,7 @@ def make_train_step(
     Randomness depends on (seed, state.step) only; in `transform` also on the row of the global
     batch. With `ema_decay`, the update after `step` earlier ones is followed by
 
-        ema <- d * ema + (1 - d) * params,  d = ema_decay(step)
+        ema <- d * ema + (1 - d) * params,  d = ema_decay(step, the optimizer's new state)
 
     and the model state, such as batch statistics, is averaged in the same way.
 
@@ -49,8 +50,10 @@ def make_train_step(
       tx: the optimizer.
       transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
       seed: the run's seed.
-      ema_decay: from `make_ema_decay`; None: no average.
+      ema_decay: from `make_config_average`; None: no average.
       freeze: as in `make_optimizer`; matching parameters get no gradient.
+      sam_radius: takes the gradients, a second time, where `climb` leads; the loss, the metrics and
+        new states are those of the parameters themselves. None: it does not.
       accum_steps: number of microbatches; must divide each device's share of the batch.
       join: adds the sums of devices that each compute their own rows; None: the compiler decides.
       shardings: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
@@ -74,11 +77,17 @@ def make_train_step(
             sums = sums_of(params, state, inputs, model_key)
             return sums.loss, sums
 
-        if accum_steps == 1 and join is None:
-            (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        else:
-            grads, sums = accumulate(sums_of, state, inputs, model_key, accum_steps, join)
-            loss = sums.loss
+        def gradients(params):
+            if accum_steps == 1 and join is None:
+                (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+                return grads, sums, loss
+            at = state.replace(params=params)
+            grads, sums = accumulate(sums_of, at, inputs, model_key, accum_steps, join)
+            return grads, sums, sums.loss
+
+        grads, sums, loss = gradients(state.params)
+        if sam_radius is not None:
+            grads, *_ = gradients(climb(state.params, grads, sam_radius))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -86,7 +95,7 @@ def make_train_step(
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         averages = {}
         if ema_decay is not None:
-            averages = average(state, params, sums.model_state, ema_decay(state.step))
+            averages = average(state, params, sums.model_state, ema_decay(state.step, opt_state))
         state = state.replace(
             step=state.step + 1,
             params=params,
@@ -98,6 +107,15 @@ def make_train_step(
         return state, metrics
 
     return train_step
+
+
+def climb(params: optax.Params, grads: optax.Updates, radius: float) -> optax.Params:
+    """The point at the distance `radius` where the loss is highest, to first order.
+
+    Source: sharpness-aware minimisation (SAM), Foret et al. 2020 (arXiv:2010.01412), Eq. 2, p = 2.
+    """
+    scale = radius / (optax.tree.norm(grads) + 1e-12)
+    return jax.tree.map(lambda p, g: p + scale * g, params, grads)
 
 
 def average(

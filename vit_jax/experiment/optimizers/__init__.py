@@ -15,6 +15,9 @@ The update of a parameter p with gradient g:
          V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at step t
          m                                        lars; m <- momentum m + 0.001 ||p|| / ||g|| g;
          for vectors m <- momentum m + g
+         as adamw                                 lamb; then d + weight_decay * p is multiplied by
+         ||p|| / ||d + weight_decay * p|| for each leaf that `weight_decay_on` matches but the head
+         muon.py has the direction of muon, schedule_free.py the updates of schedule_free
     p <- p - k * schedule(step) * (d + weight_decay * p)
          with k = 1, or layer_decay^(depth + 1 - i) for part i of the model, times embedding_rate
          for the patch embedding
@@ -37,6 +40,7 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 """
 
 import functools
+import itertools
 
 import optax
 from ml_collections import ConfigDict
@@ -45,18 +49,39 @@ from vit_jax.config import OPTIMIZERS
 from vit_jax.experiment.optimizers import masks
 from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
 from vit_jax.experiment.optimizers.optimizers import Optimizer
-from vit_jax.experiment.schedules import half_cosine
+from vit_jax.experiment.schedules import Keep, half_cosine, make_ema_decay
 
-__all__ = ["Optimizer", "make_config_optimizer", "make_optimizer", "over_layers"]
+__all__ = [
+    "Optimizer",
+    "make_config_average",
+    "make_config_optimizer",
+    "make_optimizer",
+    "over_layers",
+]
 
 
 def make_config_optimizer(
     config: ConfigDict, schedule: optax.Schedule, total_steps: int
 ) -> optax.GradientTransformation:
     """`make_optimizer` of the section `optimizer` of a config."""
-    of_others = ("peak_lr", "accum_steps", "ema_decay", "ema_decay_end", "last_layers")
+    of_others = (
+        "peak_lr",
+        "accum_steps",
+        "ema_decay",
+        "ema_decay_end",
+        "last_layers",
+        "sam_radius",
+    )
     fields = {k: v for k, v in config.optimizer.items() if k not in of_others}
     return make_optimizer(**fields, schedule=schedule, total_steps=total_steps)
+
+
+def make_config_average(config: ConfigDict, total_steps: int) -> Keep | None:
+    """The share of the running averages that stays in an update; None: there are none."""
+    o = config.optimizer
+    if OPTIMIZERS.find(o.name).averages:
+        return lambda step, opt_state: optax.tree.get(opt_state, "keep")
+    return make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
 
 
 def make_optimizer(
@@ -77,7 +102,8 @@ def make_optimizer(
     """Make the update at the top of this module, as a chain of named parts.
 
     The parts: l2 (if it is not 0), frozen_gradients, clip, direction, weight_decay, layer_decay,
-    learning_rate, frozen_updates. A part that is turned off does nothing.
+    learning_rate, frozen_updates; and after_PART for what the optimizer does after a PART of them.
+    A part that is turned off does nothing.
 
     Args:
       name: a key of `OPTIMIZERS`, which gives the direction.
@@ -104,10 +130,14 @@ def make_optimizer(
         matches none or all, or `layer_decay` is set for a model without layers.
     """
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
-    direction = OPTIMIZERS.make({"name": name, **own}).bind()
+    optimizer: Optimizer = OPTIMIZERS.make({"name": name, **own})
+    direction, after = optimizer.bind(), optimizer.after(weight_decay_on, schedule)
     drop_frozen = optax.identity()
     if freeze is not None:
-        direction = optax.masked(direction, lambda params: masks.leaves_that_learn(params, freeze))
+        of_learning = functools.partial(
+            optax.masked, mask=lambda params: masks.leaves_that_learn(params, freeze)
+        )
+        direction, after = of_learning(direction), {k: of_learning(tx) for k, tx in after.items()}
         drop_frozen = masks.drop_frozen(freeze)
     decay = None
     if weight_decay_end is not None:
@@ -117,7 +147,7 @@ def make_optimizer(
     # Left out if they do nothing, since states are stored with the names of all parts.
     regularise = [("l2", masks.decay_weights(l2, weight_decay_on))] if l2 else []
     slow = [] if embedding_rate is None else [("embedding_rate", scale_embedding(embedding_rate))]
-    return optax.named_chain(
+    chain = [
         *regularise,
         ("frozen_gradients", drop_frozen),
         ("clip", clip),
@@ -127,4 +157,6 @@ def make_optimizer(
         *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
         ("frozen_updates", drop_frozen),
-    )
+    ]
+    followed = [[(k, tx), *([(f"after_{k}", after[k])] if k in after else [])] for k, tx in chain]
+    return optax.named_chain(*itertools.chain(*followed))

@@ -3,6 +3,8 @@
 `momentum_dtype` is the dtype in which the first moment is stored; arithmetic on it is in float32.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ _FACTORED_FROM = 32
 _TRUST = 1e-3  # LARS: norm of an update / norm of its parameter, at a learning rate of 1
 
 
-def _rate(value: float, momentum_dtype: str) -> float | np.float32:
+def moment_rate(value: float, momentum_dtype: str) -> float | np.float32:
     """The factor that optax multiplies a first moment by, of a type that keeps its precision.
 
     optax would round a Python float to bfloat16 along with the moment, so that 0.9 becomes 0.8984.
@@ -25,47 +27,59 @@ def _rate(value: float, momentum_dtype: str) -> float | np.float32:
     return np.float32(value) if momentum_dtype == "bfloat16" else value
 
 
-def _decay_of(moment: str, default: float):
+def decay_of(moment: str, default: float):
     return key(default, f"share of the {moment} that stays in a step", within="[0, 1)")
 
 
-def _eps(default: float):
+def eps_of(default: float):
     return key(default, "added to the second moment or its root", within="(0, inf)")
 
 
-def _dtype(default: str = "float32"):
+def dtype_of(default: str = "float32"):
     return key(default, "in which the first moment is stored", choices=("float32", "bfloat16"))
 
 
 class Optimizer(Part):
-    """The interface of an optimizer."""
+    """The interface of an optimizer.
+
+    averages: whether it needs the running average of the parameters; its state has `keep` then, the
+      share of the average that stays in an update.
+    """
+
+    averages = False
 
     def bind(self) -> optax.GradientTransformation:
         """From clipped gradients to a descent direction, whose size the learning rate sets."""
         raise NotImplementedError
 
+    def after(
+        self, weight_decay_on: str, schedule: optax.Schedule
+    ) -> Mapping[str, optax.GradientTransformation]:
+        """{part of `make_optimizer`'s chain: what follows it}; by default nothing."""
+        return {}
+
 
 class AdamW(Optimizer):
     """Kingma & Ba 2014 (arXiv:1412.6980), algorithm 1."""
 
-    b1: float = _decay_of("first moment", 0.9)
-    b2: float = _decay_of("second moment", 0.999)
-    eps: float = _eps(1e-8)
-    momentum_dtype: str = _dtype()
+    b1: float = decay_of("first moment", 0.9)
+    b2: float = decay_of("second moment", 0.999)
+    eps: float = eps_of(1e-8)
+    momentum_dtype: str = dtype_of()
 
     def bind(self):
-        b1 = _rate(self.b1, self.momentum_dtype)
+        b1 = moment_rate(self.b1, self.momentum_dtype)
         return optax.scale_by_adam(b1, self.b2, self.eps, mu_dtype=self.momentum_dtype)
 
 
 class Sgd(Optimizer):
     """Heavy-ball momentum (Polyak 1964)."""
 
-    momentum: float = _decay_of("sum of the gradients", 0.9)
-    momentum_dtype: str = _dtype()
+    momentum: float = decay_of("sum of the gradients", 0.9)
+    momentum_dtype: str = dtype_of()
 
     def bind(self):
-        momentum = _rate(self.momentum, self.momentum_dtype)
+        momentum = moment_rate(self.momentum, self.momentum_dtype)
         return optax.trace(momentum, accumulator_dtype=self.momentum_dtype)
 
 
@@ -76,8 +90,8 @@ class RmsProp(Sgd):
     as in `Sgd`, which differs while the learning rate changes.
     """
 
-    b2: float = _decay_of("second moment", 0.9)
-    eps: float = _eps(1e-3)
+    b2: float = decay_of("second moment", 0.9)
+    eps: float = eps_of(1e-3)
 
     def bind(self):
         by_rms = optax.scale_by_rms(self.b2, self.eps, initial_scale=1.0, eps_in_sqrt=True)
@@ -87,22 +101,22 @@ class RmsProp(Sgd):
 class Lion(Optimizer):
     """Chen et al. 2023 (arXiv:2302.06675), algorithm 2."""
 
-    b1: float = _decay_of("first moment", 0.9)
-    b2: float = _decay_of("second moment", 0.99)
-    momentum_dtype: str = _dtype()
+    b1: float = decay_of("first moment", 0.9)
+    b2: float = decay_of("second moment", 0.99)
+    momentum_dtype: str = dtype_of()
 
     def bind(self):
-        b1, b2 = (_rate(b, self.momentum_dtype) for b in (self.b1, self.b2))
+        b1, b2 = (moment_rate(b, self.momentum_dtype) for b in (self.b1, self.b2))
         return optax.scale_by_lion(b1, b2, mu_dtype=self.momentum_dtype)
 
 
 class Adafactor(Optimizer):
     """Zhai et al. 2021 (arXiv:2106.04560), section 3.4, after Shazeer & Stern 2018."""
 
-    b1: float = _decay_of("first moment", 0.9)
-    b2: float = _decay_of("second moment", 0.999)
-    eps: float = _eps(1e-30)
-    momentum_dtype: str = _dtype("bfloat16")
+    b1: float = decay_of("first moment", 0.9)
+    b2: float = decay_of("second moment", 0.999)
+    eps: float = eps_of(1e-30)
+    momentum_dtype: str = dtype_of("bfloat16")
 
     def bind(self):
         def decay_rate(count, exponent):
@@ -114,7 +128,7 @@ class Adafactor(Optimizer):
             epsilon=self.eps,
             min_dim_size_to_factor=_FACTORED_FROM,
         )
-        b1 = _rate(self.b1, self.momentum_dtype)
+        b1 = moment_rate(self.b1, self.momentum_dtype)
         first = optax.ema(b1, debias=False, accumulator_dtype=self.momentum_dtype)
         return over_layers(optax.named_chain(("second_moment", second), ("momentum", first)))
 
