@@ -41,6 +41,16 @@ SLICES = {
     "v5p:4x4x4": (4.2, 208, 4),
     "H100:8": (3.0, 208, 8),
 }
+COLUMNS = (
+    "ms a step",
+    "MFU",
+    "peak, GiB",
+    "MiB sent: waits + hidden",
+    "images/s",
+    "CPU ms there is",
+    "chip-hours",
+    "dollars",
+)
 
 
 def plan(recipe: str, topology: str, *, compiled: bool) -> dict | str:
@@ -74,7 +84,7 @@ def row(recipe: str, topology: str, figures: dict) -> str:
         f"`{recipe.partition(' ')[0]}`",
         f"{figures['global_batch_size']:,}",
         f"{mesh}; {layers}",
-        f"{cycles / 1e6:,.1f}" if cycles else "",
+        *([f"{cycles / 1e6:,.1f}"] if cycles else []),
         f"{1e3 * run['step_s']:,.1f}",
         f"{run['mfu']:.0%}",
         f"{memory['peak'] / 2**30:.1f}{verdict}",
@@ -95,13 +105,11 @@ def main() -> None:
     flags = parser.parse_args()
     chosen = [r for r in RECIPES if not flags.words or any(word in r for word in flags.words)]
     for topology in flags.slice or SLICES:
-        print(f"\n### {topology}\n")
-        print("| recipe | batch | layout | Mcycles | ms a step | MFU | peak, GiB | "
-              "MiB sent: waits + hidden | images/s | CPU ms there is | "
-              "chip-hours | dollars |")  # fmt: skip
-        print("|---" * 12 + "|")
+        compiled = topology in flags.compile.split(",")
+        heads = ("recipe", "batch", "layout", *(["Mcycles"] if compiled else []), *COLUMNS)
+        print(f"\n## {topology}\n\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
         for recipe in chosen:
-            figures = plan(recipe, topology, compiled=topology in flags.compile.split(","))
+            figures = plan(recipe, topology, compiled=compiled)
             if isinstance(figures, str):
                 print(f"{recipe} on {topology}: {figures}", file=sys.stderr)
             else:

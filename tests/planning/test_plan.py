@@ -258,6 +258,16 @@ def test_exchanges_of_parameters(changes, expected):
     assert 2 * numbers["small"] <= max(rest.values()) <= 4 * numbers["small"]
 
 
+def test_sam_exchanges_gradients_twice_and_updates_once():
+    changes = {"mesh.data": 8, "model.depth": 2}
+    experiment, once = eight_chips(**changes)
+    other, twice = eight_chips(**changes, **{"optimizer.sam_radius": 0.05})
+    gathered = ("all-gather", "data")
+    assert gathered in once and len(once) > 1
+    assert twice == {key: size if key == gathered else 2 * size for key, size in once.items()}
+    assert other.flops_per_image == 2 * experiment.flops_per_image
+
+
 def test_what_is_frozen_is_gathered_but_has_no_gradient():
     """Layers before the first that learns are not gathered again."""
     mesh = {"mesh.data": 1, "mesh.fsdp": 8, "model.remat": "full", "model.depth": 2}

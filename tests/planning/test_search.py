@@ -18,7 +18,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
-from vit_jax.planning.calculated import UNCERTAINTY
+from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.search import choose_layout, find_layouts, rank_layouts
 from vit_jax.planning.targets import DescribedDevice, Target, describe_devices, target_of
@@ -49,10 +49,11 @@ def planned(monkeypatch, pytestconfig):
     """Plans of a state of 8 GiB and of layers that keep `by_layer` GiB each, or a tenth of it.
 
     A layer takes 3 cycles, 4 if it recomputes, a tenth more in a scan, and less over fsdp. The
-    compiler's peaks are `error` times the calculated ones. `waits`: {fsdp: seconds of exchanges}.
+    compiler's peaks are `error` times the calculated ones. `waits`: {fsdp: seconds of exchanges};
+    `uneven`: the values of fsdp that split tiles.
     """
     facts = types.SimpleNamespace(
-        by_layer=0.5, error=1.0, waits={1: 3, 4: 2, 16: 1}, compiled=[], calculated=[]
+        by_layer=0.5, error=1.0, waits={1: 3, 4: 2, 16: 1}, uneven=(), compiled=[], calculated=[]
     )
 
     def recomputed(m):
@@ -76,6 +77,7 @@ def planned(monkeypatch, pytestconfig):
         return {
             "memory_bytes": memory_of(config, target, 1.0, uncertainty=UNCERTAINTY),
             "recomputed": again / DEPTH + 0.05 * scan, "exchange_s": (facts.waits[fsdp], 0.0),
+            "uneven": fsdp in facts.uneven,
         }  # fmt: skip
 
     def plan(config, target, devices=None):
@@ -191,6 +193,24 @@ def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits,
         for c in layouts
     ]
     assert found[: len(ranked)] == ranked and not planned.compiled
+
+
+def test_no_mesh_that_splits_tiles_comes_first(planned):
+    planned.by_layer, planned.uneven = 0.1, (16,)
+    assert [c.mesh.fsdp for c in rank_layouts(config_of(), SIXTEEN)][:3] == [4, 1, 16]
+
+
+@pytest.mark.parametrize(("fsdp", "rows"), [(16, 24), (64, 6)])
+def test_rows_of_weights_that_fill_no_tile(fsdp, rows):
+    own = {
+        "model.name": "ViT-S/16",
+        "model.depth": 1,
+        "optimizer.peak_lr": 1e-3,
+        "mesh.fsdp": fsdp,
+        "mesh.data": -1,
+    }
+    figures = calculate_layout(config_of(**own), Target(SLICES["v5e:8x8"]))
+    assert 384 // fsdp == rows and figures["uneven"] == (rows % 8 > 0)
 
 
 def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):

@@ -203,6 +203,7 @@ def test_of_other_families_it_is_unknown():
         abstract_state=TrainState(0, {}, {}, {}, ema={}),
         abstract_frozen=(),
         freeze=None,
+        num_gradients=1,
     )
     target = Target(find_slice("H100:8"))
     with pytest.raises(InputError, match=r"model Other: .*mesh.tensor=1"):

@@ -34,6 +34,7 @@ from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_
 from vit_jax.run.teachers import planned_experiment
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
+_ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
 _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
@@ -53,7 +54,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
         "compile_s": 0.0,
         "memory_bytes": memory,
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
-        "hbm_bytes_accessed": accessed_bytes(memory, accum_steps),
+        "hbm_bytes_accessed": accessed_bytes(memory, accum_steps * experiment.num_gradients),
         "compiler_cycles": None,
         "kernels": [],
     }
@@ -93,6 +94,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     recomputed: share of the layers that the backward pass computes again; a scan adds a little.
     exchange_s: seconds of the exchanges of weights, gradients and updates that add to a step, and
       of those behind computation. Those of activations depend on no open key of the mesh.
+    uneven: whether a TPU's share of a matrix that fsdp splits ends within a tile.
 
     Raises:
       InputError: the config does not suit the target.
@@ -101,7 +103,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     experiment, memory = _lay_out(config, target)
     table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
     hidden, added = exchange_s(table, target.chip)
-    model = about(experiment.model)
+    model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
     if again and config.model.remat_layers is not None:
         again = config.model.remat_layers / model.depth
@@ -109,7 +111,14 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,
         "exchange_s": (added, hidden),
+        "uneven": not target.chip.is_gpu and any(_is_uneven(leaf) for leaf in leaves),
     }
+
+
+def _is_uneven(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether fsdp splits an axis of matrices into parts that are no multiple of a tile's rows."""
+    parts = zip(leaf.sharding.shard_shape(leaf.shape), leaf.sharding.spec, strict=False)
+    return leaf.ndim <= 3 and any(size % _ROWS for size, axes in parts if "fsdp" in axes_of(axes))
 
 
 def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any]]:

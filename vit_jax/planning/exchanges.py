@@ -84,7 +84,7 @@ def collective_table(
     Args:
       images: number of examples per device and step.
     """
-    exchanges = _Exchanges(shape)
+    exchanges = _Exchanges(shape, experiment.num_gradients)
     _add_parameters(exchanges, experiment, accum_steps, scatters_over_data=target.chip.is_gpu)
     _add_teachers(exchanges, experiment, accum_steps)
     if shape["tensor"] > 1:
@@ -99,16 +99,19 @@ def parameter_table(
     experiment: Experiment, shape: Mapping[str, int], target: Target, accum_steps: int
 ) -> list[dict[str, Any]]:
     """The rows of `collective_table` for weights, gradients and updates, for any family."""
-    exchanges = _Exchanges(shape)
+    exchanges = _Exchanges(shape, experiment.num_gradients)
     _add_parameters(exchanges, experiment, accum_steps, scatters_over_data=target.chip.is_gpu)
     return exchanges.table(target)
 
 
 class _Exchanges:
-    """The collectives over the axes of a mesh of `shape`, summed by kind, axis and use."""
+    """The collectives over the axes of a mesh of `shape`, summed by kind, axis and use.
 
-    def __init__(self, shape: Mapping[str, int]):
-        self.shape = shape
+    num_gradients: how often a step repeats those that are not of the update.
+    """
+
+    def __init__(self, shape: Mapping[str, int], num_gradients: int):
+        self.shape, self.num_gradients = shape, num_gradients
         self._counts: Counter[tuple[str, str, bool]] = Counter()
         self._bytes: Counter[tuple[str, str, bool]] = Counter()
 
@@ -119,6 +122,7 @@ class _Exchanges:
 
         `of_update`: they are at the end of the step, where no computation is left.
         """
+        times *= 1 if of_update else self.num_gradients
         if self.shape[axis] > 1:
             self._counts[kind, axis, of_update] += times
             self._bytes[kind, axis, of_update] += times * number

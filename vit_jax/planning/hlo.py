@@ -5,6 +5,7 @@ A loop's body appears once in the text; all counts here multiply it by the loop'
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -125,6 +126,14 @@ class Program:
                 asynchronous or bool(earlier and earlier.asynchronous),
             )
         return [each for each in found.values() if len(each.groups[0]) > 1]
+
+    def products(self) -> Counter[str]:
+        """{type of the result: how often a device computes a matrix product with it}."""
+        found: Counter[str] = Counter()
+        for place in self._places():
+            if place.instruction.opcode == "dot":
+                found[place.instruction.type] += place.count
+        return found
 
     def cycles(self) -> int | None:
         """The compiler's estimate of a step's computation in cycles; None if it gives none.

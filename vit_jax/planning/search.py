@@ -219,10 +219,10 @@ def _largest_batches(
 def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
-    Fewer recomputed layers are faster than any mesh; then comes the mesh whose exchanges add
-    least to a step. Where no compiler refuses a layout, as for GPUs, those that may not fit come
-    last. Without `auto` it is the config in its own layout, and if none may fit, in that of least
-    memory.
+    Fewer recomputed layers are faster than any mesh; then comes a mesh that splits weights into
+    whole tiles, and whose exchanges add least to a step. Where no compiler refuses a layout, as
+    for GPUs, those that may not fit come last. Without `auto` it is the config in its own layout,
+    and if none may fit, in that of least memory.
     """
     if not config.auto:
         return [config]
@@ -232,7 +232,7 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
         memory = figures["memory_bytes"]
         risk = not target.is_compiled_for and memory["may_not_fit"]
         waits, peak = figures["exchange_s"], memory["peak"]
-        order = not memory["fits"], risk, figures["recomputed"], waits, peak
+        order = not memory["fits"], risk, figures["recomputed"], figures["uneven"], waits, peak
         found.append((order, with_values(config, changes)))
     found.sort(key=lambda each: each[0])
     least = min(found, key=lambda each: each[0][-1])[1]
