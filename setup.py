@@ -1,5 +1,5 @@
-"""Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, plan, gcs,
-wandb."""
+"""Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, parquet,
+plan, gcs, wandb."""
 
 import glob
 import os
@@ -10,6 +10,7 @@ from setuptools.command.build_py import build_py
 
 REPORT = ["bokeh>=3.9.0", "jinja2>=3.1.6"]  # Bokeh needs 45 MB on disk
 WANDB = "wandb>=0.31.0"
+PARQUET = "pyarrow>=20.0.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
@@ -88,10 +89,12 @@ setup(
             "setuptools>=77",  # builds a wheel
             "trustme>=1.2.1",
             LIBTPU,
+            PARQUET,
             WANDB,
             *REPORT,
         ],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
+        "parquet": [PARQUET],  # and Arrow files, and hf:OWNER/NAME
         "plan": [LIBTPU],
         "report": REPORT,
         "wandb": [WANDB],

@@ -1,6 +1,6 @@
 """Pretraining with AugReg (arXiv:2106.10270): --config=augreg:MODEL,DATA,AUG
 
-DATA is imagenet2012 or imagenet21k (docs/how_to/datasets.md shows how to prepare it). AUG is one of
+DATA is imagenet2012 or imagenet21k (docs/how_to/data.md shows how to prepare it). AUG is one of
 none, light1, light2, medium1, medium2, strong1, strong2. Optional words: wd0.03, reg, 30ep.
 
 From the paper: the rows of AUG, Inception crops and flips, Adam with b2 0.999, batch 4096, learning

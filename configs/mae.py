@@ -30,7 +30,7 @@ CIFAR-10, minutes on a CPU: --config=configs/mae.py:cifar10 --config.data.data_d
 A minute on a CPU, on handwritten digits: --config=configs/mae.py:debug
 """
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import base_config, classification, reconstruction, split_words
 from vit_jax.experiment.recipes import (
     EVAL_OPS,
@@ -64,7 +64,9 @@ def get_config(arg=""):
     if {"folder", "cifar10", "debug"} & chosen and not words:
         words = ["ViT-B/16"]
     tasks = {"finetune", "linear", "folder"} & chosen
-    if len(words) != 1 or words[0] not in MODELS or len(tasks) > 1:
+    if len(words) == 1 and words[0] not in MODELS:
+        raise InputError(f"got {arg!r}: {nearest(words[0], [*MODELS, *WORDS])}")
+    if len(words) != 1 or len(tasks) > 1:
         raise InputError(
             f"got {arg!r}, needs one of {', '.join(MODELS)}, or folder, cifar10 or debug; optional "
             f"words: {', '.join(WORDS)}, but one of finetune, linear and folder; a run of folder "

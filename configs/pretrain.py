@@ -1,7 +1,7 @@
 """Pretraining as in the paper's table 3 (arXiv:2010.11929): --config=pretrain:MODEL,DATA
 
 DATA is imagenet2012, imagenet21k or jft=NAME. JFT-300M is not public, so jft=NAME runs its recipe
-on your own large TFDS data set NAME. docs/how_to/datasets.md shows how to prepare sets that the
+on your own large TFDS data set NAME. docs/how_to/data.md shows how to prepare sets that the
 TFDS catalogue lacks, such as imagenet21k. MODEL is a ViT; with jft also a hybrid or BiT of the
 table.
 

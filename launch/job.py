@@ -16,7 +16,7 @@ from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
 from vit_jax.config import eval_splits, plugins
 from vit_jax.config.text import shipped_configs
-from vit_jax.data import OWN_IMAGES, SOURCES, parse_mix
+from vit_jax.data import SOURCES, parse_mix
 from vit_jax.main import parse_flags
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
@@ -33,10 +33,6 @@ class DataSet(NamedTuple):
     key: str
     name: str
     folder: str | None
-
-
-# The user's own images, which are read from mounted disks only.
-_OWN_IMAGES = (*OWN_IMAGES, "unlabelled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +137,7 @@ def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     return tuple(
         DataSet(key, name, folder)
         for (name, folder), key in found.items()
-        if name in _OWN_IMAGES or name not in SOURCES
+        if SOURCES.find(name).is_own == (name in SOURCES)  # not of the Hub, and not made
     )
 
 
@@ -228,9 +224,10 @@ def check_data_travels(
     """
     faults = []
     for key, name, folder in job.data:
-        bucket = "" if name in _OWN_IMAGES else "gs://bucket/tensorflow_datasets"
+        bucket = "" if SOURCES.find(name).is_own else "gs://bucket/tensorflow_datasets"
         folder = folder or (variables.get("TFDS_DATA_DIR") if bucket else None)
-        if folder is not None and (has(folder) or (bucket and "://" in folder)):
+        at_store = "://" in (folder or "") and name not in ("folder", "list", "unlabelled")
+        if folder is not None and (has(folder) or at_store):
             continue
         copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if bucket else ""
         what = name if bucket else "images"

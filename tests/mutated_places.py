@@ -195,6 +195,15 @@ MUTATIONS = [
     M("vit_jax/experiment/optimizers/optimizers.py",
       "optax.scale_by_adam(b1, self.b2,", "optax.scale_by_adam(self.b2, b1,",
       "experiment/test_optimizers.py::test_equation"),
+    M("vit_jax/experiment/optimizers/lamb.py", "of_param / of_update", "of_update / of_param",
+      "experiment/test_optimizers.py::test_lamb_is_the_published_one"),
+    M("vit_jax/experiment/optimizers/muon.py", "optax.trace(momentum, True,",
+      "optax.trace(momentum, False,",
+      "experiment/test_optimizers.py::test_muon_is_the_published_one"),
+    M("vit_jax/experiment/optimizers/schedule_free.py", "1 - c / moved", "1 - c",
+      "experiment/test_optimizers.py::test_schedule_free_follows_its_equations"),
+    M("vit_jax/experiment/step.py", "p + scale * g", "p - scale * g",
+      "experiment/test_step.py::test_sam_takes_the_gradient_where_the_loss_is_higher"),
     # evaluators
     M("vit_jax/evaluators/patch_features.py", "part[2] > 0", "part[2] >= 0",
       "evaluators/test_patch_features.py"

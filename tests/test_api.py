@@ -23,6 +23,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
+from vit_jax.main import main
 from vit_jax.models.vit import extract_patches
 from vit_jax.run.validation import find_faults
 from vit_jax.transfer.fit import unstack_layers
@@ -192,7 +193,11 @@ def test_wrong_arguments_are_named(source, key):
         predict(np.zeros((8, 8, 2), np.uint8), source)
 
 
-def test_train_evaluate_predict(tmp_path, monkeypatch):
+def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
+    digits, labels = load_digits(return_X_y=True)
+    digits = np.uint8(np.rint(digits.reshape(-1, 8, 8) * (255 / 16)))
+    test, npz = (digits[1437:], labels[1437:]), tmp_path / "test.npz"
+    given = {"train": (digits[:1437], labels[:1437]), "test": test}
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
     config.model.depth = 1
@@ -207,20 +212,28 @@ def test_train_evaluate_predict(tmp_path, monkeypatch):
 
     args = config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None}
     with pytest.raises(RuntimeError, match="of the user"):
-        vit_jax.train(*args, callbacks=[watch])
-    summary = vit_jax.train(*args, callbacks=[watch])
+        vit_jax.train(*args, callbacks=[watch], data=given)
+    with at_fault("data.name"):
+        vit_jax.train(*args, data=given | {"train": (digits[:1437], labels[-1437:])})
+    summary = vit_jax.train(*args, callbacks=[watch], data=given)
     assert [step for step, _ in calls] == [2, 4, 4] and summary["step"] == 4
     assert calls[2][1]["test/top1"] == summary["test/top1"]
     found = vit_jax.compare([tmp_path / "run"])
     assert (found["runs"], found["config"]) == (["run"], {})
     assert found["metrics"]["test/top1"] == [summary["test/top1"]]
     assert config.duration == "40 steps"  # the caller's config is left as it was
-    again = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
-    assert again == summary
-    results = vit_jax.evaluate(tmp_path / "run", overrides={"evals.test.batch_size": 360})
+    assert vit_jax.train(*args, data=given) == summary
+    how = {"overrides": {"evals.test.batch_size": 360}}
+    results = vit_jax.evaluate(tmp_path / "run", **how, data={"test": test})
     assert results["test/top1"] == pytest.approx(summary["test/top1"])
-    digits = np.uint8(np.rint(load_digits().images[:4] * (255 / 16)))
-    rows = predict(list(digits), tmp_path / "run", top=1)
+    with at_fault("evals.test.split"):
+        vit_jax.evaluate(tmp_path / "run")
+    np.savez(npz, test_images=test[0], test_labels=test[1])
+    words = [f"--workdir={tmp_path / 'run'}", f"--data={npz}", "--config.evals.test.batch_size=360"]
+    capsys.readouterr()
+    assert main(["evaluate", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
+    rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
     monkeypatch.setattr(evaluation, "evaluate_model", lambda *args: args)
     overrides = {"global_batch_size": 40}

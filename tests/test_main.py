@@ -258,7 +258,7 @@ def test_help(command, capsys):
         main([command, "--help"])
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
-    assert out.startswith(f"usage: python -m vit_jax.main {command} ")
+    assert out.startswith(f"usage: vit_jax {command} ")
     of_runs = ("train", "branch", "evaluate", "predict", "export", "study", "label", "figures",
                "doctor", "keys")  # fmt: skip
     of_jobs = ("train", "evaluate", "doctor")
@@ -389,7 +389,7 @@ def test_list_of_models(refused, capsys):
 def test_command_is_train_where_none_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["--seed=1", "--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m vit_jax.main train ")
+    assert capsys.readouterr().out.startswith("usage: vit_jax train ")
 
 
 def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):

@@ -50,7 +50,7 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     """
     sys.set_int_max_str_digits(0)  # the checks of flags and keys refuse long numbers by name
     parser = argparse.ArgumentParser(
-        prog=f"python -m vit_jax.main {command}",
+        prog=f"vit_jax {command}",
         description=find_command(command).__doc__,
         epilog=f"Commands: {', '.join(COMMANDS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -73,7 +73,7 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)
     takes_config = "config.KEY" in flags
-    known = re.findall(r"--\w+(?=[ \]])", parser.format_usage())
+    known = _flags_in(parser)
     collect_faults([
         f"{word}: no such flag of {command}; "
         f"{_say_flag(word.partition('=')[0], known, takes_config)}"
@@ -88,8 +88,12 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def _flags_in(parser: argparse.ArgumentParser) -> list[str]:
+    return re.findall(r"--\w+(?=[ \]])", parser.format_usage())
+
+
 def _say_flag(word: str, known: Sequence[str], takes_config: bool) -> str:
-    """The hint for the unknown flag `word`: the key of a config that it names, or the nearest."""
+    """The hint for the unknown flag `word`: a key, the commands that have it, or the nearest."""
     if takes_config and word.startswith("--"):
         from vit_jax.config import base_config, flatten
         from vit_jax.config.node import keys_named
@@ -97,8 +101,13 @@ def _say_flag(word: str, known: Sequence[str], takes_config: bool) -> str:
         if keys := keys_named(word.removeprefix("--"), [*flatten(base_config())]):
             return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
     if not word.startswith("-"):
-        return "put a value with spaces in quotes, such as --config.duration='1 epoch'"
-    return nearest(word, known)
+        folder = f"a run is --workdir={word}; " if "--workdir" in known else ""
+        return f"{folder}put a value with spaces in quotes, such as --config.duration='1 epoch'"
+    parsers = {name: argparse.ArgumentParser() for name in COMMANDS}
+    for name, parser in parsers.items():
+        find_command(name).define_flags(parser)
+    having = [name for name in parsers if word in _flags_in(parsers[name])]
+    return f"a flag of {', '.join(having)}" if having else nearest(word, known)
 
 
 def _overview() -> str:
@@ -141,6 +150,10 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     try:
         if command not in COMMANDS:
             hint = nearest(_SYNONYMS.get(command, command), COMMANDS)
+            from vit_jax.config.text import shipped_configs
+
+            if command in shipped_configs():
+                hint = f"did you mean --config={command}?"
             raise InputError(f"{command!r}: no such command; {hint}")
         flags = parse_flags(command, words)
         from vit_jax.config import plugins  # imported late, so that wrong flags fail at once

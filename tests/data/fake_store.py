@@ -20,7 +20,7 @@ HOSTS = ("www.googleapis.com", "storage.googleapis.com")
 
 
 class _Objects(http.server.BaseHTTPRequestHandler):
-    """Reads of the JSON API: metadata and lists of objects, and their bytes, also in ranges."""
+    """The JSON API: metadata, lists of objects, their bytes, also in ranges, and uploads."""
 
     protocol_version = "HTTP/1.1"
 
@@ -38,7 +38,7 @@ class _Objects(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
         parts = [urllib.parse.unquote(part) for part in url.path.strip("/").split("/")]
-        self.server.requests.append(self.path)
+        self.server.requests.append(f"{self.path} {self.headers.get('Range', '')}")
         if parts[:3] != ["storage", "v1", "b"]:  # /BUCKET/OBJECT: the bytes
             return self._send_object("/".join(parts[1:]))
         if len(parts) == 4:
@@ -46,6 +46,27 @@ class _Objects(http.server.BaseHTTPRequestHandler):
         if len(parts) == 5:
             return self._send_json(self._list(query.get("prefix", ""), query.get("delimiter")))
         return self._send_metadata("/".join(parts[5:]))
+
+    def do_POST(self):
+        """Begin an upload."""
+        self.send_response(200)
+        self.send_header("Location", f"https://{HOSTS[0]}{self.path}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_PUT(self):
+        name = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)["name"][0]
+        file = self.server.folder / name
+        content = b""
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                content += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        if "*" not in self.headers.get("Content-Range", ""):  # which asks how much has come
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
+        self._send(200, b"{}")
 
     def _list(self, prefix, delimiter):
         names = sorted(name for name in self.server.objects() if name.startswith(prefix))

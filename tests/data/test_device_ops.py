@@ -11,6 +11,7 @@ import optax
 import pytest
 import scipy.stats
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.batch import Crops
 from vit_jax.data.device_ops import Pairs, symmetric_beta, turn_hue
@@ -102,6 +103,14 @@ def test_what_a_row_gets_depends_on_its_key_only(ops):
 def test_each_op_of_a_string_draws_for_itself():
     once, thrice = (transform(ops)(BATCH, row_keys()) for ops in ("flip", "flip|flip|flip"))
     assert not np.array_equal(once["image"], thrice["image"])
+
+
+def test_an_op_that_gives_no_batch_is_named(monkeypatch):
+    (flip,) = parse_ops("flip", (4, 6))[1]
+    for made, of in ((BATCH["image"], "ndarray"), ({"image": BATCH["image"]}, "dict")):
+        monkeypatch.setattr(type(flip), "__call__", lambda *_, made=made: made)
+        with pytest.raises(InputError, match=f"'flip' gives {of}; .* gives the whole batch"):
+            make_device_transform([flip], HALF, HALF, num_classes=C)(BATCH, row_keys())
 
 
 # Random erasing.

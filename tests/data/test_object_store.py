@@ -5,9 +5,10 @@ import pytest
 from fake_store import served
 from images import encode, smooth_image
 from prepared import prepare
+from table_files import make_table, write_parquet
 
-from vit_jax.data import image_batch, make_order, make_source, pipeline
-from vit_jax.data.host_tf import tfds
+from vit_jax.data import image_batch, make_order, make_source, parse_ops, pipeline
+from vit_jax.data.host_tf import tf, tfds
 
 
 @pytest.fixture(scope="module")
@@ -21,22 +22,29 @@ def local(tmp_path_factory):
         {"image": encode(smooth_image(16, 16, seed), "PNG"), "label": seed % 3} for seed in range(9)
     ]
     prepare(root, "tiny", features, examples, examples_per_shard=4)
+    of_records = make_source("tiny", split="train", data_dir=str(root), image_size=(16, 16),
+                             reader="offsets")  # fmt: skip
+    stored = [of_records.read(tf.constant(i, tf.int64)) for i in range(9)]
+    images, labels = ([example[key].numpy() for example in stored] for key in ("image", "label"))
+    write_parquet(make_table(images, labels), root / "train.parquet")
     return root
 
 
-def first_batch(data_dir):
+def first_batch(name, data_dir):
     where = {"split": "train", "data_dir": data_dir, "image_size": (16, 16)}
-    source = make_source("tiny", **where, reader="offsets")
+    source = make_source(name, **where, reader="offsets")
     order = make_order("record", source.part_sizes, 0, global_batch_size=8)
     how = {"steps": range(2, 3), "rows": np.arange(8), "seed": 0, "data_order": order}
-    [batch] = pipeline.host_batches(source, image_batch(8, (16, 16)), **how)
+    ops, _ = parse_ops("decode|central_crop", (16, 16))
+    [batch] = pipeline.host_batches(source, image_batch(8, (16, 16), ops), **how)
     return batch
 
 
-def test_data_in_a_bucket_give_the_batches_of_the_folder(local, tmp_path, monkeypatch):
-    expected = first_batch(str(local))
+@pytest.mark.parametrize("name", ["tiny", "parquet"])
+def test_data_in_a_bucket_give_the_batches_of_the_folder(name, local, tmp_path, monkeypatch):
+    expected = first_batch("tiny", str(local))
     with served(local, monkeypatch, tmp_path) as requests:
-        found = first_batch("gs://bucket/")
-    assert any("tfrecord" in path for path in requests)
+        found = first_batch(name, "gs://bucket/")
+    assert any({"tiny": "tfrecord"}.get(name, name) in path for path in requests)
     for key in ("image", "label", "mask", "id"):
         np.testing.assert_array_equal(found[key], expected[key], err_msg=key)

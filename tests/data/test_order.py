@@ -23,6 +23,11 @@ def epoch_of(data_order, num_records, epoch):
     return at(data_order, epoch * num_records, (epoch + 1) * num_records)
 
 
+def test_spread_records_reach_over_the_whole_split():
+    assert order.spread(4, 10).tolist() == [0, 2, 5, 7]
+    assert order.spread(8, 3).tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("num_records", [1, 2, 3, 360, 1437])
 def test_every_epoch_is_a_permutation(num_records):
     for epoch in (0, 1, 10**9):

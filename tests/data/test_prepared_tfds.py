@@ -11,7 +11,7 @@ from prepared import prepare
 
 from vit_jax import data
 from vit_jax.base.errors import InputError
-from vit_jax.data import make_source, pipeline
+from vit_jax.data import make_source, pipeline, records
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
@@ -190,7 +190,7 @@ def test_the_fingerprint_of_jpegs_does_not_depend_on_the_decoder(prepared, monke
     before = {
         name: source(name, prepared, reader="offsets").fingerprint for name in ("broken", "grey")
     }
-    monkeypatch.setattr(tfds_data, "to_pixels", lambda image: to_pixels(image) // 2)
+    monkeypatch.setattr(records, "to_pixels", lambda image: to_pixels(image) // 2)
     assert source("broken", prepared, reader="offsets").fingerprint == before["broken"]
     assert source("grey", prepared, reader="offsets").fingerprint != before["grey"]  # PNG
 
@@ -199,7 +199,7 @@ def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
     def fail(*_):
         raise tf.errors.UnavailableError(None, None, "the store does not answer")
 
-    monkeypatch.setattr(tfds_data, "_read_one", fail)
+    monkeypatch.setattr(records, "read_one", fail)
     with pytest.raises(tf.errors.UnavailableError, match="does not answer"):
         source("grey", prepared)
 

@@ -51,6 +51,7 @@ def make_inputs(batches, **given):
         batches=batches if callable(batches) else lambda *_, **__: batches,
         mesh=mesh, replicated=NamedSharding(mesh, PartitionSpec()),
     )  # fmt: skip
+    inputs.spread = lambda number: inputs.batches(record_ids=np.arange(number))
     inputs.__dict__.update(given)
     return inputs
 

@@ -201,7 +201,7 @@ def model_on_mesh():
 
 
 @pytest.mark.parametrize("loss_name", ["softmax", "sigmoid"])
-def test_every_digit_counts_once(model_on_mesh, loss_name):
+def test_every_digit_counts_once(model_on_mesh, loss_name, monkeypatch, caplog):
     """Batch sizes that do and do not divide the split, against NumPy on the whole split."""
     pixels, labels = digit_pixels()[::5], load_digits().target[::5]
     config, model, mesh, state = model_on_mesh
@@ -212,11 +212,17 @@ def test_every_digit_counts_once(model_on_mesh, loss_name):
     test = make_source("digits", split="test", image_size=(8, 8))
     sources = {SplitKey("digits", "test", None): test}
     values = (pixels - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
+    declared = {name: "higher" for name in Classification(**OF_SPLIT).metrics() if name != "ece"}
+    monkeypatch.setattr(Classification, "metrics", lambda self: declared)
     with jax.set_mesh(mesh):
         evaluators = make_evaluators(config, parse_preprocessing(config), model, mesh, sources)
         results = {name: measure(state) for name, measure in evaluators.items()}
         logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
     logits = np.asarray(logits, np.float64)
+    said = [record.message for record in caplog.records]
+    assert [text for text in said if "evals.test" in text] == [
+        "evals.test reports 'ece', which its `metrics` do not declare"
+    ]
 
     # Rounding does not change the order of logits, so the counts below are exact.
     assert np.diff(np.sort(logits), axis=-1).min() > 1e-5

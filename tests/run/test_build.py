@@ -189,10 +189,8 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     config = make_config(test=check(ops="resize_small(7)|central_crop"), few=few())
     config.data.ops = "resize(9)|random_crop(10)|resize"
     config, sources = open_all(config)
-    with at_fault("data.ops"):
-        check_images(config, parse_preprocessing(config), sources)
-    config.data.ops = ""
-    with at_fault("evals.test.ops"):
+    config.evals.few.ops = "resize(9)"
+    with at_fault("data.ops", "evals.few.ops", "evals.test.ops"):
         check_images(config, parse_preprocessing(config), sources)
 
 

@@ -254,7 +254,7 @@ def test_what_label_refuses(labelled, tmp_path):
     with at_fault("init_from"):
         pseudo_labels.label(debug_config(), several, tmp_path)
     without = teacher._replace(model=teacher.model.clone(num_classes=None))
-    with pytest.raises(InputError, match="has no classes; save its features"):
+    with pytest.raises(InputError, match="has no classes; predict --features"):
         pseudo_labels.label(debug_config(), without, tmp_path)
 
 

@@ -1,20 +1,17 @@
 """Files of the Hugging Face Hub, from a server of this machine that speaks its protocol."""
 
-import hashlib
-import http.server
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 
 import huggingface_hub
 import jax
 import numpy as np
 import pytest
 from at_fault import at_fault
+from fake_hub import COMMITS, Hub, move_hub, served
 from huggingface_hub import constants
 from PIL import Image
 
@@ -25,80 +22,14 @@ from vit_jax.transfer.model_zoo import PUBLISHED, Published, fetch_from_hub, par
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-COMMITS = {"main": "a" * 40, "older": "b" * 40}
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves {(repository, commit): {file: bytes}} as the Hub does; notes (method, file)."""
-
-    repositories: dict = {}  # noqa: RUF012 (of one test at a time)
-    asked: list = []  # noqa: RUF012
-
-    def do_HEAD(self):
-        self.answer(with_body=False)
-
-    def do_GET(self):
-        self.answer(with_body=True)
-
-    def answer(self, with_body):
-        organisation, name, resolve, revision, *file = self.path[1:].split("/")
-        repo_id, file = f"{organisation}/{name}", "/".join(file)
-        assert resolve == "resolve"
-        self.asked.append((self.command, file))
-        if repo_id == "org/gated":
-            return self.refuse(403, "GatedRepo")
-        if repo_id == "org/down":
-            return self.refuse(500, None)
-        if repo_id not in {known for known, _ in self.repositories}:
-            return self.refuse(404, "RepoNotFound")
-        commit = COMMITS.get(revision, revision)
-        if (repo_id, commit) not in self.repositories:
-            return self.refuse(404, "RevisionNotFound")
-        content = self.repositories[repo_id, commit].get(file)
-        if content is None:
-            return self.refuse(404, "EntryNotFound", commit)
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", commit)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content[: len(content) // 2] if repo_id == "org/cut" else content)
-            self.close_connection = True
-
-    def refuse(self, status, code, commit=None):
-        self.send_response(status)
-        if code is not None:
-            self.send_header("X-Error-Code", code)
-        if commit is not None:
-            self.send_header("X-Repo-Commit", commit)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
-def move_hub(monkeypatch, address):
-    """As HF_ENDPOINT does, which huggingface_hub reads when it is imported; it never sleeps."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-
 
 @pytest.fixture
 def hub(golden, tmp_path, monkeypatch):
     """The server's class; its address and a new cache are huggingface_hub's."""
     files = {path.name: path.read_bytes() for path in (golden / "hf_vit").iterdir()}
     del files["io.npz"]
-    Hub.asked, Hub.repositories = [], {("org/vit", COMMITS["main"]): files}
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
-        threading.Thread(target=there.serve_forever, daemon=True).start()
-        move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with served({("org/vit", COMMITS["main"]): files}, monkeypatch, tmp_path):
         yield Hub
-        there.shutdown()
 
 
 def content_of(folder):

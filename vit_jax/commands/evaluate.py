@@ -55,6 +55,10 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--table", type=files.absolute, metavar="FILE.csv",
         help="add a row with the results to a CSV",
     )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="FILE.npz",
+        help="evaluate arrays: SPLIT_images, and SPLIT_labels, of the splits that are read",
+    )  # fmt: skip
     define_best_flag(parser)
     define_config_flags(parser, REQUIRED_TO_EVALUATE)
     define_process_flags(parser)
@@ -73,6 +77,8 @@ def main(flags: argparse.Namespace) -> int:
     if flags.table is not None:
         files.check_output(flags.table, "--table")
         read_rows(flags.table)  # raises unless it is a table
+    if flags.data is not None:
+        flags.overrides += [("data.name", "arrays"), ("data.data_dir", flags.data)]
     if of_run:
         workdir = files.absolute(flags.workdir)
         config, trained = load_run(workdir, flags.overrides)

@@ -8,7 +8,7 @@
 
 Images are files, or folders read at any depth; --data=NAME:SPLIT reads a data set instead. Each
 figure is a PNG as wide as a column of a paper, with its numbers beside it as .npz or .csv. Averages
-are over at most --examples images, evenly spaced; maps are drawn for the first --shown of them.
+are over at most --examples images, evenly spaced; maps are drawn for --shown of these.
 Filters and positions need no images. A figure that the model cannot give is left out, and one
 line says why.
 """

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -229,13 +230,13 @@ def open_source(
     how = {"exif": spec.exif is not False, "channels": spec.channels}
     if not flags.data:
         return image_files(paths, **how)
-    name, _, split = flags.data.partition(":")
+    start, name, split = re.fullmatch("(hf:)?([^:]*):?(.*)", flags.data).groups("")
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"multi_label": None, **how}
-    if name in data.OWN_IMAGES:
+    if name in ("folder", "list"):
         where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:
-        return data.make_source(name, split=split or "train", **where)
+        return data.make_source(start + name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none
         raise InputError(
             *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)

@@ -87,6 +87,7 @@ def main(flags: argparse.Namespace) -> int:
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
+    prediction.check_classes(pretrained)  # before the first line of output
     run, least, top = pretrained.run, flags.thresholds, flags.top
     if least is None and top is None and run and run["config"]["data"]["multi_label"]:
         least = "0.5"

@@ -80,6 +80,7 @@ def train(
     workdir: epath.PathLike,
     overrides: Mapping[str, Any] | None = None,
     callbacks: "Sequence[Callback]" = (),
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as `config` describes, continuing the run in `workdir` if there is one.
 
@@ -98,6 +99,13 @@ def train(
         state's arrays are gone after the next step: copy what you keep. What `f` returns is
         ignored. An error in it ends the run, and the same call resumes from the last save. In a
         job of several processes each calls it, with its shards of the state.
+      data: images that you have in Python, by split; sets `data.name` to "arrays". A split is a
+        pair (images, labels): uint8 (N, H, W, C) or (N, H, W), or a sequence of images, and N
+        numbers from 0, N lists of them, or an array (N, classes) of 0 and 1. Or it is a sequence
+        of pairs (image, label), or of dicts of both, as data sets of torch and of Hugging Face
+        are. "class_names" names the classes. To go on with the run, give the same again.
+
+            vit_jax.train("cifar10:small", "runs/mine", data={"train": (x, y), "test": (a, b)})
 
     Returns:
       The summary, as in `workdir/summary.json`.
@@ -106,6 +114,7 @@ def train(
       InputError: a ValueError that lists all faults; nothing has been written.
       NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
     """
+    from vit_jax.data.arrays import give
     from vit_jax.devices.mesh import start_backend
     from vit_jax.planning.search import choose_layout
     from vit_jax.run.train import train_and_evaluate
@@ -113,8 +122,9 @@ def train(
 
     if config is None:
         config = read_asked(files.absolute(workdir))
-    config = load_config(config, overrides)
     faults = [f"callbacks={callbacks!r}: needs a list of functions"]
-    validate(config, faults * (not isinstance(callbacks, list | tuple)), "config")
-    start_backend(config.mesh.platform)
-    return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)
+    with give(data) as chosen:
+        config = load_config(config, {**chosen, **(overrides or {})})
+        validate(config, faults * (not isinstance(callbacks, list | tuple)), "config")
+        start_backend(config.mesh.platform)
+        return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

@@ -18,7 +18,7 @@ from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.node import Node, flatten
 from vit_jax.config.parts import Key, add_keys
-from vit_jax.config.registries import REGISTRIES, SOURCES
+from vit_jax.config.registries import OPTIMIZERS, REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
@@ -261,6 +261,12 @@ def step_range(text: str, key: str) -> range:
 def model_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `create_model` that `config.model` sets."""
     return {k: v for k, v in config.model.items() if k not in ("name", "kernels") and v is not None}
+
+
+def has_average(config: ConfigDict) -> bool:
+    """Whether a run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
+    o = config.optimizer
+    return o.ema_decay is not None or OPTIMIZERS.find(o.name).averages
 
 
 def num_microbatches(config: ConfigDict) -> int:

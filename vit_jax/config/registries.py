@@ -43,6 +43,9 @@ OPTIMIZERS: Registry[Any] = Registry(
         "rmsprop": "vit_jax.experiment.optimizers.optimizers:RmsProp",
         "adafactor": "vit_jax.experiment.optimizers.optimizers:Adafactor",
         "lars": "vit_jax.experiment.optimizers.optimizers:Lars",
+        "lamb": "vit_jax.experiment.optimizers.lamb:Lamb",
+        "schedule_free": "vit_jax.experiment.optimizers.schedule_free:ScheduleFree",
+        "muon": "vit_jax.experiment.optimizers.muon:Muon",
     },
 )
 
@@ -54,6 +57,8 @@ SCHEDULES: Registry[Any] = Registry(
         "linear": "vit_jax.experiment.schedules:Linear",
         "cosine": "vit_jax.experiment.schedules:Cosine",
         "rsqrt": "vit_jax.experiment.schedules:Rsqrt",
+        "power": "vit_jax.experiment.schedules:Power",
+        "wsd": "vit_jax.experiment.schedules:Wsd",
         "exponential": "vit_jax.experiment.schedules:Exponential",
         "multistep": "vit_jax.experiment.schedules:Multistep",
     },
@@ -61,7 +66,9 @@ SCHEDULES: Registry[Any] = Registry(
 
 
 class DataSets(Registry[Any]):
-    """Names that are not listed are those of TFDS data sets, and of VTAB's tasks (`vtab/dtd`).
+    """Names that are not listed are those of TFDS data sets, of VTAB's tasks (`vtab/dtd`), and of
+    data sets of the Hugging Face Hub (`hf:OWNER/NAME`). A run notes what arrays it was given
+    (`arrays@...`).
 
     A config may have keys of several data sets, for mixtures and evaluators; each takes its own.
     """
@@ -69,7 +76,9 @@ class DataSets(Registry[Any]):
     def find(self, name: str) -> type[Any]:
         if name in self:
             return super().find(name)
-        return super().find("vtab" if str(name).startswith("vtab/") else "tfds")
+        kinds = {"hf:": "hf", "vtab/": "vtab", "arrays@": "arrays"}
+        found = (kind for start, kind in kinds.items() if str(name).startswith(start))
+        return super().find(next(found, "tfds"))
 
     def make(self, values: Mapping[str, Any], prefix: str | None = None) -> Any:
         own = self.find(values["name"]).declared()
@@ -80,11 +89,16 @@ SOURCES = DataSets(
     "data.name",
     sections.Data,
     {
+        "arrays": "vit_jax.data.arrays:Arrays",
+        "arrow": "vit_jax.data.tables:Arrow",
         "digits": "vit_jax.data.sources:Digits",
         "folder": "vit_jax.data.images.folder:Folder",
+        "hf": "vit_jax.data.hub:Hub",
         "list": "vit_jax.data.images.list:List",
+        "parquet": "vit_jax.data.tables:Parquet",
         "pseudo": "vit_jax.data.pseudo:Pseudo",
         "synthetic": "vit_jax.data.sources:Synthetic",
+        "tar": "vit_jax.data.tar:Tar",
         "tfds": "vit_jax.data.tfds:Tfds",
         "unlabelled": "vit_jax.data.images.folder:Unlabelled",
         "vtab": "vit_jax.data.vtab:Vtab",

@@ -13,12 +13,9 @@ from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
-from vit_jax.data.images.files import class_like_folders
-from vit_jax.data.images.folder import find_layout
-from vit_jax.data.images.list import find_lists
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import at_full_size, check_crops, parse_ops
-from vit_jax.data.order import Order, make_order, resolve_order
+from vit_jax.data.order import Order, make_order, resolve_chunk_size, resolve_order
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
 from vit_jax.data.sources import DataSet, Request, Source, count_labels, read_labels
 from vit_jax.data.subset import (
@@ -30,20 +27,6 @@ from vit_jax.data.subset import (
     soften,
 )
 from vit_jax.data.tfds import ON_DISK
-
-# Data sets of the user's own images, whose classes the user names.
-OWN_IMAGES = ("folder", "list")
-
-
-def own_splits(name: str, data_dir: str | None) -> list[str]:
-    """The splits of the data set `name`, of OWN_IMAGES, in `data_dir`; [] if it has no classes.
-
-    Raises: InputError if there is nothing.
-    """
-    if name == "list":
-        return find_lists(data_dir).names()
-    layout = find_layout(data_dir)
-    return layout.names() if len(class_like_folders(layout.train_root)) > 1 else []
 
 
 def make_source(

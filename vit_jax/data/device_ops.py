@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
 from vit_jax.data.ops import DeviceOp, Pairs
@@ -368,7 +369,7 @@ def make_device_transform(
 
     def of_view(image: jax.Array, keys: jax.Array, ops: Sequence[DeviceOp]) -> jax.Array:
         for i, op in enumerate(ops):
-            image = op({"image": image}, _fold_in(keys, i), pairs)["image"]
+            image = _apply(op, {"image": image}, _fold_in(keys, i), pairs)["image"]
         return image.astype(jnp.float32)
 
     def of_views(images: jax.Array, row_keys: jax.Array, kind: Any) -> jax.Array:
@@ -383,13 +384,23 @@ def make_device_transform(
         for i, op in enumerate(device_ops):
             if op.mixes and batch["label"].ndim == 1:
                 batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}
-            batch = op(batch, _fold_in(row_keys, i), pairs)
+            batch = _apply(op, batch, _fold_in(row_keys, i), pairs)
         made = {name: of_views(batch[name], row_keys, v) for name, v in (views or {}).items()}
         if "image" in batch:
             made["image"] = to_value_range(batch["image"], mean, std)
         return batch | made
 
     return transform
+
+
+def _apply(op: DeviceOp, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
+    made: Any = op(batch, keys, pairs)
+    if not isinstance(made, dict) or batch.keys() - made.keys():
+        raise InputError(
+            f"{op.text!r} gives {type(made).__name__}; an op of the device gives the whole batch, "
+            'such as batch | {"image": images}'
+        )
+    return made
 
 
 def _fold_in(keys: jax.Array, number: int) -> jax.Array:

@@ -103,6 +103,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         multi_label=first.multi_label,
         soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
+        chunks=next((source.chunks for source in sources if source.chunks), None),
     )
 
 

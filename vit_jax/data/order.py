@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,12 +25,24 @@ _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlat
 _DRAWS = 2**48  # range of a random draw; its remainder mod k is a nearly uniform draw from k
 _CHUNK_FROM = 100_000_000  # from this many examples on, opening a file per record costs too much
 _MAX_STREAMS = 256
+_CHUNK_SIZE = 64
 _MIN_STRETCH = 8  # minimum of consecutive records that a stream gives to a batch
 _WEIGHT_UNITS = 2**20  # weights of a mixture are multiples of 1 / _WEIGHT_UNITS
 
 ORDERS = ("record", "chunk")
 
 Order = Callable[["tf.Tensor"], "tf.Tensor"]  # quoted, so that TensorFlow is not imported
+
+
+class Chunks(NamedTuple):
+    """How to read records that are stored so that one costs as much as its neighbours together.
+
+    size: number of records that are stored together.
+    streams: number of chunks that can be read in parallel at most.
+    """
+
+    size: int
+    streams: int
 
 
 def resolve_order(
@@ -39,13 +52,15 @@ def resolve_order(
     num_examples: int,
     global_batch_size: int,
     repeats: int,
+    chunks: Chunks | None = None,
 ) -> tuple[str, int | None]:
     """The name and the number of streams of an order, with defaults that depend on the data set.
 
-    The default order is `record` below 100 million examples and `chunk` from there on. The default
-    number of streams of `chunk` is the largest power of two up to 256 that divides the records of
-    a batch and leaves each stream at least 8 consecutive records of it. `record` has no streams
-    (None); given streams are dropped if the default order is `record`.
+    The default order is `record` below 100 million examples, and `chunk` from there on or for data
+    with `chunks`. The default number of streams of `chunk` is the largest power of two, up to 256
+    or that of `chunks`, that divides the records of a batch and leaves each stream at least 8
+    consecutive records of it. `record` has no streams (None); given streams are dropped if the
+    default order is `record`.
 
     Args:
       name: one of ORDERS, or None.
@@ -53,13 +68,20 @@ def resolve_order(
       num_examples: number of examples, in a mixture of all its data sets.
       global_batch_size: B.
       repeats: R.
+      chunks: of the data; None: each record can be read without its neighbours.
     """
-    name = name or ("chunk" if num_examples >= _CHUNK_FROM else "record")
+    name = name or ("chunk" if chunks or num_examples >= _CHUNK_FROM else "record")
     if name == "chunk" and streams is None:
         records = global_batch_size // repeats
-        largest = min(_MAX_STREAMS, max(records // _MIN_STRETCH, 1))
+        most = chunks.streams if chunks else _MAX_STREAMS
+        largest = min(_MAX_STREAMS, most, max(records // _MIN_STRETCH, 1))
         streams = math.gcd(records, 2 ** (largest.bit_length() - 1))
     return name, streams if name == "chunk" else None
+
+
+def resolve_chunk_size(size: int | None, chunks: Chunks | None) -> int:
+    """The number of records in a chunk; by default those that are stored together, or 64."""
+    return size or (chunks.size if chunks else _CHUNK_SIZE)
 
 
 def pair_distance(name: str, streams: int | None, *, global_batch_size: int, repeats: int) -> int:
@@ -74,6 +96,12 @@ def pair_distance(name: str, streams: int | None, *, global_batch_size: int, rep
         return repeats
     assert streams is not None
     return repeats * (global_batch_size // repeats // streams)
+
+
+def spread(number: int, total: int) -> np.ndarray:
+    """At most `number` of `total` records, evenly spaced from the first: int64 ids."""
+    number = min(number, total)
+    return np.arange(number, dtype=np.int64) * total // max(number, 1)
 
 
 def check_order(
@@ -109,8 +137,9 @@ def check_order(
             f"multiple of 2 x data.repeats={repeats}; try {max(records // 2, 1) * 2 * repeats}"
         )
     if mixes and name == "chunk":
-        how = {"global_batch_size": global_batch_size, "repeats": repeats}
-        _, dealt = resolve_order(name, streams, num_examples=0, **how)
+        _, dealt = resolve_order(
+            name, streams, num_examples=0, global_batch_size=global_batch_size, repeats=repeats
+        )
         if dealt is not None and dealt % 2:
             raise InputError(
                 f"data.streams={dealt}: data.ops mixes images of two streams, so it needs an even "

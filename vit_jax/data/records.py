@@ -28,6 +28,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.files import cache_folder, replaced
 from vit_jax.data.elements import PARALLEL_CALLS, untuned
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
 
 _MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
 _STRETCHES_IN_FLIGHT = 8
@@ -46,11 +47,16 @@ class RecordFiles:
         in one segment. At a record that cannot be read it raises an error or ends early.
       parse: (string, record_id) -> the result of `Source.read` for that record; raises an error if
         the string is no stored record. The empty string is never one.
+      read: int64 (b,) -> the stored records (b,) of any ids, empty strings as in `stored_records`;
+        None: `open` costs no more for each stretch.
+      knows_labels: whether `parse` takes the label from elsewhere, so that any string gives it.
     """
 
     segments: np.ndarray
     open: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
-    parse: Callable[[tf.Tensor, tf.Tensor], dict[str, tf.Tensor]]
+    parse: Callable[[tf.Tensor, tf.Tensor], dict[str, tf.Tensor]] = lambda stored, record_id: {}
+    read: Callable[[tf.Tensor], tf.Tensor] | None = None
+    knows_labels: bool = False
 
 
 def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
@@ -59,6 +65,9 @@ def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
     Equal neighbours are read once. The string is empty for id -1 and for a record that cannot be
     read.
     """
+    if files.read is not None:
+        pieces = ids.unbatch().batch(_MAX_ROWS)
+        return pieces.map(files.read, _STRETCHES_IN_FLIGHT, deterministic=True).unbatch()
     segments = tf.constant(files.segments, tf.int64)
     grouped = ids.flat_map(
         lambda ids: tf.data.Dataset.from_tensor_slices(
@@ -88,7 +97,45 @@ def stored_values(
 
 def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
     """`stored_values` of the labels. Images are not decoded, and may be broken."""
+    if files.knows_labels:
+        labels = ids.unbatch().map(lambda i: (i, files.parse("", i)["label"]), PARALLEL_CALLS)
+        return labels.ignore_errors()
     return stored_values(files, ids, lambda record, i: files.parse(record, i)["label"])
+
+
+def read_one(files: RecordFiles, record_id: tf.Tensor, parse: Callable) -> Any:
+    """Read one record and return parse(stored string, record_id)."""
+    stored = untuned(files.open(record_id, tf.constant(1, tf.int64))).get_single_element()
+    return parse(stored, record_id)
+
+
+def read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
+    """`read_one` outside of a graph; None for a broken record.
+
+    Errors that may not recur, such as a store that does not answer, are raised.
+    """
+    e = tf.errors
+    broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
+    try:
+        return read_one(files, tf.constant(record, tf.int64), parse)
+    except (*broken, UnicodeDecodeError):  # the error may quote the record's bytes
+        return None
+
+
+def digest_records(files: RecordFiles, num_examples: int) -> list[str]:
+    """Digests of the first, middle and last record; they change if the order of records does."""
+
+    def digest(stored, record_id):
+        example = files.parse(stored, record_id)
+        image, label = example["image"], example["label"].numpy()
+        if image.dtype == tf.string and tf.io.is_jpeg(image):  # decoders differ in its pixels
+            return hashlib.sha256(f"{label} ".encode() + image.numpy()).hexdigest()
+        pixels = to_pixels(image).numpy()  # the compression of a PNG may differ
+        identity = f"{label} {pixels.shape} ".encode()
+        return hashlib.sha256(identity + pixels.tobytes()).hexdigest()
+
+    records = (0, num_examples // 2, num_examples - 1)
+    return [read_now(files, record, digest) or "broken" for record in records]
 
 
 def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
@@ -191,6 +238,16 @@ def _open_array_record(parts) -> Callable:
     return open_stretch
 
 
+def open_by(read: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
+    """Make `RecordFiles.open` of `RecordFiles.read`."""
+
+    def open_stretch(first, count):
+        ids = tf.range(first, first + count)
+        return tf.data.Dataset.from_tensors(ids).map(read).unbatch()
+
+    return open_stretch
+
+
 def record_offsets(paths: Sequence[epath.PathLike]) -> list[np.ndarray]:
     """For each file of n records the start of every record and the end of the last: int64 (n + 1,).
 
@@ -211,7 +268,8 @@ def _cached_offsets(path: epath.Path, cache: pathlib.Path) -> np.ndarray:
         offsets = np.load(entry, allow_pickle=False)
         if offsets.dtype == np.int64 and offsets[-1] == stat.length:
             return offsets
-    except (OSError, ValueError, EOFError):  # not cached yet, or damaged
+    # Not cached yet, or damaged; SystemError: Python 3.11 cannot parse headers in several threads.
+    except (OSError, ValueError, EOFError, SystemError):
         pass
     offsets = walk(path, stat.length)
     with contextlib.suppress(OSError):  # without the cache the next run scans the file again

@@ -23,6 +23,7 @@ from vit_jax.config.parts import Part
 from vit_jax.data.division import Divider
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
+from vit_jax.data.order import Chunks
 from vit_jax.data.records import RecordFiles, stored_labels
 
 _LABELS_AT_ONCE = 4096
@@ -59,6 +60,7 @@ class Source:
       multi_label: whether labels are float32 (C,), 1 for each class that the image shows.
       soft_labels: whether labels are float32 (C,), the probabilities of the classes.
       part_sizes: number of records of each data set of a mixture; one number for a single data set.
+      chunks: how to read records that are stored together; None: in any order.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Source:
     multi_label: bool = False
     soft_labels: bool = False
     part_sizes: tuple[int, ...] = ()
+    chunks: Chunks | None = None
 
     def __post_init__(self):
         if not self.part_sizes:
@@ -105,6 +108,7 @@ class Request:
     num_examples: number of examples in this split, likewise.
     reader: for TFDS data sets; see tfds.py.
     max_corrupt_fraction: own images are refused if a larger share of the files is missing.
+    class_names: of the model that is evaluated, for labels that are numbers without names.
     """
 
     name: str
@@ -119,19 +123,35 @@ class Request:
     num_examples: int | None = None
     reader: str | None = None
     max_corrupt_fraction: float = 1.0
+    class_names: Sequence[str] | None = None
 
 
 class DataSet(Part):
     """A data set that `data.name` chooses; its fields are keys of `data` that only it reads.
 
     is_made: whether it makes as many images, of as many classes, as the config asks for.
+    is_own: whether it holds the user's own images, whose classes the user names.
     """
 
     is_made: ClassVar[bool] = False
+    is_own: ClassVar[bool] = False
 
     def sizes(self) -> tuple[int, Mapping[str, int]] | None:
         """(classes, {split: examples}), for plans; None: only `open` knows."""
         return None
+
+    @classmethod
+    def splits(cls, name: str, data_dir: str | None) -> Sequence[str]:
+        """The splits with classes that can be left out where they are missing, as "test?".
+
+        Raises: InputError if there are no data.
+        """
+        return ()
+
+    @classmethod
+    def settle(cls, name: str) -> str:
+        """The name that a run keeps, for one that may later mean other data; usually `name`."""
+        return name
 
     def open(self, request: Request) -> Source:
         """The split that is asked for; raises InputError if it cannot be had."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import math
 import os
 import pathlib
@@ -30,10 +29,18 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
-from vit_jax.data.elements import Elements, untuned
+from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.data.records import RecordFiles, open_files, stored_labels, stored_values
+from vit_jax.data.records import (
+    RecordFiles,
+    digest_records,
+    open_files,
+    read_now,
+    read_one,
+    stored_labels,
+    stored_values,
+)
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_tensors
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
@@ -98,7 +105,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
     files = open_files(info.file_format.value, parts, parse)
     if class_names is not None:
         _check_labelled(files, features, view, f"data.split={split!r} of {info.full_name}")
-    digest = _digest_records(files, num_examples)
+    digest = digest_records(files, num_examples)
     in_memory = reader == "memory"
     read = _read_all(files, num_examples, image_shape) if in_memory else None
     return Source(
@@ -109,7 +116,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
         class_names=class_names,
         image_shape=image_shape,
         fingerprint=fingerprint(info.full_name, split, num_examples, class_names, digest),
-        read=read or (lambda record_id: _read_one(files, record_id, files.parse)),
+        read=read or (lambda record_id: read_one(files, record_id, files.parse)),
         record_name=_make_record_name(parts, files.segments, f"{info.full_name} {split}"),
         encoded=not in_memory or image_shape is None,
         record_files=None if in_memory else files,
@@ -147,7 +154,7 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path) -> str:
         known = [*SOURCES, *catalogue]
         close = difflib.get_close_matches(catalogue_name, known, n=1, cutoff=0.7)
         meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
-        return f"{meant}prepare it as docs/how_to/datasets.md shows, or {or_set}"
+        return f"{meant}prepare it as docs/how_to/data.md shows, or {or_set}"
     steps = (
         'prepare it with: python -c "import tensorflow_datasets as tfds; '
         f'tfds.builder({name!r}, data_dir={str(root)!r}).download_and_prepare()"'
@@ -182,21 +189,32 @@ def _read_features(info, view: View, where: str) -> dict:
     return {key: features[key] for key in ("image", *view.features)}
 
 
-def count_examples(split: str, infos: Mapping[str, Any], name: str) -> int:
-    """The number of examples of `split` in TFDS notation, of a data set with the splits `infos`.
+def find_parts(split: str, infos: Mapping[str, Any], name: str) -> list[tuple[str, int, int]]:
+    """The parts (split, first record, last record + 1) of `split` in TFDS notation.
+
+    Args:
+      split: the text.
+      infos: {split: tfds.core.SplitInfo} of the data set.
+      name: of the data set, in messages.
 
     Raises: InputError if it does not exist or is empty.
     """
     where = f"data.split={split!r} of {name}"
     try:
-        parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(infos)
+        found = tfds.core.ReadInstruction.from_spec(split).to_absolute(infos)
     except (ValueError, KeyError) as error:
         raise InputError(f"{where}: {error}") from error
-    ends = [infos[p.splitname].num_examples if p.to is None else p.to for p in parts]
-    sizes = [end - (p.from_ or 0) for end, p in zip(ends, parts, strict=True)]
+    ends = [infos[p.splitname].num_examples if p.to is None else p.to for p in found]
+    parts = [(p.splitname, p.from_ or 0, end) for p, end in zip(found, ends, strict=True)]
+    sizes = [stop - start for _, start, stop in parts]
     if sum(sizes) < 1 or min(sizes) < 0:
         raise InputError(f"{where} holds no examples, or ends before it begins")
-    return sum(sizes)
+    return parts
+
+
+def count_examples(split: str, infos: Mapping[str, Any], name: str) -> int:
+    """The number of examples of `split`; see `find_parts`."""
+    return sum(stop - start for _, start, stop in find_parts(split, infos, name))
 
 
 def _choose_reader(reader: str | None, info, parts, num_examples: int, image_shape) -> str:
@@ -273,47 +291,12 @@ def _parse_example(features: tfds.features.FeaturesDict, stored: tf.Tensor) -> d
     return features.deserialize_example(stored, decoders=decoders)
 
 
-def _read_one(files: RecordFiles, record_id: tf.Tensor, parse: Callable) -> Any:
-    """Read one record and return parse(stored string, record_id)."""
-    stored = untuned(files.open(record_id, tf.constant(1, tf.int64))).get_single_element()
-    return parse(stored, record_id)
-
-
-def _read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
-    """`_read_one` outside of a graph; None for a broken record.
-
-    Errors that may not recur, such as a store that does not answer, are raised.
-    """
-    e = tf.errors
-    broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
-    try:
-        return _read_one(files, tf.constant(record, tf.int64), parse)
-    except (*broken, UnicodeDecodeError):  # the error may quote the record's bytes
-        return None
-
-
 def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) -> None:
     """Raise InputError if the first record has no label, as in some test splits."""
     dictionary = tfds.features.FeaturesDict(features)
-    label = _read_now(files, 0, lambda stored, _: view.label(_parse_example(dictionary, stored)))
+    label = read_now(files, 0, lambda stored, _: view.label(_parse_example(dictionary, stored)))
     if label is not None and label < 0:
         raise InputError(f"{where} holds unlabelled examples")
-
-
-def _digest_records(files: RecordFiles, num_examples: int) -> list[str]:
-    """Digests of the first, middle and last record; they change if the order of records does."""
-
-    def digest(stored, record_id):
-        example = files.parse(stored, record_id)
-        image, label = example["image"], example["label"].numpy()
-        if image.dtype == tf.string and tf.io.is_jpeg(image):  # decoders differ in its pixels
-            return hashlib.sha256(f"{label} ".encode() + image.numpy()).hexdigest()
-        pixels = to_pixels(image).numpy()  # the compression of a PNG may differ
-        identity = f"{label} {pixels.shape} ".encode()
-        return hashlib.sha256(identity + pixels.tobytes()).hexdigest()
-
-    records = (0, num_examples // 2, num_examples - 1)
-    return [_read_now(files, record, digest) or "broken" for record in records]
 
 
 def _read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:

@@ -5,6 +5,7 @@
 """
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,9 +23,12 @@ from vit_jax.config.evals import evaluator_of
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.evaluators.inputs import EvalInputs, Measure
+from vit_jax.evaluators.metric_names import is_named
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
+
+logger = logging.getLogger("vit_jax")
 
 
 def evaluate(name: str, measure: Measure, state: TrainState) -> dict[str, float]:
@@ -97,9 +101,23 @@ def make_evaluators(
             continue
         measure = faults.check_in(f"evals.{name}.", evaluator.bind, inputs)
         if measure is not None:
-            evaluators[name] = measure
+            evaluators[name] = _warned(name, evaluator.metrics(), measure)
     collect_faults(faults)
     return evaluators
+
+
+def _warned(name: str, declared: Mapping[str, Any] | None, measure: Measure) -> Measure:
+    """`measure`, which warns once of each metric that the evaluator `name` does not declare."""
+    known = {*declared} if declared is not None else {"*"}
+
+    def measure_and_warn(state: TrainState) -> dict[str, float]:
+        found = measure(state)
+        for metric in [m for m in found if not is_named(m, known)]:
+            known.add(metric)
+            logger.warning("evals.%s reports %r, which its `metrics` do not declare", name, metric)
+        return found
+
+    return measure_and_warn
 
 
 def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.base.tree import Batch, PyTree
-from vit_jax.data import Source, eval_batches, image_batch, to_value_range
+from vit_jax.data import Source, eval_batches, image_batch, order, to_value_range
 from vit_jax.data.ops import HostOp
-from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.state import TrainState
 
 # What `Evaluator.bind` gives: state -> {metric: value}.
@@ -90,6 +91,13 @@ class EvalInputs:
             record_ids=record_ids,
             refuse_small=True,
         )
+
+    def spread(self, number: int) -> Iterator[Batch]:
+        """`batches` of `number` images of the split, evenly spaced; of all if it has fewer."""
+        record_ids = order.spread(number, self.source().num_examples)
+        ways = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        batch_size = min(self.batch_size, ways * math.ceil(len(record_ids) / ways))
+        return self.batches(record_ids=record_ids, batch_size=batch_size)
 
 
 def fetch(results: Iterable[PyTree]) -> Iterator[PyTree]:

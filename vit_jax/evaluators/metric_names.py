@@ -15,6 +15,7 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, nearest
+from vit_jax.config import has_average
 from vit_jax.config.evals import Better, evaluator_of
 
 logger = logging.getLogger("vit_jax")
@@ -43,7 +44,7 @@ def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
         return None
     assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
-    if config.optimizer.ema_decay is None:
+    if not has_average(config):
         return found
     return found | {f"{metric}_raw": better for metric, better in found.items()}
 

@@ -5,7 +5,6 @@ S columns of the patches, D features.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import numpy as np
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIVE, SplitEvaluator, key
-from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.evaluators.features import need_images, principal_components
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
@@ -43,13 +41,13 @@ def as_colours(x_KRSD: np.ndarray) -> tuple[np.ndarray, float]:
 class PatchFeatures(SplitEvaluator):
     """Images of the patch features, as in the papers on DINO; no labels.
 
-    During training the first `num_images` images of the split are written as
+    During training `num_images` images, spread over the split, are written as
     WORKDIR/patch_features/NAME_STEP.png, each beside the first three principal components of the
     encoder's output for its patches, as colours. The components are those of all these patches,
     so the same colour means the same feature in each row. `share` is their share of the variance.
     """
 
-    num_images: int = key(8, "images to draw, the first of the split", within=POSITIVE)
+    num_images: int = key(8, "images to draw, spread over the split", within=POSITIVE)
 
     learns_classes = True
     output = "features"
@@ -65,8 +63,6 @@ class PatchFeatures(SplitEvaluator):
                 "patches; leave the evaluator out"
             )
         number = min(self.num_images, inputs.source().num_examples)
-        ways = math.prod(inputs.mesh.shape[axis] for axis in BATCH_AXES)
-        batch_size = min(inputs.batch_size, ways * math.ceil(number / ways))
         table = TableWriter(inputs, FOLDER)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
@@ -77,8 +73,7 @@ class PatchFeatures(SplitEvaluator):
             return jax.tree.map(lambda rows: rows[:number], found)
 
         def measure(state: TrainState) -> dict[str, float]:
-            batches = inputs.batches(record_ids=np.arange(number), batch_size=batch_size)
-            found = list(fetch(compute(state, batch) for batch in batches))
+            found = list(fetch(compute(state, batch) for batch in inputs.spread(number)))
             images, features = (
                 np.concatenate([part[i][part[2] > 0] for part in found]) for i in range(2)
             )

@@ -7,6 +7,7 @@ Source: Garrido et al. 2022 (arXiv:2210.02885), section 3, RankMe.
 import numpy as np
 
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.data import order
 from vit_jax.evaluators.features import make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
@@ -52,7 +53,7 @@ class Rank(SplitEvaluator):
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, total = make_gather(inputs), inputs.source().num_examples
         number = min(self.num_images, total)
-        ids = None if number == total else np.arange(number, dtype=np.int64) * total // number
+        ids = None if number == total else order.spread(number, total)
 
         def measure(state: TrainState) -> dict[str, float]:
             x_ND = gather(state, "split", ids).x_ND

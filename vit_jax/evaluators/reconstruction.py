@@ -33,12 +33,12 @@ class ReconstructionLoss(SplitEvaluator):
     """The loss of an objective that hides patches, and tables of images that it restores.
 
     What is hidden depends on an image's record id only, so that the losses of different steps
-    compare. During training the first `num_images` images of the split are written as
+    compare. During training `num_images` images, spread over the split, are written as
     WORKDIR/reconstructions/NAME_STEP.png, a row for each: what the model sees, its reconstruction,
     the image. It uses the objective of the run.
     """
 
-    num_images: int = key(8, "images to draw, the first of the split", within=FROM_0)
+    num_images: int = key(8, "images to draw, spread over the split", within=FROM_0)
 
     learns_classes = True
     output = "features"
@@ -62,21 +62,17 @@ class ReconstructionLoss(SplitEvaluator):
         def draw(params, batch):
             found = reconstruct(params, batch["image"], batch["id"])
             images = (found.hidden, found.restored, batch["image"])
-            return jnp.stack(images, axis=1)[: self.num_images]
-
-        def compute_all(state, draws):
-            for i, batch in enumerate(inputs.batches()):
-                if draws and i == 0:
-                    images_K3HWC = jax.device_get(draw(state.params, batch))
-                    if jax.process_index() == 0:
-                        table.write(images_K3HWC)
-                yield compute(state.params, batch)
+            return jnp.stack(images, axis=1), batch["mask"]
 
         def measure(state: TrainState) -> dict[str, float]:
-            draws = table.begin(int(state.step)) and self.num_images > 0
-            counts = np.asarray(list(fetch(compute_all(state, draws))), np.float64)
-            loss, seen = counts.sum(axis=0)
+            counts = fetch(compute(state.params, batch) for batch in inputs.batches())
+            loss, seen = np.asarray(list(counts), np.float64).sum(axis=0)
             need_images(int(seen), "split")
+            if table.begin(int(state.step)) and self.num_images > 0:
+                drawn = fetch(draw(state.params, batch) for batch in inputs.spread(self.num_images))
+                images_K3HWC = np.concatenate([images[mask > 0] for images, mask in drawn])
+                if jax.process_index() == 0 and len(images_K3HWC):
+                    table.write(images_K3HWC)
             return {"loss": float(loss / seen), "num_examples": int(seen)}
 
         return measure

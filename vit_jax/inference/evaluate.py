@@ -22,6 +22,7 @@ from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
 from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
+from vit_jax.data.arrays import give
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
@@ -71,6 +72,7 @@ def evaluate(
     overrides: Mapping[str, Any] | None = None,
     *,
     best: bool = False,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Evaluate a run, or any model; writes nothing.
 
@@ -82,6 +84,8 @@ def evaluate(
       config: the evaluators and their data; None: the run's own.
       overrides: as in `load_config`.
       best: of a run, the step that `checkpoint.keep_best` kept instead of the newest.
+      data: images that you have in Python, for the splits that the evaluators read; as in `train`.
+        Without "class_names", labels are numbers of the model's classes.
 
     Returns:
       {"test/top1": ..., ...}; for a run also its "step".
@@ -90,18 +94,20 @@ def evaluate(
       InputError: a ValueError that lists all faults.
     """
     model: StoredModel | Pretrained
-    if config is None:
-        workdir = files.absolute(source)
-        config, trained = load_run(workdir, as_pairs(overrides))
-        start_backend(config.mesh.platform)
-        model = StoredModel(workdir, trained, best)
-    else:
-        config = load_config(config, overrides)
-        validate(config, [], "config", REQUIRED_TO_EVALUATE)
-        check_evaluates_any(config, "config")
-        start_backend(config.mesh.platform)
-        model = transfer.read_pretrained(source, best=best)
-    return evaluate_model(config, model)
+    with give(data) as chosen:
+        overrides = {**chosen, **(overrides or {})}
+        if config is None:
+            workdir = files.absolute(source)
+            config, trained = load_run(workdir, as_pairs(overrides))
+            start_backend(config.mesh.platform)
+            model = StoredModel(workdir, trained, best)
+        else:
+            config = load_config(config, overrides)
+            validate(config, [], "config", REQUIRED_TO_EVALUATE)
+            check_evaluates_any(config, "config")
+            start_backend(config.mesh.platform)
+            model = transfer.read_pretrained(source, best=best)
+        return evaluate_model(config, model)
 
 
 def evaluate_model(

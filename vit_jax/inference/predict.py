@@ -8,7 +8,6 @@ import csv
 import functools
 import io
 import itertools
-import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +35,6 @@ from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
 from vit_jax.models.watched import as_map
 from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
-
-logger = logging.getLogger("vit_jax")
-
 
 _OF_CLASSES = ("probabilities", "logits")
 _OF_LAYERS = ("features", "dense", "attention")
@@ -248,10 +244,14 @@ def check_size(pretrained: Pretrained) -> None:
 
 
 def check_classes(pretrained: Pretrained) -> None:
-    """Raise InputError if the model has no classes."""
-    if pretrained.model.num_classes is None:
+    """Raise InputError if the model has no classes, or has never learned them."""
+    head = pretrained.params.get("head/kernel")
+    untrained = head is not None and not np.any(head)
+    if pretrained.model.num_classes is None or untrained:
+        why = "its head was never trained" if untrained else "the model has no classes"
         raise InputError(
-            f"{pretrained.source}: the model has no classes; save its features, or take another"
+            f"{pretrained.source}: {why}; predict --features=FILE.npz saves its features (in "
+            "Python: output='features'), and --config=finetune:folder gives it classes"
         )
 
 
@@ -268,20 +268,11 @@ def classify(
 
     `classes` holds the `top` most probable classes (None: all) in descending order, without those
     below `thresholds`, a probability for all or float (C,). An image that cannot be read, or is
-    smaller than a crop, yields {"file": ..., "error": ...}. Warns if the head was never trained, as
-    after training without labels.
+    smaller than a crop, yields {"file": ..., "error": ...}.
 
     Raises:
-      InputError: if the model has no classes.
+      InputError: if the model has no classes, or has never learned them.
     """
-    check_classes(pretrained)
-    head = pretrained.params.get("head/kernel")
-    if head is not None and not np.any(head):
-        logger.warning(
-            "%s: its head was never trained, so all classes are equally probable; save its "
-            "features instead, or fine-tune first",
-            pretrained.source,
-        )
     names = class_names(pretrained.spec, pretrained.model.num_classes)
     found_by_batch = outputs(
         pretrained, source, batch_size=batch_size, what="probabilities", progress=progress

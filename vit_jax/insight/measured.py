@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.data import Source, to_value_range
+from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
 from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps
@@ -80,14 +80,15 @@ def measure(
       pretrained: the model, with an image size in its spec.
       source: the images; at most `examples` of them, evenly spaced.
       batch_size: a multiple of the number of devices.
-      shown: number of images to keep maps of, from the first batch.
+      shown: number of images to keep maps of, evenly spaced, at most those of a batch.
 
     Raises:
       InputError: if the model takes images of any size and none was chosen, or no image can be
         read.
     """
-    count = min(examples, source.num_examples)
-    record_ids = np.arange(count, dtype=np.int64) * source.num_examples // count
+    record_ids = order.spread(examples, source.num_examples)
+    firsts = order.spread(shown, len(record_ids))  # not all of the first class of a folder
+    record_ids = np.concatenate([record_ids[firsts], np.delete(record_ids, firsts)])
     found = computed(
         pretrained,
         source,

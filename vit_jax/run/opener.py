@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import data, transfer
+from vit_jax import transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
@@ -31,6 +31,7 @@ from vit_jax.run.sources import (
     find_absent,
     open_evaluated,
     open_training,
+    settle_names,
 )
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
 from vit_jax.run.weights_and_biases import check_installed
@@ -112,12 +113,14 @@ class Files(Opener):
         self.divider = self._open_division(config)
         changes: Changes = dict(find_absent(config, training=True))
         config = config_lib.with_values(config, changes)
+        names = settle_names(config)
+        config = config_lib.with_values(config, names)
         facts, sources = open_training(config, self._taught, self.divider)
         config = config_lib.with_values(config, facts)
         settled = Divider(self.divider.settled())
         self.sources = sources | open_evaluated(config, divider=settled, opened=sources)
         check_images(config, self.preprocessing, self.sources)
-        return changes | facts
+        return changes | names | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
         """The divider of the stored run; of a new run, it knows the images of `init_from`."""
@@ -191,7 +194,8 @@ class Tables(Opener):
         d = config.data
         missing = [k for k in ("num_classes", "num_examples") if d[k] is None]
         if not self._opens_data:
-            if d.name not in (*data.OWN_IMAGES, "unlabelled") or not missing:
+            is_here = config_lib.SOURCES.find(d.name).is_own and d.name in config_lib.SOURCES
+            if not is_here or not missing:
                 return dict(known_facts(config))
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)

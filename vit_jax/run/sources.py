@@ -100,10 +100,11 @@ def open_evaluated(
         for split_key, key in config_lib.eval_splits(config, entry).items():
             where = f"evals.{name}.{split_key}"
             made = SOURCES.find(key.data_name).is_made
-            numbers = {name: d[name] for name in ("num_classes", "num_examples") if made}
+            asked = {name: d[name] for name in ("num_classes", "num_examples") if made}
+            asked["class_names"] = None if learns else class_names
             try:
                 source = sources.get(key) or opened.get(key)
-                source = source or _open_split(config, key, divider=divider, **numbers)
+                source = source or _open_split(config, key, divider=divider, **asked)
                 if class_names is not None and key not in sources:
                     of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
                     source = _match_own(source, key, class_names, learns, f"{of}.data_dir")
@@ -136,9 +137,9 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
         for split_key, key in config_lib.eval_splits(config, entry).items():
             if not entry[split_key].endswith("?"):
                 continue
-            is_own = key.data_name in data.OWN_IMAGES
-            if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir):
-                where = f"{key.data_dir} has no split {key.split!r}"
+            splits = SOURCES.find(key.data_name).splits(key.data_name, key.data_dir)
+            if key.split not in splits:
+                where = f"{key.data_dir or key.data_name} has no split {key.split!r}"
                 absent[name] = f"evals.{name}: left out, as {where}"
     if training:
         waits = [
@@ -156,6 +157,15 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
     return dict.fromkeys(f"evals.{name}" for name in absent)
 
 
+def settle_names(config: ConfigDict) -> dict[str, str]:
+    """{key: name} of the data sets whose names may mean other data later."""
+    keys = ["data.name", *(f"evals.{name}.data_name" for name in config.evals)]
+    flat = config_lib.flatten(config)
+    names = {key: flat[key] for key in keys if flat[key] is not None}
+    settled = {key: SOURCES.find(name).settle(name) for key, name in names.items()}
+    return {key: name for key, name in settled.items() if name != names[key]}
+
+
 def _match_own(
     source: data.Source, key: SplitKey, class_names: Sequence[str], learns: bool, where: str
 ) -> data.Source:
@@ -167,7 +177,7 @@ def _match_own(
       InputError: the model lacks some of the classes, and the evaluator does not learn its own.
     """
     names = source.class_names
-    is_own = key.data_name in data.OWN_IMAGES and key.classes is None
+    is_own = SOURCES.find(key.data_name).is_own and key.classes is None
     if not is_own or names is None or all(map(_GENERIC_NAME.fullmatch, class_names)):
         return source
     if not {*names} <= {*class_names}:
@@ -199,7 +209,7 @@ def open_training(
     divider = divider or data.Divider(anew=True)
     d = config.data
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
-    if d.split == "all" and d.name in (*data.OWN_IMAGES, "unlabelled"):
+    if d.split == "all" and SOURCES.find(d.name).is_own:
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
     open_split = functools.partial(_open_split, config, divider=divider)
     first = open_split(
@@ -240,13 +250,20 @@ def open_training(
         num_examples=source.num_examples,
         global_batch_size=config.global_batch_size,
         repeats=d.repeats,
+        chunks=source.chunks,
     )
+    if source.chunks and order == "record":
+        logger.warning(
+            "data.order=record: reads %d images for each one, as %s stores them together; leave it "
+            "out, or set it to chunk", source.chunks.size, source.name,
+        )  # fmt: skip
     facts = {
         "data.num_classes": source.num_classes,
         "data.num_examples": source.num_examples,
         "loss.class_weights": _class_weights(config, source, opened),
         "data.order": order,
         "data.streams": streams,
+        "data.chunk_size": data.resolve_chunk_size(d.chunk_size, source.chunks),
     }
     return facts, sources
 
@@ -307,14 +324,14 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
     """Raises InputError if the objective learns classes and the user's images have too few."""
     if not objective_of(config).learns_labels:
         return
-    if source.name == "unlabelled":
+    if source.class_names is None and SOURCES.find(source.name).is_own:
         raise InputError(
-            "data.name='unlabelled': has no labels, which "
-            f"objective.name={config.objective.name!r} learns; put the images into a folder for "
-            "each class (data.name=folder), or choose another objective, such as distillation with "
+            f"data.name={source.name!r}: has no labels, which "
+            f"objective.name={config.objective.name!r} learns; give it some, as a folder for each "
+            "class does (data.name=folder), or choose another objective, such as distillation with "
             "--config.objective.weight=1"
         )
-    if source.name in data.OWN_IMAGES and source.num_classes < 2:
+    if SOURCES.find(source.name).is_own and source.num_classes < 2:
         raise InputError(
             f"data.data_dir={config.data.data_dir!r} has 1 class, {source.class_names}; needed: at "
             "least 2; give the folder that holds a folder for each class, or train/ with them"
@@ -360,20 +377,23 @@ def check_images(
 ) -> None:
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     spec = dataclasses.replace(describe_batch(config, preprocessing), size=1)  # it may not be set
-    training = sources[config_lib.train_split(config)]
-    data.host_batches(training, spec, steps=range(0), seed=0, rows=np.arange(1))
-    check_evaluated_images(config, preprocessing, sources)
+    training, faults = sources[config_lib.train_split(config)], Faults()
+    faults.check(data.host_batches, training, spec, steps=range(0), seed=0, rows=np.arange(1))
+    faults.check(check_evaluated_images, config, preprocessing, sources)
+    collect_faults(faults)
 
 
 def check_evaluated_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
-    """Raise InputError if the ops of an evaluator do not give `data.image_size`."""
+    """Raise InputError if the ops of evaluators do not give `data.image_size`."""
+    faults = Faults()
     for name, entry in config.evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
         spec = data.image_batch(1, preprocessing.image_size, ops, key)
         for split in config_lib.eval_splits(config, entry).values():
-            data.host_eval_batches(sources[split], spec, rows=np.arange(1))
+            faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
+    collect_faults(faults)
 
 
 def data_fingerprint(config: ConfigDict, source: data.Source) -> str:

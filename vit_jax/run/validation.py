@@ -100,15 +100,18 @@ def load_config(
     Args:
       config: as --config: the name of a shipped config or the path of a file, and its words; or a
         config, which is copied.
-      overrides: {key: value}, e.g. {"model.depth": 6}.
+      overrides: {key: value}, e.g. {"model.depth": 6} or {"model": {"depth": 6}}.
 
     Raises:
       InputError: lists every key that does not exist and every value of a wrong type.
     """
     if isinstance(config, ConfigDict):
         config = copy.deepcopy(config)  # keeps the types of keys that are None
-    else:
+    elif isinstance(config, (str, os.PathLike)):
         config = load_named(os.fspath(config))
+    else:
+        got = type(config).__name__
+        raise InputError(f"config: got {got}; needs the name of a config, its file, or a config")
     collect_faults(config_text.apply_overrides(config, as_pairs(overrides)), "overrides")
     return config
 
@@ -127,10 +130,14 @@ def load_named(spec: str) -> ConfigDict:
 
 def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """`overrides` as the command line gives them: (key, text)."""
-    return [
-        (key, repr(tuple(value)) if isinstance(value, (tuple, list)) else str(value))
-        for key, value in (overrides or {}).items()
-    ]
+    pairs = []
+    for key, value in (overrides or {}).items():
+        if isinstance(value, Mapping):
+            pairs += [(f"{key}.{end}", text) for end, text in as_pairs(value)]
+        else:
+            text = repr(tuple(value)) if isinstance(value, (tuple, list)) else str(value)
+            pairs.append((key, text))
+    return pairs
 
 
 def load_run(

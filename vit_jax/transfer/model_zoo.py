@@ -4,11 +4,7 @@ Sources of addresses and classes: the README of github.com/google-research/visio
 for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT,
 github.com/google-research/big_vision for "better plain ViT", and timm's models/efficientnet.py for
 EfficientNet. None of them publishes hashes. The server of most files sends a hash with the file,
-which is checked.
-
-huggingface_hub fetches and caches the files of the Hugging Face Hub. Its environment variables
-apply: HF_TOKEN, HF_HOME and HF_HUB_CACHE (the cache's folder), HF_ENDPOINT (another server),
-HF_HUB_OFFLINE=1 (only the cache is read).
+which is checked. Files of the Hugging Face Hub are fetched as base/hub.py says.
 """
 
 import base64
@@ -27,8 +23,8 @@ from typing import IO, NamedTuple
 import huggingface_hub
 from etils import epath
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import logging as hub_logging
 
+from vit_jax.base import hub
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.data.division import HASHES
@@ -296,8 +292,7 @@ def fetch_from_hub(
       InputError: if the repository, the revision or the file does not exist or may not be read, or
         if the Hub is not reached and the cache lacks a file.
     """
-    hub_logging.disable_propagation()  # it prints its own messages, and of errors only:
-    hub_logging.set_verbosity_error()  # without a network each of six tries gives two lines
+    hub.be_quiet()
     source = f"hf:{repo_id}" if source is None else source
     logger.info("asking %s for %s", constants.ENDPOINT, source)
     folder, _, name = file.rpartition("/")
@@ -306,7 +301,7 @@ def fetch_from_hub(
         commit = weights.parents[file.count("/")].name
         for beside in _files_beside(name):
             _fetch_optional(repo_id, f"{folder}/{beside}".lstrip("/"), commit)
-    except (errors.HFValidationError, errors.HTTPError, OSError) as e:
+    except hub.ERRORS as e:
         raise InputError(f"init_from={source!r}: {_describe(e, repo_id, file, revision)}") from None
     return _entrance(weights)
 
@@ -328,27 +323,13 @@ def _describe(error: Exception, repo_id: str, file: str, revision: str | None) -
     """What happened and what to do."""
     at = f"{constants.ENDPOINT}/{repo_id}"
     match error:
-        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
-            return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks files; unset it once"
-        case errors.GatedRepoError():
-            return f"{at} needs its terms accepted on that page, and then HF_TOKEN set"
+        case errors.GatedRepoError() | errors.LocalEntryNotFoundError():
+            pass
         case errors.RepositoryNotFoundError() if re.fullmatch(r"timm/[^.]+", repo_id):
             return (
                 f"{at} does not exist; timm's names end in a tag, as in "
                 "timm:vit_base_patch16_224.augreg_in21k; https://huggingface.co/timm lists them"
             )
-        case errors.RepositoryNotFoundError():
-            return f"{at} does not exist, or is private; check the name, or set HF_TOKEN"
-        case errors.RevisionNotFoundError():
-            return f"{at} has no revision {revision!r}; take a branch, a tag or a commit"
-        case errors.LocalEntryNotFoundError():
-            reason = _first_line(error.__cause__ or error)
-            return f"{at} is not reached ({reason}) and the cache lacks {file}; check the network"
         case errors.EntryNotFoundError():
             return f"{at} has no file {file}; choose a repository with {WEIGHTS}"
-    return f"{at}: {file} cannot be fetched ({_first_line(error)}); try again"
-
-
-def _first_line(error: BaseException) -> str:
-    """The error's first line; its class if it says nothing, as a timeout may."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return hub.describe(error, repo_id, file, revision)

@@ -253,11 +253,15 @@ def _find_factors(config: Config, source: Source) -> tuple[float, float]:
     """The factors of width and depth: as stated, else those of the published size that fits."""
     if "width" in config.stated and "depth" in config.stated:
         return float(config.stated["width"]), float(config.stated["depth"])
-    own = {name for name in source.arrays if not name.startswith("classifier.")}
+    layers = {name for name in source.arrays if name.endswith(".conv_dw.weight")}
     for variant in EFFICIENTNET_VARIANTS.values():
         model = EfficientNet(None, None, variant.width_factor, variant.depth_factor)
-        names = {row.theirs for row in _efficientnet_rows(model)}
-        if names == own and len(source.arrays["bn2.bias"]) == model.width:
+        theirs = {
+            f"blocks.{i}.{j}.conv_dw.weight"
+            for i, stage in enumerate(model.stage_sizes)
+            for j in range(stage.blocks)
+        }
+        if len(source.arrays["bn2.bias"]) == model.width and layers == theirs:
             return variant.width_factor, variant.depth_factor
     raise InputError(
         f"init_from={str(source.path)!r}: has no published size of an EfficientNet; state the "

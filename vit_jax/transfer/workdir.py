@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 from vit_jax.base import files, tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
-from vit_jax.config import EVALUATORS, image_hw, model_fields
+from vit_jax.config import EVALUATORS, SOURCES, has_average, image_hw, model_fields
 from vit_jax.config.stored import read_config
-from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import full_size, parse_ops
 from vit_jax.evaluators.metric_names import find_best, find_direction
@@ -60,10 +59,10 @@ def read(source: Source) -> Pretrained:
     if source.best and path != source.path:
         raise InputError("is one step of a run; leave out the step, or the choice of the best one")
     chosen = path / "checkpoints" / str(best_step(path, config)) if source.best else source.path
-    has_average = config.optimizer.ema_decay is not None
-    if averaged is not None and not has_average:
+    averages = has_average(config)
+    if averaged is not None and not averages:
         raise InputError(NO_CHOICE.format(path))
-    weights = "params" if averaged is False or not has_average else "ema"
+    weights = "params" if averaged is False or not averages else "ema"
     model = create_model(
         config.model.name,
         config.data.num_classes,
@@ -187,7 +186,7 @@ def _evaluated_by(config: ConfigDict) -> str:
     if entry is None or not entry.ops:
         return "decode"
     first, _, crops = entry.ops.partition("|")
-    of_files = data_of(entry)[0] in (*OWN_IMAGES, "unlabelled")
+    of_files = SOURCES.find(data_of(entry)[0]).is_own
     if of_files or first.strip() != "decode" or with_resize(entry.ops) == entry.ops:
         return entry.ops
     return crops.strip() or "decode"

@@ -36,8 +36,10 @@ def test_columns(config):
     source = make_source("digits", split="train", image_size=(8, 8))
     config.data.num_classes = 10
     columns = dict(make_columns(config, source))
-    original = columns["original\n"]
+    assert [*columns][:3] == ["original\n", "data.ops\ndraw 1", "data.ops\ndraw 2"]
+    original = columns["before\nrandaugment"]
     digits = source.read(np.array([0, 359, 718, 1077]))["image"].numpy()
+    np.testing.assert_array_equal(columns["original\n"], digits)
     for image, digit in zip(original, digits, strict=True):  # cropped, not yet augmented
         padded = np.pad(digit, [(1, 1), (1, 1), (0, 0)])
         windows = [padded[y : y + 8, x : x + 8] for y in range(3) for x in range(3)]

@@ -102,6 +102,13 @@ class Folder(DataSet):
     with images that are in no split.
     """
 
+    is_own = True
+
+    @classmethod
+    def splits(cls, name: str, data_dir: str | None) -> Sequence[str]:
+        layout = find_layout(data_dir)
+        return layout.names() if len(class_like_folders(layout.train_root)) > 1 else ()
+
     def open(self, request: Request) -> Source:
         """Raises InputError if the folder, a split, or all classes are missing or empty."""
         split, divider = request.split, request.divider
@@ -138,6 +145,8 @@ class Unlabelled(DataSet):
 
     Splits are `train`, `all`, and those with a folder of their own; nothing else is held out.
     """
+
+    is_own = True
 
     def open(self, request: Request) -> Source:
         """Raises InputError if there is no folder, or no image in it."""

@@ -27,7 +27,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _PNG = b"\x89PNG\r\n\x1a\n"
 # EXIF data begin so in a JPEG, and in a PNG. In a JPEG they are looked for near the beginning:
 # behind it a thumbnail might hold these bytes, at the cost of time. A PNG has them anywhere.
-_EXIF = rb"\C*(Exif\x00\x00|eXIf)\C*"
+_EXIF = rb"Exif\x00\x00", rb"eXIf"
 _EXIF_WITHIN = 1 << 16
 _ORIENTATION = 0x0112  # the tag's number
 # Orientation -> how Pillow undoes it, by number: Image.Transpose.FLIP_LEFT_RIGHT and so on. Its
@@ -56,7 +56,10 @@ def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
     plain = tf.io.is_jpeg(encoded) | is_png
     if exif:
         within = tf.where(is_png, tf.int32.max, _EXIF_WITHIN)
-        plain &= ~tf.strings.regex_full_match(tf.strings.substr(encoded, 0, within), _EXIF)
+        rest = beginning = tf.strings.substr(encoded, 0, within)
+        for mark in _EXIF:  # a search for constant text takes a sixth of the time of a match
+            rest = tf.strings.regex_replace(rest, mark, b"", replace_global=False)
+        plain &= tf.strings.length(rest) == tf.strings.length(beginning)
 
     def convert(encoded):
         # Bytes, or an array of one object; an array of bytes would lose NULs at its end.
@@ -77,23 +80,34 @@ def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of large images
             image = PIL.Image.open(io.BytesIO(encoded))
-            turn = None
-            if image.format == "TIFF":  # which Pillow turns when it loads them
-                if not exif:
-                    image.getexif()[_ORIENTATION] = 1
-            elif exif:
-                turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-            if image.format in ("JPEG", "PNG") and turn is None:
+            if image.format in ("JPEG", "PNG") and _turn_of(image, exif) is None:
                 return encoded
-            pixels = to_8_bit(image)
-            if turn is not None:
-                pixels = pixels.transpose(PIL.Image.Transpose(turn))
-            buffer = io.BytesIO()
-            # A BMP takes a tenth of the time of an uncompressed PNG.
-            pixels.save(buffer, "BMP" if pixels.mode == "RGB" else "PNG", compress_level=0)
-            return buffer.getvalue()
+            return as_file(image, exif)
     except Exception:  # Pillow's decoders raise what they like of broken files
         return b""
+
+
+def as_file(image: PIL.Image.Image, exif: bool = True) -> bytes:
+    """An image as BMP bytes, or PNG bytes if it has alpha; `exif` as in `as_known_format`.
+
+    Raises: as `to_8_bit`, or whatever Pillow raises of a broken file.
+    """
+    turn, pixels = _turn_of(image, exif), to_8_bit(image)
+    if turn is not None:
+        pixels = pixels.transpose(PIL.Image.Transpose(turn))
+    buffer = io.BytesIO()
+    # A BMP takes a tenth of the time of an uncompressed PNG.
+    pixels.save(buffer, "BMP" if pixels.mode == "RGB" else "PNG", compress_level=0)
+    return buffer.getvalue()
+
+
+def _turn_of(image: PIL.Image.Image, exif: bool) -> int | None:
+    """How to undo the EXIF orientation; None: there is none, or Pillow does on loading."""
+    if image.format == "TIFF":  # which Pillow turns when it loads them
+        if not exif:
+            image.getexif()[_ORIENTATION] = 1
+        return None
+    return _TURNS.get(image.getexif().get(_ORIENTATION, 1)) if exif else None
 
 
 def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:

@@ -112,7 +112,7 @@ def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
     if isinstance(image, (str, os.PathLike)):
         return [(path, epath.Path(path).read_bytes()) for path in find_images([image])]
     if not isinstance(image, Image.Image):
-        image = _from_pixels(i, image)
+        image = image_of(image, f"images[{i}]")
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
         try:
             image = to_8_bit(image)
@@ -123,15 +123,16 @@ def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
     return [(None, png.getvalue())]
 
 
-def _from_pixels(i: int, image: Any) -> Image.Image:
+def image_of(image: Any, where: str) -> Image.Image:
+    """Pixels as an image of Pillow; raises InputError, from `where` on, if they are none."""
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8:
-        raise InputError(f"images[{i}]: an array of {pixels.dtype}; needed: uint8 pixels")
+        raise InputError(f"{where}: an array of {pixels.dtype}; needed: uint8 pixels")
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.size == 0 or (pixels.ndim != 2 and pixels.shape[2:] not in ((3,), (4,))):
         needed = "(H, W), or (H, W, C) for 1, 3 or 4 channels C"
-        raise InputError(f"images[{i}]: an array of shape {pixels.shape}; needed: {needed}")
+        raise InputError(f"{where}: an array of shape {pixels.shape}; needed: {needed}")
     return Image.fromarray(pixels)
 
 

@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -125,6 +125,12 @@ class List(DataSet):
     they are if an image has several labels, or none.
     """
 
+    is_own = True
+
+    @classmethod
+    def splits(cls, name: str, data_dir: str | None) -> Sequence[str]:
+        return find_lists(data_dir).names()
+
     def open(self, request: Request) -> Source:
         """Raises InputError naming faulty lines, or labels that the training list lacks."""
         split, divider, multi_label = request.split, request.divider, request.multi_label
@@ -147,11 +153,11 @@ class List(DataSet):
         elif split != "all" and (begun := training.keys() & divider.begun_with()):
             training = {path: row for path, row in training.items() if path in begun}
             classes = {path: row.labels for path, row in rows.items()}
-            kept = of_classes({*_sorted_labels(training)}, classes, file)
+            kept = of_classes({*_labels_of(training)}, classes, file)
             rows = {path: rows[path] for path in kept}
         if split not in ("train", "all"):
             divider.warn_of_trained(f"{shown(file)}, {split}", rows)
-        class_names = _sorted_labels(training)
+        class_names = _labels_of(training)
         _check_labels(lists, file, training, rows)
         if multi_label is None:
             multi_label = any(len(row.labels) != 1 for row in (*training.values(), *rows.values()))
@@ -164,9 +170,12 @@ class List(DataSet):
         return own_images(request, lists.root, file.parent, files, labels, class_names)
 
 
-def _sorted_labels(rows: Mapping[str, Row]) -> tuple[str, ...]:
-    """The labels of `rows`: as numbers if all are numbers, else as text."""
-    labels = {label for row in rows.values() for label in row.labels}
+def _labels_of(rows: Mapping[str, Row]) -> tuple[str, ...]:
+    return sorted_labels({label for row in rows.values() for label in row.labels})
+
+
+def sorted_labels(labels: Collection[str]) -> tuple[str, ...]:
+    """`labels`, sorted as numbers if all are numbers, else as text."""
     are_numbers = all(label.isdecimal() for label in labels)
     return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
 
@@ -174,10 +183,10 @@ def _sorted_labels(rows: Mapping[str, Row]) -> tuple[str, ...]:
 def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) -> None:
     """Raise InputError unless there are images, and the training images have all their labels."""
     where, train = f"data.data_dir: {shown(file)}", lists.by_split["train"].name
-    known = _sorted_labels(training)
+    known = _labels_of(training)
     if not known:
         raise InputError(f"{where}: the training images in {train} have no labels; add some")
-    if unknown := [label for label in _sorted_labels(rows) if label not in known]:
+    if unknown := [label for label in _labels_of(rows) if label not in known]:
         raise InputError(f"{where} has the labels {unknown}, which {train} lacks; add them there")
     if not rows:
         raise InputError(f"{where} lists no images; add some")
@@ -279,7 +288,7 @@ def _parse_row(
     path: str, row: Mapping[Any, Any], multi_label: bool | None, only: str | None
 ) -> Row:
     """The row of `path`; raises ValueError with a fault of it."""
-    labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
+    labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
     if not labels and "labels" not in row:
         raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
     if len(labels) != 1 and multi_label is False:
@@ -295,15 +304,15 @@ def _parse_row(
     return Row(labels, split, None if group in (None, "") else str(group))
 
 
-def _labels(value: Any) -> list[str]:
-    """The labels in one cell of a list; [] if it is empty.
+def as_labels(value: Any) -> list[str]:
+    """The labels in one cell of a list, or in one value of JSON; [] if it is empty.
 
     Raises: ValueError if it is neither text nor a number, nor a list of these.
     """
     if value is None or value != value:  # NaN, as pandas writes what is missing
         return []
     if isinstance(value, list):
-        return [label for part in value for label in _labels(part)]
+        return [label for part in value for label in as_labels(part)]
     if not isinstance(value, str | int | float):
         raise ValueError(f"has the label {value!r}; needed: text, a number, or a list of these")
     return [label.strip() for label in str(value).split(";") if label.strip()]

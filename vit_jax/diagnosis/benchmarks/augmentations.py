@@ -34,10 +34,11 @@ Column = tuple[str, Sequence[np.ndarray]]  # heading of two lines, and one image
 def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
     """Write a PNG with a row for each of four training images and a column for each augmentation.
 
-    The first column shows the image after the host ops of `data.ops` before `randaugment` (after
-    all host ops if there is no `randaugment`). The next columns show each operation of RandAugment
-    at magnitudes 5 and 15; five draws of randaugment(2, 15); MixUp, CutMix and erasing with strong
-    parameters; and five draws of all of `data.ops`, as in training. Columns wrap into bands.
+    The first column shows the whole image, the next five draws of all of `data.ops`, as in
+    training. The others show the image after the host ops of `data.ops` before `randaugment` (after
+    all host ops if there is no `randaugment`): as it is; after each operation of RandAugment at
+    magnitudes 5 and 15; after five draws of randaugment(2, 15); and after MixUp, CutMix and erasing
+    with strong parameters. Columns wrap into bands.
 
     Args:
       config: a valid config; its data set must exist.
@@ -66,7 +67,7 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
 
 
 def make_columns(config: ConfigDict, source: Source) -> list[Column]:
-    """The sheet's columns in order; each has one image, uint8 (H, W, 3), for each of four records.
+    """The sheet's columns in order; each has one image, uint8 (h, w, 3), for each of four records.
 
     Args:
       config: with data.num_classes set.
@@ -77,7 +78,7 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
     check_crops(host_ops, "data.ops")
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
-    records, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)
+    records, whole, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)
     (to_size,), _ = parse_ops("resize", size)
 
     def on_host(ops, images, sample=0):
@@ -104,8 +105,11 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
 
         return apply
 
+    columns, finish = [("original\n", whole)], on_device(device_ops)
+    for i in range(_SAMPLES):
+        columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
     originals = on_host([*before, to_size], read)
-    columns = [("original\n", originals)]
+    columns.append(("before\nrandaugment", originals))
     for name in augment.OPERATIONS:
         for magnitude in _MAGNITUDES:
             changed = [augment.operate(name, image, magnitude).numpy() for image in originals]
@@ -116,14 +120,11 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
         columns.append((f"randaugment\n(2, 15), draw {i + 1}", changed))
     for op in _DEVICE_OPS:
         columns.append((f"{op}\n", on_device(parse_ops(op, size)[1])(originals)))
-    finish = on_device(device_ops)
-    for i in range(_SAMPLES):
-        columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
     return columns
 
 
-def _first_readable(source: Source, row: int) -> tuple[int, tf.Tensor]:
-    """The record that a row of the sheet shows, and its image: encoded, or pixels.
+def _first_readable(source: Source, row: int) -> tuple[int, np.ndarray, tf.Tensor]:
+    """The record that a row of the sheet shows, its pixels, and what host ops start from.
 
     Each row takes the first readable record after its quarter of the split begins.
 
@@ -137,7 +138,8 @@ def _first_readable(source: Source, row: int) -> tuple[int, tf.Tensor]:
         except tf.errors.OpError:
             continue
         if example["mask"] > 0:
-            return record, pixels if source.image_shape is not None else example["image"]
+            start = example["image"] if source.image_shape is None else pixels
+            return record, pixels.numpy(), start
     raise InputError(f"data.name={source.name!r}: no image of {source.split} can be decoded")
 
 

@@ -1,0 +1,100 @@
+"""A server on the loopback that speaks the protocol of the Hugging Face Hub."""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import re
+import threading
+import time
+import urllib.parse
+
+from huggingface_hub import constants
+
+_ADDRESS = re.compile(
+    r"/(?:api/)?((?:datasets/)?[^/]+/[^/]+)"
+    r"(?:/(resolve|revision|tree)/(refs/[^/]+/[^/]+|[^/]+)/?(.*))?"
+)
+COMMITS = {"main": "a" * 40, "older": "b" * 40}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves {(repository, commit): {file: bytes}} as the Hub does; notes (method, file).
+
+    The repository of a data set begins with datasets/.
+    """
+
+    repositories: dict = {}  # noqa: RUF012 (of one test at a time)
+    asked: list = []  # noqa: RUF012
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, with_body):
+        path, _, _ = urllib.parse.unquote(self.path).partition("?")
+        repo_id, what, revision, file = _ADDRESS.fullmatch(path).groups("")
+        what, revision = what or "revision", revision or "main"
+        self.asked.append((self.command, file))
+        if repo_id.endswith("org/gated"):
+            return self.refuse(403, "GatedRepo")
+        if repo_id.endswith("org/down"):
+            return self.refuse(500, None)
+        if repo_id not in {known for known, _ in self.repositories}:
+            return self.refuse(404, "RepoNotFound")
+        commit = COMMITS.get(revision, revision)
+        if (repo_id, commit) not in self.repositories:
+            return self.refuse(404, "RevisionNotFound")
+        files = self.repositories[repo_id, commit]
+        if what != "resolve":
+            entries = [
+                {"type": "file", "path": name, "rfilename": name, "size": len(content), "oid": "0"}
+                for name, content in files.items()
+            ]
+            about = {"id": repo_id, "sha": commit, "siblings": entries}
+            files = {file: json.dumps(about if what == "revision" else entries).encode()}
+        content = files.get(file)
+        if content is None:
+            return self.refuse(404, "EntryNotFound", commit)
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content[: len(content) // 2] if repo_id == "org/cut" else content)
+            self.close_connection = True
+
+    def refuse(self, status, code, commit=None):
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
+        if commit is not None:
+            self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def move_hub(monkeypatch, address):
+    """As HF_ENDPOINT does, which huggingface_hub reads when it is imported; it never sleeps."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+@contextlib.contextmanager
+def served(repositories, monkeypatch, tmp_path):
+    """Serve them to huggingface_hub, which gets a new cache."""
+    Hub.asked, Hub.repositories = [], repositories
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield Hub
+        there.shutdown()

@@ -1,0 +1,384 @@
+"""Data sets in shards: files of many records each, such as tar or Parquet files.
+
+A format describes its shards (`Shard`) and reads records by their index (`RecordFiles.open`). This
+module does the rest: it finds the files of each split, takes the part that the user asks for,
+numbers the labels, and makes the `Source`.
+
+Record i of a split is the i-th in the order of the split's sorted files. A file belongs to the
+split that a word of its name names (`train-000123.tar`, `imagenet1k-validation-00.tar`), or else
+that of a folder above it (`train/00012.tar`), up to `data.data_dir`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from vit_jax.base.errors import InputError, few, shown
+from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.images.files import is_hidden, split_of, warn_once
+from vit_jax.data.images.formats import as_known_format, why_unreadable
+from vit_jax.data.images.list import sorted_labels
+from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
+from vit_jax.data.sources import Request, Source, fingerprint
+from vit_jax.data.tfds import find_parts
+
+_WORD = re.compile(r"(?<!\w)[A-Za-z]\w*")  # the name of a split in TFDS notation, not a unit
+_NUMBERED = re.compile(r"(.*)(\d{5})-of-(\d{5})(.*)")
+_CLASSES = "classes.txt"
+
+
+class Files(NamedTuple):
+    """The files of a data set.
+
+    root: the folder that `data.data_dir` names, or the one of its files.
+    by_split: {split: its files, sorted}, of `train` and of the splits that are asked for.
+    """
+
+    root: epath.Path
+    by_split: dict[str, list[epath.Path]]
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """The lines of `classes.txt` in the root; None if there is no such file."""
+        path = self.root / _CLASSES
+        return tuple(path.read_text().splitlines()) if path.exists() else None
+
+
+def find_files(request: Request, suffixes: tuple[str, ...]) -> Files:
+    """The files of `request` with these suffixes, in small letters: (".tar",).
+
+    `data_dir` is a folder, a file, or a pattern with *, ?, [] and braces: `train-{000..127}.tar`.
+
+    Raises: InputError if there are none, one of a pattern is missing, or a split does not exist.
+    """
+    return take_asked(find_splits(request.data_dir, suffixes), request.split)
+
+
+def take_asked(files: Files, split: str) -> Files:
+    """Those of `files` that `split` asks for, and those of `train`.
+
+    Raises: InputError if it asks for one that does not exist.
+    """
+    asked = {_canonical(word[0]) for word in _WORD.finditer(split)}
+    if "all" in asked:
+        return files
+    if missing := sorted(asked - {*files.by_split}):
+        raise InputError(
+            f"data.split={split!r}: {shown(files.root)} has the splits "
+            f"{' and '.join(map(repr, files.by_split))}, but not {missing[0]!r}; take a "
+            "part of one, as --config.data.split='train[:90%]' "
+            "--config.evals.val.split='train[90%:]'"
+        )
+    asked.add("train")
+    return Files(files.root, {s: found for s, found in files.by_split.items() if s in asked})
+
+
+def find_splits(data_dir: str | None, suffixes: tuple[str, ...]) -> Files:
+    """`find_files` for all splits."""
+    needed = f"a folder, a file or a pattern of files that end in {suffixes[0]}"
+    if data_dir is None:
+        raise InputError(f"data.data_dir=None: needs {needed}; give --config.data.data_dir=SHARDS")
+    where, path = f"data.data_dir={shown(data_dir)!r}", epath.Path(data_dir)
+    if path.is_dir():
+        root, patterns = path, ["*"]
+    elif path.exists():
+        root, patterns = path.parent, [path.name]
+    else:
+        fixed = re.split(r"[*?\[{]", data_dir)[0].rpartition("/")[0]
+        root, patterns = epath.Path(fixed or "."), _expand(data_dir[len(fixed) :].lstrip("/"))
+        if not root.is_dir():
+            raise InputError(f"{where}: there is no {shown(root)}; needed: {needed}")
+    below = {os.path.relpath(path, root): path for path in _files_below(root, suffixes)}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {pattern} if pattern in below else {*fnmatch.filter(below, pattern)}
+        if not found:
+            raise InputError(f"{where}: no file {shown(root / pattern)}; needed: {needed}")
+        chosen |= found
+    return sort_files(root, {name: below[name] for name in chosen})
+
+
+def sort_files(root: epath.Path, files: Mapping[str, epath.Path]) -> Files:
+    """The splits of `files`, {path from `root`: file}.
+
+    Raises: InputError if the names say that there are more, as `train-00000-of-00010.parquet` does.
+    """
+    by_split: dict[str, list[epath.Path]] = {}
+    sets: dict[tuple[str, str, str], set[str]] = {}
+    for name in sorted(files):
+        by_split.setdefault(_split_named(name), []).append(files[name])
+        if found := _NUMBERED.fullmatch(name):
+            sets.setdefault((found[1], found[3], found[4]), set()).add(found[2])
+    for (before, number, after), there in sets.items():
+        wanted = (str(i).zfill(len(number)) for i in range(int(number)))
+        if missing := [f"{before}{i}-of-{number}{after}" for i in wanted if i not in there]:
+            raise InputError(f"data.data_dir: {shown(root)} lacks {few(missing)}; copy them there")
+    others = by_split.pop("", [])
+    if others and "train" in by_split:
+        warn_once(f"{shown(root)}: ignored {few(p.name for p in others)}, which name no split")
+    elif others:
+        by_split["train"] = others
+    return Files(root, by_split)
+
+
+def _files_below(folder: epath.Path, suffixes: tuple[str, ...]) -> Iterator[epath.Path]:
+    """The files with these suffixes at any depth."""
+    for path in folder.iterdir():
+        if is_hidden(path.name):
+            continue
+        if path.name.lower().endswith(suffixes):
+            yield path
+        elif path.is_dir():
+            yield from _files_below(path, suffixes)
+
+
+def _expand(pattern: str) -> list[str]:
+    """The patterns that braces stand for: `{00..12}` counts, `{a,b}` lists."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
+    words = braces[1].split(",")
+    if ends is not None:
+        words = [str(i).zfill(len(ends[1])) for i in range(int(ends[1]), int(ends[2]) + 1)]
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
+    return [path for word in words for path in _expand(before + word + after)]
+
+
+def _split_named(path: str) -> str:
+    """The split that a path names; "" if it names none."""
+    words = (w for part in reversed(path.split("/")) for w in re.split("[^A-Za-z]+", part))
+    return next(filter(None, map(split_of, words)), "")
+
+
+def _canonical(word: str) -> str:
+    """`val` for `validation`, and so on."""
+    return split_of(word) or word
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Labels:
+    """The labels of n records as they are stored.
+
+    names: the different labels, as text.
+    codes: int32 (m,): their places in `names`, all labels of the first record, of the second, ...;
+      -1 for one that cannot be read.
+    counts: int32 (n,): how many labels each record has.
+    """
+
+    names: Sequence[str]
+    codes: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[str] | None]) -> Labels:
+        """From the labels of each record; None if they cannot be read."""
+        place: dict[str, int] = {}
+        codes, counts = list[int](), list[int]()
+        for row in rows:
+            found = [-1] if row is None else [place.setdefault(n, len(place)) for n in row]
+            codes += found
+            counts.append(len(found))
+        return cls([*place], np.array(codes, np.int32), np.array(counts, np.int32))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """A file of records.
+
+    path: of the file.
+    labels: of its records.
+    digest: of what it holds, such as names, sizes and labels; not of its place.
+    keys: () -> the names of its records; called when a message or an evaluator needs them.
+    why: index -> why the record cannot be read, if that does not show in its bytes, or "".
+    """
+
+    path: str
+    labels: Labels
+    digest: str
+    keys: Callable[[], Sequence[str]]
+    why: Callable[[int], str] = lambda record: ""
+
+
+class Part(NamedTuple):
+    """The records skip, ..., skip + take - 1 of a shard."""
+
+    shard: Shard
+    skip: int
+    take: int
+
+
+# Parts of a split, in their order -> its files, without `parse`. A stored record is the bytes of an
+# image file. A segment lies in one part.
+OpenParts = Callable[[Sequence[Part]], RecordFiles]
+
+
+def open_shards(
+    request: Request,
+    root: epath.Path,
+    splits: Mapping[str, Sequence[Shard]],
+    open_parts: OpenParts,
+    class_names: Sequence[str] | None = None,
+) -> Source:
+    """The source of the split that is asked for, in TFDS notation.
+
+    Classes are `class_names`, whose labels are names or numbers from 0. Where they are None, they
+    are the labels of the training records, sorted, as numbers if all are numbers. With
+    `multi_label` labels are float32 (C,), 1 for each class that the image shows; None: they are if
+    an image has several labels, or none. If no record has a label, all labels are 0.
+
+    Args:
+      request: the split, and what holds for all data sets.
+      root: the folder of the data set, in messages.
+      splits: {split: its shards}, of `train` if there is one, and of the split that is asked for.
+      open_parts: see `OpenParts`.
+      class_names: None where nothing names them.
+
+    Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
+    """
+    parts = _choose(request.split, splits, shown(root))
+    firsts = np.cumsum([0, *(part.take for part in parts)])[:-1]
+    num_examples = sum(part.take for part in parts)
+
+    def part_of(record):
+        place = int(np.searchsorted(firsts, record, side="right")) - 1
+        part = parts[place]
+        return part, int(record - firsts[place]) + part.skip
+
+    def record_name(record):
+        part, place = part_of(record)
+        where = f"{pathlib.PurePath(part.shard.path).name} member {shown(part.shard.keys()[place])}"
+        return f"{where} (record {record} of {request.name} {request.split})"
+
+    def file_names(start, stop):
+        names: list[str] = []
+        while start + len(names) < stop:
+            part, place = part_of(start + len(names))
+            end = min(part.skip + part.take, place + stop - start - len(names))
+            names += part.shard.keys()[place:end]
+        return names
+
+    where = f"data.data_dir: {shown(root)}"
+    names, codes, counts = _number_labels(where, parts, splits, class_names)
+    multi_label = request.multi_label
+    if names is None:  # no labels at all
+        codes, multi_label = np.zeros(num_examples, np.int32), False
+    elif len(others := np.flatnonzero(counts != 1)) and multi_label is False:
+        raise InputError(
+            f"{where}: {len(others):,} images of {request.split} have no label, or several: "
+            f"{few(map(record_name, others))}; give each one label, or read them with "
+            "--config.data.multi_label=true --config.loss.name=sigmoid"
+        )
+    elif multi_label is None:
+        multi_label = bool(len(others))
+    ends = np.append(0, np.cumsum(counts)) if multi_label else np.arange(1)
+    codes_tensor, ends_tensor = tf.constant(codes), tf.constant(ends)
+
+    def label_of(record_id):
+        if not multi_label:
+            return tf.gather(codes_tensor, record_id)
+        start, stop = tf.unstack(tf.gather(ends_tensor, tf.stack([record_id, record_id + 1])))
+        own = codes_tensor[start:stop]
+        shown_C = tf.reduce_sum(tf.one_hot(own, len(names or ())), 0)
+        return tf.where(tf.reduce_any(own < 0), -1.0, tf.minimum(shown_C, 1.0))
+
+    def parse(stored, record_id):
+        label = label_of(record_id)
+        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(label >= 0), [label])]):
+            label = tf.identity(label)
+        image = as_known_format(stored, request.exif)
+        return {"image": image, "label": label, "mask": tf.ones([])}
+
+    files = dataclasses.replace(open_parts(parts), parse=parse, knows_labels=True)
+
+    def why(record):
+        if not np.all(label_of(tf.constant(record, tf.int64)) >= 0):
+            return "its label cannot be read; write it again"
+        part, place = part_of(record)
+        if fault := part.shard.why(place):
+            return fault
+        stored = read_now(files, record, lambda stored, _: stored.numpy())
+        changed = "its shard has changed since the run began, or cannot be read; restore it"
+        return changed if stored is None else why_unreadable(stored)
+
+    identity = [[part.shard.digest, part.skip, part.take] for part in parts]
+    digests = digest_records(files, num_examples)
+    return Source(
+        name=request.name,
+        split=request.split,
+        num_examples=num_examples,
+        num_classes=len(names or (0,)),
+        class_names=names,
+        fingerprint=fingerprint(
+            request.name, request.split, names, identity, digests, multi_label, request.exif
+        ),
+        read=lambda record_id: read_one(files, record_id, parse),
+        record_name=record_name,
+        encoded=True,
+        why_unreadable=why,
+        record_files=files,
+        file_names=file_names,
+        multi_label=multi_label,
+    )
+
+
+def _choose(split: str, splits: Mapping[str, Sequence[Shard]], where: str) -> list[Part]:
+    """The parts of `split`, in TFDS notation."""
+    lengths = {name: [len(shard.labels.counts) for shard in of] for name, of in splits.items()}
+    instructions = tfds.core.utils.shard_utils.get_file_instructions
+    return [
+        Part(splits[name][int(found.filename)], found.skip, found.take)
+        for name, start, stop in parts_of(split, {n: sum(of) for n, of in lengths.items()}, where)
+        for found in instructions(start, stop, range(len(lengths[name])), lengths[name])
+    ]
+
+
+def parts_of(split: str, sizes: Mapping[str, int], where: str) -> list[tuple[str, int, int]]:
+    """`tfds.find_parts` of splits with that many records, by any of their names."""
+    split = _WORD.sub(lambda word: _canonical(word[0]), split)
+    if sizes.get(split):  # without importing TFDS
+        return [(split, 0, sizes[split])]
+    infos = {
+        name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0)
+        for name, size in sizes.items()
+    }
+    return find_parts(split, infos, where)
+
+
+def _number_labels(
+    where: str,
+    parts: Sequence[Part],
+    splits: Mapping[str, Sequence[Shard]],
+    class_names: Sequence[str] | None,
+) -> tuple[tuple[str, ...] | None, np.ndarray, np.ndarray]:
+    """Names of the classes, and `Labels.codes` (in these classes) and `counts` of all `parts`.
+
+    The names are None if no record has a label.
+    """
+    known_by, names = _CLASSES, tuple(class_names or ())
+    if class_names is None:
+        known_by, training = "train", splits.get("train") or [part.shard for part in parts]
+        names = sorted_labels({name for shard in training for name in shard.labels.names})
+    number_of = {str(i): i for i in range(len(names))} if class_names else {}
+    number_of |= {name: i for i, name in enumerate(names)}
+    unknown = {n for part in parts for n in part.shard.labels.names if n not in number_of}
+    if unknown:
+        raise InputError(
+            f"{where} has the labels {few(sorted(unknown))}, which {known_by} lacks; add them there"
+        )
+    codes, counts = [], []
+    for shard, skip, take in parts:
+        labels = shard.labels
+        start, stop = labels.counts[:skip].sum(), labels.counts[: skip + take].sum()
+        numbers = np.array([*(number_of[name] for name in labels.names), -1], np.int32)
+        codes.append(numbers[labels.codes[start:stop]])
+        counts.append(labels.counts[skip : skip + take])
+    return names or None, np.concatenate(codes), np.concatenate(counts)

@@ -1,0 +1,384 @@
+"""Tar files of images as WebDataset has them: members KEY.jpg, and KEY.cls, KEY.json or KEY.txt.
+
+A key is the name of a member up to the first dot behind the last slash. The label is the number in
+`.cls`; else `label`, `class`, `cls` or `labels` in the object of `.json`; else, for a key with
+neither, the text in `.txt`, which is a caption otherwise.
+
+The places of the members are found once and kept in an index for each file, in `.vit_jax` beside
+the file or, where one cannot write there, in $XDG_CACHE_HOME/vit_jax/tar. An index holds while the
+size and the mtime of its file stay the same.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import random
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import numpy as np
+from etils import epath
+
+from vit_jax.base.errors import InputError, few, shown
+from vit_jax.base.files import cache_folder, write_whole
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.files import warn_once
+from vit_jax.data.images.formats import EXTENSIONS
+from vit_jax.data.images.list import as_labels
+from vit_jax.data.records import RecordFiles, open_by
+from vit_jax.data.shards import Labels, Part, Shard, find_files, find_splits, open_shards
+from vit_jax.data.sources import DataSet, Request, Source
+
+# How a compressed file begins -> the program that decompresses it.
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_JSON_KEYS = ("label", "class", "cls", "labels")
+# An image: its first byte, its size, and the checksum in its header.
+_PLACE = np.dtype([("begin", "<i8"), ("size", "<i8"), ("check", "<i4")])
+_VERSION = 1
+_CHECKSUM = slice(148, 156)  # in a header
+_FILES_AT_ONCE = 16
+_READS_AT_ONCE = 64  # of an object store, where most of the time is spent waiting
+_GAP = 1 << 16  # bytes between two images that are read rather than skipped
+
+logger = logging.getLogger("vit_jax")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TarShard(Shard):
+    """A tar file; `places` (n,) of its images are of the type _PLACE."""
+
+    places: np.ndarray
+    notes: Sequence[str]
+
+
+class Tar(DataSet):
+    """The tar files below `data_dir`."""
+
+    is_own = True
+
+    @classmethod
+    def splits(cls, name: str, data_dir: str | None) -> Sequence[str]:
+        return [*find_splits(data_dir, _SUFFIXES).by_split, "all"]
+
+    def open(self, request: Request) -> Source:
+        """Raises InputError naming the files that are damaged, compressed or ambiguous."""
+        files = find_files(request, _SUFFIXES)
+        shards = read_shards([path for found in files.by_split.values() for path in found])
+        splits = {
+            split: [shards[os.fspath(path)] for path in found]
+            for split, found in files.by_split.items()
+        }
+        if notes := [f"{path}: {note}" for path, shard in shards.items() for note in shard.notes]:
+            root = f"{os.fspath(files.root)}/"
+            left = few(note.removeprefix(root) for note in notes)
+            warn_once(f"{shown(files.root)}: left out {len(notes):,} of the members: {left}")
+        return open_shards(request, files.root, splits, _open_parts, files.class_names())
+
+
+def read_shards(paths: Sequence[epath.Path]) -> dict[str, TarShard]:
+    """{path: shard}; makes the indexes that are missing.
+
+    Raises: InputError with the first damaged files.
+    """
+    found: dict[str, TarShard] = {}
+    faults: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        for shard in threads.map(_from_index, paths):
+            found |= {shard.path: shard} if shard else {}
+        missing = [path for path in paths if os.fspath(path) not in found]
+        # Each process in its own order: they share the work, as all use an index that is there.
+        place = 0  # of the indexes; once it cannot be written, the next one is taken for all
+        jobs = {threads.submit(_index, path): path for path in random.sample(missing, len(missing))}
+        for number, job in enumerate(concurrent.futures.as_completed(jobs)):
+            if number % max(len(jobs) // 10, 1) == 0:
+                logger.info("indexed %d of %d tar files", number, len(jobs))
+            try:
+                if content := job.result():
+                    place = _write(jobs[job], content, place)
+                found[os.fspath(jobs[job])] = _check(jobs[job])
+            except InputError as e:
+                faults += e.faults
+    if faults:
+        more = [f"data.data_dir: {len(faults) - 5:,} tar files more"] * (len(faults) > 5)
+        raise InputError(*sorted(faults)[:5], *more)
+    return found
+
+
+def _index_files(path: epath.Path) -> tuple[epath.Path, epath.Path]:
+    """Where the index of `path` may lie."""
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+    return path.parent / ".vit_jax" / f"{path.name}.index", epath.Path(cache_folder("tar")) / name
+
+
+def _identity(path: epath.Path) -> list[float]:
+    stat = path.stat()
+    return [_VERSION, stat.length, stat.mtime]
+
+
+def _from_index(path: epath.Path) -> TarShard | None:
+    """The shard, by its index; None if there is none that holds."""
+    identity, name = _identity(path), os.fspath(path)
+    for index in _index_files(path):
+        with contextlib.suppress(OSError, ValueError, tf.errors.OpError):
+            content = index.read_bytes()
+            first = content.index(b"\n") + 1
+            head = json.loads(content[:first])
+            if head["identity"] == identity:
+                types = (_PLACE, np.dtype(np.int32), np.dtype(np.int32))
+                sizes = [kind.itemsize * n for kind, n in zip(types, head["sizes"], strict=True)]
+                starts = np.cumsum([first, *sizes])
+                places, codes, counts = (
+                    np.frombuffer(content[start : start + size], kind)
+                    for kind, start, size in zip(types, starts, sizes, strict=False)
+                )
+                keys = functools.partial(_read_keys, index, int(starts[-1]))
+                labels = Labels(head["names"], codes, counts)
+                why = functools.partial(_why, name, places)
+                return TarShard(
+                    name, labels, head["digest"], keys, why, places=places, notes=head["notes"]
+                )
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _read_keys(index: epath.Path, start: int) -> list[str]:
+    return json.loads(index.read_bytes()[start:])["keys"]
+
+
+def _why(path: str, places: np.ndarray, record: int) -> str:
+    """Why an image of a shard cannot be read; "" if it can."""
+    place = places[record]
+    try:
+        begin, end = place["begin"] - tarfile.BLOCKSIZE, place["begin"] + place["size"]
+        _cut(_read_span(path, begin, end), begin, place)
+    except (OSError, ValueError) as e:
+        return f"its file has changed since it was indexed, or cannot be read ({e}); restore it"
+    return ""
+
+
+def _index(path: epath.Path) -> bytes:
+    """The index of `path`; empty if another process has written it.
+
+    Raises: InputError if the file is damaged, compressed or ambiguous.
+    """
+    if _from_index(path):
+        return b""
+    identity = _identity(path)
+    records, notes = _scan(path)
+    labels = Labels.of(record.labels() for record in records)
+    arrays = [np.array([r.image for r in records], _PLACE), labels.codes, labels.counts]
+    names, captions = [r.name for r in records], [r.caption for r in records]
+    known = [names, labels.names, *(array.tolist() for array in (arrays[0]["size"], *arrays[1:]))]
+    head = {
+        "identity": identity,
+        "sizes": [len(array) for array in arrays],
+        "digest": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
+        "names": labels.names,
+        "notes": notes,
+    }
+    tail = {"keys": names, "captions": captions}
+    return b"".join(
+        [json.dumps(head).encode(), b"\n", *map(bytes, arrays), json.dumps(tail).encode()]
+    )
+
+
+def _write(path: epath.Path, content: bytes, first: int) -> int:
+    """Write the index of `path`; returns its place in `_index_files`, at least `first`."""
+    for place, index in enumerate(_index_files(path)[first:], first):
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            index.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(index, content)
+            return place
+    return first
+
+
+def _check(path: epath.Path) -> TarShard:
+    """The shard, by its index; raises InputError if there is none that holds."""
+    shard = _from_index(path)
+    if shard is None:
+        beside, cached = map(shown, _index_files(path))
+        raise InputError(
+            f"data.data_dir: {shown(path)} changes while it is read, or neither {beside} nor "
+            f"{cached} can be written; set XDG_CACHE_HOME to a folder for its index"
+        )
+    return shard
+
+
+@dataclasses.dataclass
+class _Record:
+    """What a tar file holds under one key."""
+
+    image: tuple[int, int, int] | None = None  # as _PLACE
+    name: str = ""  # of the image
+    caption: tuple[int, int] = (0, 0)
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # of cls, json, txt
+
+    def labels(self) -> Sequence[str] | None:
+        """None if they cannot be read."""
+        try:
+            if "cls" in self.contents:
+                number = int(self.contents["cls"])
+                return [] if number < 0 else [str(number)]
+            if "json" in self.contents:
+                found = json.loads(self.contents["json"])
+                value = next((found[key] for key in _JSON_KEYS if key in found), None)
+                return [*dict.fromkeys(as_labels(value))]
+            return [*dict.fromkeys(as_labels(self.contents.get("txt", b"").decode()))]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def _scan(path: epath.Path) -> tuple[list[_Record], list[str]]:
+    """The records of a tar file, in its order, and what is left out.
+
+    Reads the headers, and the contents of the small members.
+
+    Raises: InputError if the file is damaged, compressed or ambiguous.
+    """
+    records: dict[str, _Record] = {}
+    notes: list[str] = []
+    where = f"data.data_dir: {shown(path)}"
+    opened: IO[bytes] = path.open("rb")
+    with opened as file:
+        start = file.read(8)
+        if tool := next((tool for mark, tool in _PACKED.items() if start.startswith(mark)), None):
+            raise InputError(
+                f"{where} is compressed, so its images cannot be read by their place; repack it: "
+                f"{tool} -dc {shown(path)} > NEW.tar"
+            )
+        file.seek(0)
+        try:
+            for member in _members(file):
+                folder, _, name = member.name.rpartition("/")
+                key, _, extension = name.partition(".")
+                if not key or member.isdir():
+                    continue
+                if not member.isreg() or member.issparse():
+                    kind = "sparse" if member.isreg() else "a link or no file"
+                    notes.append(f"{member.name} is {kind}")
+                    continue
+                key, extension = os.path.normpath(f"{folder or '.'}/{key}"), extension.lower()
+                record = records.setdefault(key, _Record())
+                if f".{extension}" in EXTENSIONS:
+                    if record.image:
+                        raise ValueError(
+                            f"has two images of one key, {record.name} and {member.name}; keep one"
+                        )
+                    record.name = member.name
+                    record.image = member.offset_data, member.size, member.chksum
+                elif extension in ("cls", "json", "txt"):
+                    file.seek(member.offset_data)
+                    record.contents[extension] = file.read(member.size)
+                    if extension == "txt":
+                        record.caption = member.offset_data, member.size
+            if not any(record.image for record in records.values()):
+                raise ValueError("holds no images; needed: members such as 0001.jpg and 0001.cls")
+        except (tarfile.TarError, ValueError) as e:
+            raise InputError(f"{where} {e}") from None
+    notes += [f"{key} has no image" for key, record in records.items() if not record.image]
+    found = [record for record in records.values() if record.image]
+    return sorted(found, key=lambda record: record.image or ()), notes
+
+
+def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+    """Raises tarfile.TarError if the file is no tar file, or ends before its end."""
+    size = file.seek(0, os.SEEK_END) or file.tell()
+    file.seek(0)
+    name = ""
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while member := tar.next():
+                tar.members.clear()  # type: ignore[attr-defined] # it would keep them all
+                name = member.name
+                yield member
+            end = tar.offset
+    except tarfile.ReadError as e:
+        if not name:
+            what = "is empty" if not size else f"is no tar file ({e})"
+            raise tarfile.ReadError(f"{what}; copy it again") from None
+        end = size
+    file.seek(end)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # which tarfile overlooks
+        raise tarfile.ReadError(f"is cut short or damaged behind {name}; copy it again")
+
+
+def _open_parts(parts: Sequence[Part]) -> RecordFiles:
+    """See `shards.OpenParts`."""
+    segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
+    paths = [part.shard.path for part in parts]
+    places = np.concatenate(
+        [part.shard.places[part.skip : part.skip + part.take] for part in parts]  # type: ignore[attr-defined]
+    )
+    is_remote = any("://" in path for path in paths)
+
+    def read_rows(ids):
+        found = np.full(len(ids), b"", object)
+        rows = np.flatnonzero(ids >= 0)
+        part = np.searchsorted(segments, ids[rows], side="right") - 1
+        own = places[ids[rows]]
+        begins, ends = own["begin"], own["begin"] + own["size"]
+        near = (np.diff(part) == 0) & (np.diff(begins) >= 0) & (begins[1:] - ends[:-1] <= _GAP)
+
+        def read_run(run):
+            first = begins[run[0]] - tarfile.BLOCKSIZE
+            try:
+                span = _read_span(paths[part[run[0]]], first, ends[run].max())
+            except OSError:
+                return
+            for i in run:
+                with contextlib.suppress(ValueError):
+                    found[rows[i]] = _cut(span, first, own[i])
+
+        runs = np.split(np.arange(len(rows)), np.flatnonzero(~near) + 1) if len(rows) else []
+        for _ in (_readers().map if is_remote else map)(read_run, runs):
+            pass
+        return found
+
+    def read(ids):
+        found = tf.numpy_function(read_rows, [ids], tf.string, stateful=False)
+        return tf.ensure_shape(found, ids.shape)
+
+    return RecordFiles(segments, open_by(read), read=read)
+
+
+@functools.cache
+def _readers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE)
+
+
+def _read_span(path: str, begin: int, end: int) -> bytes:
+    """The bytes begin, ..., end - 1 of a file, and no others."""
+    if "://" in path:
+        # tf.io.gfile.GFile reads half a MiB at least.
+        from tensorflow.python.lib.io import _pywrap_file_io
+
+        stream = _pywrap_file_io.BufferedInputStream(path, int(end - begin))
+        try:
+            stream.seek(int(begin))
+            return stream.read(int(end - begin))
+        except (tf.errors.NotFoundError, tf.errors.OutOfRangeError) as e:
+            raise OSError(e.message) from e
+    with open(path, "rb", buffering=0) as file:
+        return os.pread(file.fileno(), end - begin, begin)
+
+
+def _cut(span: bytes, first: int, place: np.void) -> bytes:
+    """The image at `place` in a `span` of a file that starts at the byte `first`.
+
+    Raises: ValueError if another member is there.
+    """
+    at = place["begin"] - first
+    header, image = span[at - tarfile.BLOCKSIZE : at], span[at : at + place["size"]]
+    check = int(header[_CHECKSUM].strip(b"\0 ") or b"0", 8)
+    if check != place["check"] or len(image) != place["size"]:
+        raise ValueError("another member is there")
+    return image
