@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -53,23 +54,36 @@ def test_gradients_of_the_product_on_cpus(shape):
 @pytest.mark.parametrize("form", ["tanh", "exact"])
 def test_gelu(form):
     x = np.linspace(-6, 6, 1001)
-    found = GELU[form](jnp.float32(x), None, 0.0)
+    found = GELU[form](jnp.float32(x), None, None, 0.0)
     np.testing.assert_allclose(found, numpy_vit.gelu(x, form), atol=2e-6)
 
 
-@pytest.mark.parametrize("form", ["tanh", "exact"])
+BY_JAX = {
+    "tanh": partial(jax.nn.gelu, approximate=True),
+    "exact": partial(jax.nn.gelu, approximate=False),
+    "quick": lambda z: z * jax.nn.sigmoid(1.702 * z),
+    "silu": jax.nn.silu,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "gated"), [("tanh", False), ("exact", False), ("quick", False), ("silu", True)]
+)
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_gradient_of_gelu_with_its_dropout_is_that_of_jax(form, dropped, dtype):
+def test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax(form, gated, dropped, dtype):
     x, g = jnp.linspace(-6, 6, 1001).astype(dtype), normal(1001).astype(dtype)
     kept = jnp.arange(1001) % 3 > 0 if dropped else None
+    args = (x, normal(1001, seed=1).astype(dtype)) if gated else (x,)
 
-    def by_jax(x):
-        y = jax.nn.gelu(x.astype(jnp.float32), approximate=form == "tanh")
+    def by_jax(x, *others):
+        y = BY_JAX[form](x.astype(jnp.float32))
+        for other in others:
+            y *= other.astype(jnp.float32)
         return (jnp.where(kept, y * (256 / 192), 0) if dropped else y).astype(dtype)
 
-    expected, vjp = jax.vjp(by_jax, x)
-    found, our_vjp = jax.vjp(lambda x: GELU[form](x, kept, 0.25), x)
+    expected, vjp = jax.vjp(by_jax, *args)
+    found, our_vjp = jax.vjp(lambda x, other=None: GELU[form](x, other, kept, 0.25), *args)
     assert found.dtype == our_vjp(g)[0].dtype == dtype
     tolerance = 6e-6 if dtype == jnp.float32 else 2e-2
     assert_same(found.astype(jnp.float32), expected.astype(jnp.float32), tolerance=tolerance)

@@ -115,7 +115,7 @@ def random_tables(positions):
 def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
     num_patches, k = grid[0] * grid[1], 4
     n = num_patches + num_prefix
-    positions = Positions("relative", grid, num_prefix, num_prefix > 0, k)
+    positions = Positions("relative", grid, num_prefix, num_prefix, k)
     tables = random_tables(positions)
     q = RNG.standard_normal((2, 3, n, k)).astype(np.float32)
     vectors = numpy_vit.relative_vectors(tables, n, num_patches)
@@ -125,7 +125,7 @@ def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
 
 
 def test_tokens_before_the_patches_without_positions_have_no_logits():
-    positions = Positions("relative", (2, 3), 2, False, 4)
+    positions = Positions("relative", (2, 3), 2, 0, 4)
     relative = positions.build(random_tables(positions))
     q = RNG.standard_normal((1, 2, 8, 4)).astype(np.float32)
     logits = np.asarray(relative.logits(q))
@@ -176,7 +176,7 @@ def test_positions_in_bfloat16_are_near(kind, place):
 
 @pytest.mark.parametrize("kind", ["learned_1d", "learned_2d", "relative"])
 def test_tables_start_normal_and_apart(kind):
-    positions = Positions(kind, (12, 12), 1, True, 64)
+    positions = Positions(kind, (12, 12), 1, 1, 64)
     leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(positions.init(jax.random.key(0)))]
     values = np.concatenate(leaves)
     assert values.std() == pytest.approx(0.02, rel=0.05)
@@ -194,7 +194,7 @@ def full_compilation():
 @pytest.mark.usefixtures("full_compilation")
 def test_relative_positions_take_no_memory_for_pairs_of_tokens():
     tokens, width, heads = 1025, 128, 2
-    relative = Positions("relative", (32, 32), 1, True, width // heads)
+    relative = Positions("relative", (32, 32), 1, 1, width // heads)
 
     def temporaries(positions):
         block = EncoderBlock(num_heads=heads, mlp_dim=4 * width, positions=positions)
@@ -215,7 +215,7 @@ def test_relative_positions_take_no_memory_for_pairs_of_tokens():
 def test_remat_keeps_no_logits_of_relative_positions():
     """A product without an axis of images would be kept by "dots"."""
     tokens, width = 65, 16
-    relative = Positions("relative", (8, 8), 1, True, width // 2)
+    relative = Positions("relative", (8, 8), 1, 1, width // 2)
     encoder = Encoder(depth=2, num_heads=2, mlp_dim=32, positions=relative, scan=True, remat="dots")
     x = jax.ShapeDtypeStruct((3, tokens, width), jnp.float32)
     params = jax.eval_shape(encoder.init, jax.random.key(0), x)

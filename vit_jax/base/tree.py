@@ -27,7 +27,8 @@ OBJECTIVE = "objective"  # name of the subtree of parameters that belongs to the
 _STACKED = re.compile(r"(?P<above>(?:.*/)?)layers/(?P<below>.*)")
 _LAYER = re.compile(r"((?:.*/)?layer_\d+)/.*")
 _EMBEDDING = re.compile(
-    r"(stem|trunk/(conv|norm)_root|embedding|class_token|distillation_token|pos_embedding)(/.*)?"
+    r"(stem|trunk/(conv|norm)_root|embedding|embedding_norm|class_token|distillation_token|"
+    r"register_tokens|pos_embedding)(/.*)?"
 )
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("vit_jax")
 # match counts. Scanned layers have one more axis in front, which is never split. The rules here are
 # of names that several parts use; those of one part are its `split_params`, and count before these.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
+    (r"(query|key|value|up|gate)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),
     (r"lora_a", ("fsdp", None)),
     (r"lora_b", (None, "tensor")),
@@ -40,7 +40,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(conv_root|conv_proj|conv_last)/kernel", (None, None, None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
     (r"(bias|scale|mean|var|probe|pos_embedding(/\w+)?)", ()),
-    (r"(class_token|distillation_token|mask_token)", ()),
+    (r"(class_token|distillation_token|register_tokens|mask_token)", ()),
     (r"(random_features|count|step)", ()),
     (r"hidden_\d/kernel", ("fsdp", None)),  # of the heads of objectives
 )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 
@@ -16,6 +17,7 @@ from vit_jax.models.dense import Dense, LoraProduct, Product
 from vit_jax.models.dropout import draw_kept
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.position import Relative
+from vit_jax.models.rotary import turn
 
 # RMSNorm does not subtract the mean and has no bias (arXiv:2302.05442, section 2).
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
@@ -26,8 +28,9 @@ class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
-    for all heads. `qkv_bias` gives the query, key and value projections a bias. `relative` holds
-    relative positions; queries and tokens must then be the same. `lora_rank` adds an adapter of
+    for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
+    takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
+    `turns` rotary ones; queries and tokens must then be the same. `lora_rank` adds an adapter of
     that rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper;
     None: none.
 
@@ -42,16 +45,20 @@ class Attention(nn.Module):
     norm_eps: float = NORM_EPS
     qk_norm: bool = False
     qkv_bias: bool = True
+    key_bias: bool = True
     lora_rank: int | None = None
     dtype: Any = jnp.float32
     forms: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
+    def __call__(
+        self, queries_BND, tokens_BMD, *,
+        relative: Relative | None = None, turns: jax.Array | None = None, train=False,
+    ):  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         q_BNHK, k_BMHK, v_BMHK = (
-            self._split_heads(name, add_bias_plainly(*self._project(name, x)))
+            self._split_heads(name, add_bias_plainly(*self._project(name, x)), turns)
             for name, x in inputs.items()
         )
         bias_BHNM = None
@@ -76,20 +83,22 @@ class Attention(nn.Module):
             product = partial(LoraProduct, rank=self.lora_rank)
         return product(
             x_BND.shape[-1],
-            use_bias=self.qkv_bias,
+            use_bias=self.qkv_bias and (self.key_bias or name != "key"),
             dtype=self.dtype,
             multiply=self.forms.multiply,
             name=name,
         )(x_BND)
 
     @nn.nowrap
-    def _split_heads(self, name, y_BND):
-        """(B, N, D) -> (B, N, H, K), with `qk_norm` normalised."""
+    def _split_heads(self, name, y_BND, turns):
+        """(B, N, D) -> (B, N, H, K); queries and keys normalised by `qk_norm`, then turned."""
         y_BNHK = rearrange(y_BND, "b n (h k) -> b n h k", h=self.num_heads)
         if self.qk_norm and name != "value":
             fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
             fields |= {"use_bias": False} if self.norm == "layer" else {}
             y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
+        if turns is not None and name != "value":
+            y_BNHK = turn(y_BNHK, turns)
         return self.constrain(y_BNHK, ("batch", None, "tensor", None))
 
     @nn.nowrap
@@ -107,13 +116,16 @@ class KernelAttention(Attention):
     """`Attention` by a kernel: see `forms.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
-    the biases, unless they are needed before, for `qk_norm`.
+    the biases, unless they are needed before, for `qk_norm` and `turns`.
     """
 
     num_keys: int | None = None
 
     @nn.compact
-    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
+    def __call__(
+        self, queries_BND, tokens_BMD, *,
+        relative: Relative | None = None, turns: jax.Array | None = None, train=False,
+    ):  # fmt: skip
         assert self.forms.attention_kernel is not None
         assert self.dropout == 0 and relative is None
 
@@ -124,9 +136,9 @@ class KernelAttention(Attention):
 
         def project(name, x_BND):
             y_BND, bias_D = self._project(name, x_BND)
-            if self.qk_norm:
+            if self.qk_norm or turns is not None:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
-            y_BNHK = self._split_heads(name, with_all_heads(y_BND))
+            y_BNHK = self._split_heads(name, with_all_heads(y_BND), turns)
             return y_BNHK, None if bias_D is None else bias_D.reshape(y_BNHK.shape[2:])
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}

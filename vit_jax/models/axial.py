@@ -46,7 +46,8 @@ class AxialBlock(BlockFields, nn.Module):
     grid: tuple[int, int] = (1, 1)
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train, shared=None):
+    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+        assert turns is None  # checked by AxialViT.find_faults
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth,
             "grid": self.grid,
@@ -89,5 +90,10 @@ class AxialViT(ViT):
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: the blocks "
                 "of an Axial-ViT have no tables of their own; choose stem or layers_shared, and "
                 "another kind than relative"
+            )
+        if self.rotary is not None or self.registers:
+            faults.append(
+                f"rotary={self.rotary!r}, registers={self.registers}: the tokens of an Axial-ViT "
+                "are those of its grid, in rows and columns; leave them out"
             )
         return faults

@@ -35,7 +35,8 @@ class DeiT(ViT):
     @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
         token = self.param("distillation_token", nn.initializers.zeros, (1, 1, self.width))
-        return [*super()._make_prefix_tokens(), token]
+        class_token, *registers = super()._make_prefix_tokens()
+        return [class_token, token, *registers]
 
     def _representations(self, x_BND):
         """(class token, distillation token), each (B, D)."""
@@ -60,7 +61,7 @@ class DeiT(ViT):
         return logits if train else (logits["class"] + logits["distillation"]) / 2
 
     @property
-    def num_prefix_tokens(self) -> int:
+    def num_named_tokens(self) -> int:
         """The class token and the distillation token."""
         return 2
 

@@ -1,4 +1,4 @@
-"""GELU, with the dropout that follows it in an MLP."""
+"""The activations of an MLP, with the gate and the dropout that follow them."""
 
 import math
 from functools import partial
@@ -31,36 +31,57 @@ def _exact_slope(z):
     return _exact_share(z) + z * jnp.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
-# {form: (GELU(z) / z, its derivative by z)}, in float32.
-_FORMS = {"tanh": (_tanh_share, _tanh_slope), "exact": (_exact_share, _exact_slope)}
+def _sigmoid_forms(factor):
+    """The forms of z sigmoid(factor z)."""
+
+    def slope(z):
+        s = jax.nn.sigmoid(factor * z)
+        return s + factor * z * s * (1 - s)
+
+    return lambda z: jax.nn.sigmoid(factor * z), slope
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _gelu(form, x, kept, rate):
-    """GELU of x, then `dropout.drop`; `kept` None: without dropout.
+# {form: (activation(z) / z, the activation's derivative by z)}, in float32. "quick" is CLIP's.
+_FORMS = {
+    "tanh": (_tanh_share, _tanh_slope),
+    "exact": (_exact_share, _exact_slope),
+    "quick": _sigmoid_forms(1.702),
+    "silu": _sigmoid_forms(1.0),
+}
 
-    The backward pass needs only `x` and `kept`, and takes half as many operations as JAX's
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def _gelu(form, x, gated, kept, rate):
+    """The activation of x, times `gated` if given, then `dropout.drop`; `kept` None: no dropout.
+
+    The backward pass needs only the arguments, and takes half as many operations as JAX's
     derivative of `jax.nn.gelu`: on TPUs they, not the products around them, set the time of an MLP.
     It computes in float32 and has no forward-mode derivative.
 
-    Shapes: (...), (...) -> (...).
-    Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
+    Shapes: (...), (...), (...) -> (...).
+    Sources: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2; gates: Shazeer 2020
+      (arXiv:2002.05202), Eq. 6.
     """
-    return _forward(form, x, kept, rate)[0]
+    return _forward(form, x, gated, kept, rate)[0]
 
 
-def _forward(form, x, kept, rate):
+def _forward(form, x, gated, kept, rate):
     share, _ = _FORMS[form]
     z = x.astype(jnp.float32)
     y = _scale(kept, rate) * z * share(z)
-    return _select(y, kept).astype(x.dtype), (x, kept)
+    y = y if gated is None else y * gated.astype(jnp.float32)
+    return _select(y, kept).astype(x.dtype), (x, gated, kept)
 
 
 def _backward(form, rate, saved, grad):
-    x, kept = saved
-    _, slope = _FORMS[form]
-    grad = _select(grad.astype(jnp.float32), kept)
-    return (_scale(kept, rate) * slope(x.astype(jnp.float32)) * grad).astype(x.dtype), None
+    x, gated, kept = saved
+    share, slope = _FORMS[form]
+    z = x.astype(jnp.float32)
+    grad = _scale(kept, rate) * _select(grad.astype(jnp.float32), kept)
+    if gated is None:
+        return (slope(z) * grad).astype(x.dtype), None, None
+    grad_x = slope(z) * grad * gated.astype(jnp.float32)
+    return grad_x.astype(x.dtype), (z * share(z) * grad).astype(gated.dtype), None
 
 
 _gelu.defvjp(_forward, _backward)
@@ -74,5 +95,5 @@ def _select(x, kept):
     return x if kept is None else jnp.where(kept, x, 0)
 
 
-# {form: gelu(x, kept, rate)}, see `_gelu`.
+# {form: gelu(x, gated, kept, rate)}, see `_gelu`.
 GELU = {form: partial(_gelu, form) for form in _FORMS}

@@ -31,14 +31,21 @@ REMAT_POLICIES = {
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between, dropout after each.
+    """Two dense layers with an activation between, dropout after each.
+
+    With `gated`, the activation of a third layer multiplies the first one's output; with `norm`,
+    "layer" or "rms", what the last layer takes is normalised.
 
     Shapes: (B, N, D) -> (B, N, D).
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.1.
+    Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.1; gated:
+      Shazeer 2020 (arXiv:2002.05202), Eq. 6; norm: Fang et al. 2023 (arXiv:2303.11331).
     """
 
     mlp_dim: int
     gelu: str = "tanh"
+    gated: bool = False
+    norm: str | None = None
+    norm_eps: float = NORM_EPS
     dropout: float = 0.0
     dtype: Any = jnp.float32
     forms: BlockOps = PLAIN
@@ -53,11 +60,18 @@ class Mlp(nn.Module):
             multiply=self.forms.multiply,
             add_bias=self.forms.add_bias,
         )
-        y_BNF = dense(self.mlp_dim, name="up")(x_BND)
-        y_BNF = self.constrain(y_BNF, ("batch", None, "tensor"))
+        hidden = ("batch", None, "tensor")
+        y_BNF = self.constrain(dense(self.mlp_dim, name="up")(x_BND), hidden)
+        gated_BNF = None
+        if self.gated:
+            gated_BNF = y_BNF
+            y_BNF = self.constrain(dense(self.mlp_dim, name="gate")(x_BND), hidden)
         dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
-        kept_BNF = dropout().draw_kept(y_BNF.shape, ("batch", None, "tensor"), train=train)
-        y_BNF = GELU[self.gelu](y_BNF, kept_BNF, self.dropout)
+        kept_BNF = dropout().draw_kept(y_BNF.shape, hidden, train=train)
+        y_BNF = GELU[self.gelu](y_BNF, gated_BNF, kept_BNF, self.dropout)
+        if self.norm is not None:
+            norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
+            y_BNF = norm(y_BNF)
         y_BND = dense(x_BND.shape[-1], name="down")(y_BNF)
         return dropout()(y_BND, ("batch", None, None), train=train)
 
@@ -83,12 +97,15 @@ class BlockFields:
     """The fields of an encoder block, shared by the block, the encoder and the model.
 
     `parallel`: attention and MLP take the same normalised tokens, and both outputs are added to
-    the residual. `qk_norm`, `qkv_bias`, `lora_rank`: see `Attention`.
+    the residual. `qk_norm`, `qkv_bias`, `key_bias`, `lora_rank`: see `Attention`. `gated_mlp`,
+    `mlp_norm`: see `Mlp`.
     """
 
     num_heads: int = key(..., "heads of attention in each layer", within=fields.FROM_1)
     mlp_dim: int = key(..., "width of the hidden layer of each MLP", within=fields.FROM_1)
     gelu: str = key("tanh", "the activation in MLPs", choices=tuple(GELU))
+    gated_mlp: bool = key(False, "the activation of a third layer gates MLPs: SwiGLU with silu")
+    mlp_norm: bool = key(False, "a norm before the last layer of each MLP")
     dropout: float = key(0.0, **fields.DROPOUT)
     attention_dropout: float = key(0.0, "rate, on attention weights", within=fields.RATE)
     parallel: bool = key(False, "attention and MLP in parallel")
@@ -96,6 +113,7 @@ class BlockFields:
     norm_eps: float = key(NORM_EPS, **fields.NORM_EPS)
     qk_norm: bool = key(False, "norms of queries and keys")
     qkv_bias: bool = key(True, "biases of the projections to queries, keys and values")
+    key_bias: bool = key(True, "False: with qkv_bias, only queries and values have biases")
     layer_scale: float | None = key(
         None, "initial value of a learned scale of each branch; None: no scale",
         within=fields.POSITIVE,
@@ -117,8 +135,9 @@ class EncoderBlock(BlockFields, nn.Module):
     With `stochastic_depth`, training drops each residual branch of an example with probability
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
     `shared`, from `Positions.build`, comes from tables that all blocks share. Positions are added
-    to the block's input; relative positions to the attention logits. Only the
-    first `num_tokens` tokens count, the others are padding; None: all count.
+    to the block's input; relative positions to the attention logits; `turns`, from
+    `RotaryFields.turns`, turns queries and keys. Only the first `num_tokens` tokens count, the
+    others are padding; None: all count.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -130,7 +149,7 @@ class EncoderBlock(BlockFields, nn.Module):
     num_tokens: int | None = None
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train, shared=None):
+    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
         def add(x_BND, branch_BND, scale_name):
             if self.layer_scale is not None:
                 branch_BND = LayerScale(self.layer_scale, name=scale_name)(branch_BND)
@@ -165,17 +184,27 @@ class EncoderBlock(BlockFields, nn.Module):
             norm_eps=self.norm_eps,
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
+            key_bias=self.key_bias,
             lora_rank=self.lora_rank,
             name="attention",
             **common,
         )
-        z_BND = self.mix(attention, y_BND, relative=relative, train=train)
+        z_BND = self.mix(attention, y_BND, relative=relative, turns=turns, train=train)
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
-        mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
+        mlp = Mlp(
+            self.mlp_dim,
+            gelu=self.gelu,
+            gated=self.gated_mlp,
+            norm=self.norm if self.mlp_norm else None,
+            norm_eps=self.norm_eps,
+            dropout=self.dropout,
+            name="mlp",
+            **common,
+        )
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
     @nn.nowrap
@@ -192,8 +221,8 @@ class Encoder(BlockFields, nn.Module):
     the part that the backward pass recomputes: "none", "dots" (all but the dense layers' matrix
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
-    from 0 in the first block to `stochastic_depth` in the last. `positions`, `shared` and, unless
-    None, the `grid` of the tokens go to every block, a `block_class`.
+    from 0 in the first block to `stochastic_depth` in the last. `positions`, `shared`, `turns` and,
+    unless None, the `grid` of the tokens go to every block, a `block_class`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -208,10 +237,12 @@ class Encoder(BlockFields, nn.Module):
     block_class: type[nn.Module] = EncoderBlock
 
     @nn.compact
-    def __call__(self, x_BND, *, grid=None, shared=None, train=False):
+    def __call__(self, x_BND, *, grid=None, shared=None, turns=None, train=False):
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.forms.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
+        if turns is not None:
+            turns = jnp.pad(turns, ((0, 0), (0, padding), (0, 0)))
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth > 0,
             "positions": self.positions,
@@ -225,14 +256,14 @@ class Encoder(BlockFields, nn.Module):
                 self._block(0),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast, nn.broadcast),
+                in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
                 length=self.depth,
             )
-            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared)
+            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared, turns)
         else:
             for i in range(self.depth):
                 block = self._block(i)(name=f"layer_{i}", **fields)
-                x_BND, _ = block(x_BND, drop_rates[i], train, shared)
+                x_BND, _ = block(x_BND, drop_rates[i], train, shared, turns)
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             x_BND = norm(x_BND)
@@ -268,8 +299,8 @@ def split_blocks(depth: int, recomputed: int, values: int, sums: int = 2) -> lis
 class MapHead(BlockFields, nn.Module):
     """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
 
-    It ignores the block fields `dropout`, `attention_dropout`, `parallel`, `qk_norm`,
-    `layer_scale`, `lora_rank` and `forms`: it computes without kernels.
+    It ignores the block fields `dropout`, `attention_dropout`, `gated_mlp`, `mlp_norm`, `parallel`,
+    `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `forms`: it computes without kernels.
 
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019

@@ -104,14 +104,14 @@ class Positions:
     kind: one of POS_EMBEDS except "none", or SINCOS_1D.
     grid: rows and columns of patches.
     num_prefix: number of prefix tokens.
-    prefix_has_some: whether prefix tokens have positions too.
+    num_placed: number of the first prefix tokens that have positions too.
     width: width of the model; for relative positions the width of a head.
     """
 
     kind: str
     grid: tuple[int, int]
     num_prefix: int
-    prefix_has_some: bool
+    num_placed: int
     width: int
 
     def init(self, key: jax.Array) -> Any:
@@ -122,7 +122,7 @@ class Positions:
         positions have no entries.
         """
         (rows, columns), width = self.grid, self.width
-        num_prefix = self.num_prefix if self.prefix_has_some else 0
+        num_prefix = self.num_placed
         if self.kind == "learned_1d":
             return _INIT(key, (1, num_prefix + rows * columns, width))
         shapes: dict[str, tuple[int, ...]]
@@ -161,8 +161,11 @@ class Positions:
                 added_1ND = jnp.concatenate([tables["prefix"], added_1ND], axis=1)
         else:
             added_1ND = tables
-        num_without = self.num_prefix + self.grid[0] * self.grid[1] - added_1ND.shape[1]
-        return jnp.pad(added_1ND, ((0, 0), (num_without, 0), (0, 0)))
+        patches = self.grid[0] * self.grid[1]
+        num_without = self.num_prefix + patches - added_1ND.shape[1]
+        none_1ND = jnp.zeros((1, num_without, self.width), added_1ND.dtype)
+        of_prefix, of_patches = added_1ND[:, :-patches], added_1ND[:, -patches:]
+        return jnp.concatenate([of_prefix, none_1ND, of_patches], axis=1)
 
 
 def sincos_2d(grid: tuple[int, int], width: int, span: int | None = None) -> np.ndarray:

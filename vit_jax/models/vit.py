@@ -6,6 +6,7 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -38,10 +39,12 @@ from vit_jax.models.position import (
     Relative,
     find_position_faults,
 )
+from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
+POOLS = ("token", "gap", "token_gap", "map")
 POS_EMBED: fields.Declaration = {"meaning": "positions of the patches"}
 
 
@@ -54,7 +57,7 @@ def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array
     return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
 
 
-class ViT(BlockFields, Model):
+class ViT(BlockFields, RotaryFields, Model):
     """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
     In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
@@ -63,9 +66,12 @@ class ViT(BlockFields, Model):
       num_classes: C; with None the model has no head and `__call__` returns the features.
       image_size: height and width in pixels. It may be None if no positions are learned; the model
         then takes any image size that the patch size divides.
-      pool: "token" (the class token), "gap" (mean over the patches) or "map" (attention pooling
-        over the patches).
+      pool: "token" (the class token), "gap" (mean over the patches), "token_gap" (both, one after
+        the other: 2 D values) or "map" (attention pooling over the patches).
       class_token: whether a learned token precedes the patches; None adds it if `pool` needs it.
+      registers: number of learned tokens between class token and patches; they have no learned
+        positions (Darcet et al. 2023, arXiv:2309.16588).
+      pre_norm: normalise the tokens, with their positions, before the first layer.
       norm_pooled: normalise the pooled representation instead of the tokens.
       head_batch_norm: normalise the head's input by its mean and variance over the batch, without
         scale and shift, as in the linear probes of self-supervised models. Such a model has batch
@@ -76,9 +82,10 @@ class ViT(BlockFields, Model):
         set of tables for all layers. None means "stem", or "layers" for relative positions, which
         act inside attention.
       pos_embed_class_token: whether the class token has a learned position too.
-      parallel, qk_norm, layer_scale, lora_rank: options of the encoder blocks
-        (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`), off by default; the
-        pooling head has none of them.
+      rotary, ...: rotary positions; see `RotaryFields`.
+      parallel, qk_norm, layer_scale, lora_rank, gated_mlp, mlp_norm: options of the encoder blocks
+        (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`, `Mlp`), off by default;
+        the pooling head has none of them.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
       forms: how the blocks compute; see `forms.BlockOps`.
@@ -95,8 +102,11 @@ class ViT(BlockFields, Model):
     patch_size: tuple[int, int] = key(..., "of a patch in pixels")
     width: int = key(..., "of a token", within=fields.FROM_1)
     depth: int = key(..., "number of layers", within=fields.FROM_1)
-    pool: str = key("token", "what the head classifies", choices=("token", "gap", "map"))
+    patch_bias: bool = key(True, "bias of the embedding of patches")
+    pool: str = key("token", "what the head classifies", choices=POOLS)
     class_token: bool | None = key(None, "a token before the patches; None: if `pool` needs it")
+    registers: int = key(0, "learned tokens without positions", within="[0, inf)")
+    pre_norm: bool = key(False, "a norm before the first layer")
     norm_pooled: bool = key(False, "final norm after pooling instead of before")
     hidden_head: bool = key(False, "a hidden layer before the last linear layer")
     head_bias: float = key(0.0, **fields.HEAD_BIAS)
@@ -120,7 +130,10 @@ class ViT(BlockFields, Model):
     def setup(self):
         # The reference embeds patches by a convolution: initialise as it does, not as `Dense`.
         self.embedding = nn.Dense(
-            self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
+            self.width,
+            use_bias=self.patch_bias,
+            dtype=self.dtype,
+            kernel_init=nn.initializers.lecun_normal(),
         )
         self.prefix_tokens = self._make_prefix_tokens()
         self.pos_embedding, of_layers = None, None
@@ -131,9 +144,11 @@ class ViT(BlockFields, Model):
                 of_layers = positions
             else:
                 self.pos_embedding = self.param("pos_embedding", positions.init)
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
+        if self.pre_norm:
+            self.embedding_norm = norm()
         if self.norm_pooled:
-            norm = NORMS[self.norm]
-            self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
+            self.pooled_norm = norm()
         self.embedding_dropout = Dropout(self.dropout, self.forms.draw_bytes)
         self.encoder = Encoder(
             **self.block_fields(),
@@ -158,9 +173,13 @@ class ViT(BlockFields, Model):
     @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
         """Create the learned tokens, each (1, 1, D), that precede the patches."""
-        if not self.has_class_token:
-            return []
-        return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
+        tokens = []
+        if self.has_class_token:
+            tokens.append(self.param("class_token", nn.initializers.zeros, (1, 1, self.width)))
+        if self.registers:
+            normal = nn.initializers.normal(0.02)
+            tokens.append(self.param("register_tokens", normal, (1, self.registers, self.width)))
+        return tokens
 
     @nn.nowrap
     def _make_head(self, num_classes: int) -> nn.Module:
@@ -215,12 +234,24 @@ class ViT(BlockFields, Model):
         if shared is not None and self.positions_at == "stem":
             assert not isinstance(shared, Relative)
             x_BND, shared = x_BND + shared.astype(self.dtype), None
+        turns = self._turns(image_size, train)
         if keep is not None:
-            x_BND, shared = self._take(x_BND, keep), self._take(shared, keep)
+            x_BND, shared, turns = (self._take(x, keep) for x in (x_BND, shared, turns))
+        if self.pre_norm:
+            x_BND = self.embedding_norm(x_BND)
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = None if self.block_class is EncoderBlock else self.grid_of(image_size)
-        return self.encoder(x_BND, grid=grid, shared=shared, train=train)
+        return self.encoder(x_BND, grid=grid, shared=shared, turns=turns, train=train)
+
+    @nn.nowrap
+    def _turns(self, image_size, train):
+        """The turns (1, P + N, K) of queries and keys; None without rotary positions."""
+        if self.rotary is None:
+            return None
+        rng = self.make_rng("dropout") if train and self.rotary_is_random else None
+        grid, head_width = self.grid_of(image_size), self.width // self.num_heads
+        return self.turns(grid, self.num_prefix_tokens, self.registers, head_width, rng)
 
     @nn.nowrap
     def _take(self, x_BND, keep_BM):
@@ -251,16 +282,20 @@ class ViT(BlockFields, Model):
         return self.embedding(extract_patches(images, self.patch_size))
 
     def features(self, images, *, train=False):
-        """The pooled representation (B, D): class token, mean of the patches, or attention pool."""
+        """The pooled representation: class token, mean of the patches, or attention pool.
+
+        Shapes: -> (B, D); (B, 2 D) with `pool` token_gap.
+        """
         return self.represent(self.tokens(images, train=train))
 
     def represent(self, x_BND):
         """The features (B, D) of the encoder's output (B, N, D); see `features`."""
-        if self.pool == "token":
-            x_BD = x_BND[:, 0]
+        patches_BND = x_BND[:, self.num_prefix_tokens :]
+        if self.pool == "map":
+            x_BD = self.map_head(patches_BND)
         else:
-            x_BND = x_BND[:, self.num_prefix_tokens :]
-            x_BD = x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
+            pooled = {"token": x_BND[:, 0], "gap": patches_BND.mean(axis=1)}
+            x_BD = jnp.concatenate([pooled[kind] for kind in self.pool.split("_")], axis=1)
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
     def pre_logits(self, images, *, train=False):
@@ -290,6 +325,10 @@ class ViT(BlockFields, Model):
         return [f"{start}-{variant}/{self.patch_size[0]}" for variant in VIT_VARIANTS]
 
     @property
+    def is_random(self) -> bool:
+        return super().is_random or self.rotary_is_random
+
+    @property
     def has_batch_statistics(self) -> bool:
         """Whether the rows of a training batch depend on each other."""
         return self.head_batch_norm
@@ -302,18 +341,23 @@ class ViT(BlockFields, Model):
     @property
     def has_class_token(self) -> bool:
         """Whether a class token precedes the patches."""
-        return self.pool == "token" if self.class_token is None else self.class_token
+        return "token" in self.pool if self.class_token is None else self.class_token
+
+    @property
+    def num_named_tokens(self) -> int:
+        """Number of tokens before the registers and the patches."""
+        return int(self.has_class_token)
 
     @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches."""
-        return int(self.has_class_token)
+        return self.num_named_tokens + self.registers
 
     @property
     def num_prefix_positions(self) -> int:
-        """Number of prefix tokens that have entries in a table of positions."""
+        """Number of the first prefix tokens that have entries in a table of positions."""
         has_table = self.pos_embed in TABLES
-        return self.num_prefix_tokens if has_table and self.pos_embed_class_token else 0
+        return self.num_named_tokens if has_table and self.pos_embed_class_token else 0
 
     @property
     def positions_at(self) -> str:
@@ -329,7 +373,7 @@ class ViT(BlockFields, Model):
             kind=self.pos_embed,
             grid=self.grid_of(image_size),
             num_prefix=self.num_prefix_tokens,
-            prefix_has_some=self.num_prefix_positions > 0,
+            num_placed=self.num_prefix_positions,
             width=self.width // (self.num_heads if self.pos_embed == "relative" else 1),
         )
 
@@ -361,23 +405,25 @@ class ViT(BlockFields, Model):
 
     @property
     def block_bytes(self) -> int:
-        return 4 * self.num_tokens * (self.mlp_dim + self.num_heads * self.num_tokens)
+        hidden = self.mlp_dim * (1 + self.gated_mlp)
+        return 4 * self.num_tokens * (hidden + self.num_heads * self.num_tokens)
 
     @property
     def flops_by_sizes(self) -> int | None:
         """FLOPs of one image: see `Model`; None with relative positions.
 
         For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D
-        FLOPs. The backward pass costs twice the forward pass, except for the patch embedding, which
-        needs no gradient with respect to the pixels.
+        FLOPs, with a gate 2 N D F more. The backward pass costs twice the forward pass, except for
+        the patch embedding, which needs no gradient with respect to the pixels.
         """
         if self.pos_embed == "relative":
             return None
         tokens, d, f = self.num_tokens, self.width, self.mlp_dim
         values = math.prod(self.patch_size) * self.channels
         embedding = 2 * math.prod(self.grid) * values * d
-        layers = self.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
-        heads = max(self.num_pooled_tokens, 1)
+        matrices = 4 * d + (2 + self.gated_mlp) * f
+        layers = self.depth * (2 * tokens * d * matrices + 4 * tokens**2 * d)
+        heads = 2 if self.pool == "token_gap" else max(self.num_pooled_tokens, 1)
         head = heads * 2 * d * (self.num_classes or 0) + 2 * d**2 * self.hidden_head
         if self.pool == "map":  # one query: the probe
             head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
@@ -394,8 +440,20 @@ class ViT(BlockFields, Model):
     def find_faults(self) -> list[str]:
         positions = find_position_faults(self.pos_embed, self.pos_embed_at, self.width)
         faults = super().find_faults() + positions
-        if self.pool == "token" and self.class_token is False:
-            faults.append("class_token=False: pool='token' needs it; choose pool gap or map")
+        if "token" in self.pool and self.class_token is False:
+            faults.append(f"class_token=False: pool={self.pool!r} needs it; choose pool gap or map")
+        if self.pool == "token_gap" and (self.norm_pooled or self.hidden_head):
+            faults.append(
+                "pool='token_gap': it gives 2 D values, which norm_pooled and hidden_head do not "
+                "take; set them to False"
+            )
+        if self.pos_embed == "relative" and self.registers and self.num_prefix_positions:
+            faults.append(
+                f"registers={self.registers}: they have no relative positions; set "
+                "pos_embed_class_token=False"
+            )
+        if self.num_heads > 0:
+            faults += self.find_rotary_faults(self.width // self.num_heads, self.registers)
         if self.lora_rank is not None and not 1 <= self.lora_rank <= self.width:
             faults.append(
                 f"lora_rank={self.lora_rank}: needs a number from 1 to width={self.width}, or None"

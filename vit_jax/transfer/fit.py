@@ -44,6 +44,8 @@ _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
     "qkv_bias", "norm_pooled", "width_factor", "depth_factor", "token_module", "token_width",
+    "registers", "pre_norm", "patch_bias", "key_bias", "gated_mlp", "mlp_norm", "rotary",
+    "rotary_base", "rotary_side", "rotary_registers", "rotary_dtype",
 )  # fmt: skip
 
 
@@ -250,13 +252,14 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
         if model.pos_embed != "none":
             tables = tree.unflatten_names(params).get("pos_embedding")
             table = np.asarray(model.positions(model.image_size).build(tables))
-            table = table if has_some else table[:, model.num_prefix_tokens :]
+            placed, prefix = model.num_prefix_positions, model.num_prefix_tokens
+            table = np.concatenate([table[:, :placed], table[:, prefix:]], axis=1)
         params = {name: leaf for name, leaf in params.items() if not POSITIONS.fullmatch(name)}
         params["pos_embedding"] = table
         logger.info("positions: writing %s as a table", model.pos_embed)
         model = model.clone(pos_embed="learned_1d", pos_embed_class_token=has_some)
     if class_token_has_one and not model.num_prefix_positions:
-        none = np.zeros((1, model.num_prefix_tokens, model.width), np.float32)
+        none = np.zeros((1, model.num_named_tokens, model.width), np.float32)
         params["pos_embedding"] = np.concatenate([none, params["pos_embedding"]], axis=1)
         logger.info("positions: the class token's entry is written as zeros")
         model = model.clone(pos_embed_class_token=True)
