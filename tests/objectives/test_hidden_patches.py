@@ -34,9 +34,9 @@ from vit_jax.objectives.masked_patches import (
     pixels_of,
 )
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.transfer.names import read_rows, rows_of
+from vit_jax.transfer.names import read_rows
 from vit_jax.transfer.source import Source
-from vit_jax.transfer.timm import VIT_ROWS
+from vit_jax.transfer.timm import vit_rows
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_mae.npz")
 SETTING = RunFacts((0.5, 0.4, 0.3), (0.2, 0.3, 0.5))
@@ -47,7 +47,7 @@ def read_vit(arrays, model):
     """The parameters of a ViT in arrays with timm's names."""
     source = Source(epath.Path("golden"))
     source.arrays = arrays
-    return read_rows(rows_of(VIT_ROWS, model), source, model)
+    return read_rows(vit_rows(model), source, model)
 
 
 def golden_mae(norm_pixels):

@@ -1,5 +1,7 @@
 """Models with the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
 
+Its other image towers are in `huggingface_vision`.
+
 It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
 `DeiTModel`, from a file or a folder with config.json, and the encoder of `ViTMAEForPreTraining` and
 `ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden layer of the head;
@@ -17,6 +19,7 @@ from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
+from vit_jax.transfer import huggingface_vision as vision
 from vit_jax.transfer.fit import with_learned_positions
 from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
 from vit_jax.transfer.names import (
@@ -36,8 +39,6 @@ from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, wr
 
 logger = logging.getLogger("vit_jax")
 
-_GELU = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
-_HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 _DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # defaults of ViTConfig and DeiTConfig
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
 _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
@@ -76,7 +77,9 @@ def _rows(model: nn.Module, prefix: str, head: str | None) -> list[Row]:
 
 def recognises(source: Source) -> bool:
     """Whether the arrays have transformers' names."""
-    return any(name.endswith(f"{_PATCHES}.weight") for name in source.arrays)
+    return vision.recognises(source) or any(
+        name.endswith(f"{_PATCHES}.weight") for name in source.arrays
+    )
 
 
 def read(source: Source) -> Pretrained:
@@ -85,6 +88,8 @@ def read(source: Source) -> Pretrained:
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
+    if vision.recognises(source):
+        return vision.read(source)
     source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
     arrays = source.arrays
     prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
@@ -123,15 +128,17 @@ def read(source: Source) -> Pretrained:
         mlp_dim=found["intermediate_size"],
         num_heads=assumed["num_attention_heads"],
         hidden_head=f"{prefix}pooler.dense.weight" in source.arrays,
-        gelu=_GELU[assumed["hidden_act"]],
+        gelu=vision.GELU[assumed["hidden_act"]],
         norm_eps=assumed["layer_norm_eps"],
         qkv_bias=f"{first_layer}.attention.attention.query.bias" in arrays,
     )
     params = read_rows(_rows(model, prefix, head), source, model)
-    pixels, names = read_pixels(source), _class_names(stated, model, str(source.path))
+    labels = vision.read_labels(stated)
+    pixels, names = read_pixels(source), class_names_of(labels, model.num_classes, str(source.path))
     loss = _LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, "half_pixel", class_names=names, loss=loss)
-    spec = with_pixels(spec, pixels, distilled, str(source.path))
+    processor = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
+    spec = with_pixels(spec, pixels, processor, str(source.path))
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
     source.say_assumed(assumed, stated | pixels)
@@ -150,7 +157,7 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
     faults = Faults()
     faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
                 "to the file")  # fmt: skip
-    faults.need_known("hidden_act", act, _GELU)
+    faults.need_known("hidden_act", act, vision.GELU)
     if "problem_type" in stated:
         faults.need_known("problem_type", stated["problem_type"], _LOSSES)
     source.refuse(faults, "its architecture cannot be inferred")
@@ -158,16 +165,10 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
 
 
-def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple[str, ...] | None:
-    names = stated.get("id2label")
-    if names is None or names == {str(i): f"LABEL_{i}" for i in range(len(names))}:
-        return None  # transformers writes these names if there are none
-    names = [names.get(str(i)) for i in range(len(names))]
-    return class_names_of(names, model.num_classes, source)
-
-
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
+    if vision.find_name(model) is not None:
+        return []
     of_head = {} if getattr(model, "num_classes", None) is None else {"hidden_head": (False,)}
     needed = {"pool": ("token",), "norm_pooled": (False,), "layer_scale": (None,)}
     return find_unheld(model, (ViT, DeiT), needed | of_head)
@@ -175,6 +176,8 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
+    if vision.find_name(pretrained.model) is not None:
+        return vision.write(path, pretrained)
     pretrained = with_learned_positions(pretrained, class_token_has_one=True)
     model = pretrained.model
     distilled = isinstance(model, DeiT)
@@ -207,7 +210,7 @@ def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) ->
         "attention_probs_dropout_prob": 0.0,
         "dtype": "float32",
         "encoder_stride": 16,
-        "hidden_act": _HIDDEN_ACT[model.gelu],
+        "hidden_act": vision.HIDDEN_ACT[model.gelu],
         "hidden_dropout_prob": 0.0,
         "hidden_size": model.width,
         "id2label": {str(i): name for i, name in enumerate(labels)},

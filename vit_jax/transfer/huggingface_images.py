@@ -8,6 +8,7 @@ from typing import Any
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
 from vit_jax.transfer.source import Source, read_json
+from vit_jax.transfer.timm_blocks import CLIP, IMAGENET
 
 logger = logging.getLogger("vit_jax")
 
@@ -19,16 +20,24 @@ _PIXELS = {
     "feature_extractor_type": "text", "ops": "text",
     "exif": "true or false",
 }  # fmt: skip
-_PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
+_PROCESSOR = re.compile(
+    r"(ViT|DeiT|Bit|CLIP|Siglip|DINOv3ViT)(ImageProcessor(Fast|Pil)?|FeatureExtractor)"
+)
+_CLIP = {f"image_{key}": list(value) for key, value in CLIP.items()}
 # Defaults of the image processor classes. ViT's and DeiT's resize each side separately to (height,
 # width), or to an int for both. Bit's keeps the aspect ratio.
 _PROCESSORS = {
     "ViT": {"resample": 2, "do_center_crop": False},
     "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
     "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True,
-            "crop_size": 224, "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711]},
+            "crop_size": 224, **_CLIP},
+    "CLIP": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True,
+             "crop_size": 224, **_CLIP},
+    "Siglip": {"resample": 3, "do_center_crop": False},
+    "DINOv3ViT": {"resample": 2, "do_center_crop": False,
+                  **{f"image_{key}": list(value) for key, value in IMAGENET.items()}},
 }  # fmt: skip
+_OF_ANY_SIZE = ("Bit", "CLIP", "Siglip", "DINOv3ViT")  # processors of towers that take any size
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
@@ -40,20 +49,24 @@ def read_pixels(source: Source) -> dict[str, Any]:
     return source.read_stated(content, _PIXELS)
 
 
-def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
+def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -> Spec:
     """`spec` with the preprocessing in `pixels`, the values of a preprocessor_config.json.
+
+    `default` is the image processor class where none is stated. A tower's images are resized and
+    cropped in proportion where the file has another size than the tower's positions.
 
     If keys ask for unsupported preprocessing, `fault` names them; the weights are still usable.
     """
-    default = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
     processor = pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
     match = _PROCESSOR.fullmatch(processor)
     where = f"init_from={source!r}: its preprocessor_config.json is not supported"
     kind = match[1] if match else "ViT"
     height, width = spec.image_size
     given = {"size": {"height": height, "width": width}} | _PROCESSORS[kind] | pixels
-    if kind == "Bit" and isinstance(given["size"], int):
+    if kind in ("Bit", "CLIP") and isinstance(given["size"], int):
         given["size"] = {"shortest_edge": given["size"]}
+    if kind in _OF_ANY_SIZE:
+        given |= _in_size(given, spec.image_size, source)
     mean, std = _mean_and_std(given)
     spec = spec._replace(mean=mean, std=std)
     needed = ", ".join(f"{name}ImageProcessor" for name in _PROCESSORS)
@@ -74,6 +87,22 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
         **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
     )
     return spec._replace(ops=None) if ops == ops_of_cut(cut, spec.image_size) else spec
+
+
+def _in_size(given: dict[str, Any], image_size: tuple[int, int], source: str) -> dict[str, Any]:
+    """The keys of sizes in `given`, in proportion for images of `image_size`."""
+    resized, crops = _height_width(given["size"]), given["do_center_crop"]
+    cropped = _height_width(given.get("crop_size")) if crops else resized
+    if resized is None or cropped is None or cropped == image_size:
+        return {}
+    logger.info("%s: its preprocessor_config.json gives %d x %d; in proportion for %d x %d",
+                source, *cropped, *image_size)  # fmt: skip
+    height, width = (r * i // c for r, c, i in zip(resized, cropped, image_size, strict=True))
+    size = {"shortest_edge": max(height, width)} if _in_proportion(given["size"]) else {
+        "height": height, "width": width
+    }  # fmt: skip
+    crop = {"crop_size": dict(zip(("height", "width"), image_size, strict=True))} if crops else {}
+    return {"size": size} | crop
 
 
 def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -29,12 +29,17 @@ class Row(NamedTuple):
     theirs: the array's name in the file.
     ours: the names of the parameters in the unrolled model; several are concatenated along the
       first axis of the file's array.
-    axes: einops pattern "ours -> theirs"; "" if the array is stored unchanged.
+    axes: einops pattern "ours -> theirs" of each parameter, or one for all; "" if it is stored
+      unchanged.
     """
 
     theirs: str
     ours: tuple[str, ...]
-    axes: str = ""
+    axes: str | tuple[str, ...] = ""
+
+    @property
+    def _all_axes(self) -> tuple[str, ...]:
+        return (self.axes,) * len(self.ours) if isinstance(self.axes, str) else self.axes
 
     def numbered(self, numbers: Mapping[str, Any]) -> "Row":
         """This row for the layer with these `numbers`."""
@@ -43,13 +48,13 @@ class Row(NamedTuple):
 
     def read(self, array: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
         """The parameters in `array`."""
-        ours, _, theirs = self.axes.partition(" -> ")
         parts = np.split(array, len(self.ours)) if len(self.ours) > 1 else [array]
-        return [_rearranged(part, f"{theirs} -> {ours}", sizes) for part in parts]
+        turned = (" -> ".join(reversed(axes.split(" -> "))) for axes in self._all_axes)
+        return [_rearranged(*pair, sizes) for pair in zip(parts, turned, strict=True)]
 
     def write(self, params: Sequence[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
         """The array that holds `params`."""
-        parts = [_rearranged(param, self.axes, sizes) for param in params]
+        parts = [_rearranged(*pair, sizes) for pair in zip(params, self._all_axes, strict=True)]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
@@ -61,6 +66,11 @@ def _rearranged(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np
 def row(theirs: str, ours: str, axes: str = "") -> Row:
     """A row for one parameter."""
     return Row(theirs, (ours,), axes)
+
+
+def joined(theirs: str, ours: Sequence[str], axes: Sequence[str]) -> Row:
+    """A row for several parameters, each with its own axes."""
+    return Row(theirs, tuple(ours), tuple(axes))
 
 
 def layer(leaves: Mapping[str, tuple[str, str]]) -> Callable[..., list[Row]]:
@@ -114,7 +124,7 @@ def rows_of(
 def _sizes(model: nn.Module) -> dict[str, int]:
     """The sizes of the axes that patterns split: of patches and of heads."""
     p, q = getattr(model, "patch_size", (1, 1))
-    return {"p": p, "q": q, "heads": getattr(model, "num_heads", 1)}
+    return {"p": p, "q": q, "heads": getattr(model, "num_heads", 1), "two": 2}
 
 
 def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str, np.ndarray]:
@@ -180,5 +190,8 @@ def find_unheld(
 _NEEDED: dict[str, tuple] = {
     "channels": (3,), "parallel": (False,), "norm": ("layer",), "qk_norm": (False,),
     "pos_embed_at": ("stem",), "pos_embed": ("learned_1d", "learned_2d", "sincos_2d", "none"),
+    "registers": (0,), "pre_norm": (False,), "patch_bias": (True,), "key_bias": (True,),
+    "gated_mlp": (False,), "mlp_norm": (False,), "rotary": (None,),
+    "pool": ("token", "gap", "map"), "gelu": ("tanh", "exact"),
 }  # fmt: skip
 _AS_FOUND = {"pos_embed_at": "positions_at"}  # the field may be None, for the default

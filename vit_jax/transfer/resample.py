@@ -17,6 +17,13 @@ def _linear(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(num)))
 
 
+def _linear_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
+    """Linear interpolation with a kernel that widens when downsampling."""
+    x = np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0)
+    weights = np.maximum(0.0, 1.0 - x)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
 def _cubic_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     """Cubic interpolation (a = -0.5) with a kernel that widens when downsampling."""
     x = np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0)
@@ -70,12 +77,13 @@ class ResizeConvention(NamedTuple):
         return self.weights(old - 1 + stretch * np.arange(1 - new, new), 2 * old - 1, stretch)
 
 
-# The conventions of the reference code (.npz files), of Hugging Face's transformers, and of timm;
-# the last one is also this project's.
+# The conventions of the reference code (.npz files), of Hugging Face's transformers, of timm, which
+# is also this project's, and of SigLIP 2 with images of any shape.
 CONVENTIONS = {
     "corner_aligned": ResizeConvention(_linear, align_corners=True),
     "half_pixel": ResizeConvention(_cubic_clamped, align_corners=False),
     "antialiased": ResizeConvention(_cubic_widened, align_corners=False),
+    "linear_antialiased": ResizeConvention(_linear_widened, align_corners=False),
 }
 
 

@@ -128,6 +128,12 @@ class Source:
         self.refuse([f"layer {i} is absent; fetch it again" for i in missing])
         return len(layers)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give arrays other names: those that start with a regex of `names` get its replacement."""
+        for pattern, new in names.items():
+            start = re.compile(rf"^(?:{pattern})")
+            self.arrays = {start.sub(new, name): array for name, array in self.arrays.items()}
+
     def leave_out(self, pattern: str, what: str) -> None:
         """Drop the arrays whose names match the regex `pattern`; `what` they are is logged."""
         names = [name for name in self.arrays if re.fullmatch(pattern, name)]

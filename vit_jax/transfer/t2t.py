@@ -28,7 +28,7 @@ from vit_jax.transfer.names import (
 )
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source, int_or_pair
-from vit_jax.transfer.timm import ENCODER_ROWS
+from vit_jax.transfer.timm import encoder_rows
 
 logger = logging.getLogger("vit_jax")
 
@@ -65,7 +65,7 @@ def _rows(model: T2TViT) -> list[Row]:
         row("pos_embed", f"{CONSTANTS}/pos_embedding"),
         *mixers,
         *LINEAR(f"{_STEM}.project", "embedding"),
-        *ENCODER_ROWS,
+        *encoder_rows(model),
     ]
     return rows_of(table, model)
 

@@ -20,10 +20,9 @@ from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import timm_config
+from vit_jax.transfer import timm_blocks, timm_config
 from vit_jax.transfer.fit import require_image_size, split_leaves, with_learned_positions
 from vit_jax.transfer.names import (
-    HEADS_BY_WIDTH,
     LINEAR,
     NORM,
     PATCHES,
@@ -37,54 +36,57 @@ from vit_jax.transfer.names import (
 )
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source, int_or_pair
+from vit_jax.transfer.timm_blocks import Form, Kind
 from vit_jax.transfer.timm_config import Config
 
-_GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
+_GELU = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick", "silu": "silu"}
 _ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
 _POOLS = {"token": "token", "avg": "gap", "map": "map"}
 _GLOBAL_POOL = {ours: theirs for theirs, ours in _POOLS.items()}
-_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-6
+_DEFAULT_HEADS = 12
 # timm's names of the sizes in VIT_VARIANTS, for the key `architecture`.
 _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
 # Arguments that change the computation, each with its only supported value.
-_ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_chans": 3,
-         "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
-         "final_norm": True}  # fmt: skip
+_ONLY = {"pool_include_prefix": False, "in_chans": 3, "scale_attn_norm": False,
+         "scale_mlp_norm": False, "proj_bias": True, "final_norm": True}  # fmt: skip
 
 _PATCHES = "patch_embed.proj.weight"
-_UP = "blocks.0.mlp.fc1.weight"
-_LAYER = "encoder/layer_{i}"
+_DOWN = "blocks.0.mlp.fc2.weight"
+_LAYER_SCALE = ("blocks.0.ls1.gamma", "blocks.0.gamma_1")
 
-# Of a T2T-ViT too.
-ENCODER_ROWS = [
-    row("cls_token", "class_token"),
-    *NORM("blocks.{i}.norm1", f"{_LAYER}/norm_attention"),
-    *NORM("blocks.{i}.norm2", f"{_LAYER}/norm_mlp"),
-    *LINEAR("blocks.{i}.attn.qkv", *(f"{_LAYER}/attention/{n}" for n in ("query", "key", "value"))),
-    *LINEAR("blocks.{i}.attn.proj", f"{_LAYER}/attention/out"),
-    *LINEAR("blocks.{i}.mlp.fc1", f"{_LAYER}/mlp/up"),
-    *LINEAR("blocks.{i}.mlp.fc2", f"{_LAYER}/mlp/down"),
-    *NORM("norm", "encoder/norm"),
-    *LINEAR("head", "head"),
-]
-VIT_ROWS = [
-    *PATCHES("patch_embed.proj", "embedding"),
-    row("pos_embed", "pos_embedding"),
-    row("dist_token", "distillation_token"),
-    *ENCODER_ROWS,
-    row("blocks.{i}.ls1.gamma", f"{_LAYER}/scale_attention/scale"),
-    row("blocks.{i}.ls2.gamma", f"{_LAYER}/scale_mlp/scale"),
-    *NORM("fc_norm", "pooled_norm"),
-    row("attn_pool.latent", "map_head/probe"),
-    *LINEAR("attn_pool.q", "map_head/attention/query"),
-    *LINEAR("attn_pool.kv", "map_head/attention/key", "map_head/attention/value"),
-    *LINEAR("attn_pool.proj", "map_head/attention/out"),
-    *NORM("attn_pool.norm", "map_head/norm"),
-    *LINEAR("attn_pool.mlp.fc1", "map_head/mlp/up"),
-    *LINEAR("attn_pool.mlp.fc2", "map_head/mlp/down"),
-    *LINEAR("head_dist", "head_distillation"),
-]
+
+def encoder_rows(model: nn.Module) -> list[Row]:
+    """The rows of the class token, the blocks, the last norm and the head; of a T2T-ViT too."""
+    return [
+        row("cls_token", "class_token"),
+        *timm_blocks.block_rows(model),
+        *NORM("norm", "encoder/norm"),
+        *LINEAR("head", "head"),
+    ]
+
+
+def vit_rows(model: nn.Module) -> list[Row]:
+    """The rows of a ViT or a DeiT."""
+    table = [
+        *PATCHES("patch_embed.proj", "embedding"),
+        row("pos_embed", "pos_embedding"),
+        row("dist_token", "distillation_token"),
+        row("reg_token", "register_tokens"),
+        *NORM("norm_pre", "embedding_norm"),
+        *encoder_rows(model),
+        *NORM("fc_norm", "pooled_norm"),
+        row("attn_pool.latent", "map_head/probe"),
+        *LINEAR("attn_pool.q", "map_head/attention/query"),
+        *LINEAR("attn_pool.kv", "map_head/attention/key", "map_head/attention/value"),
+        *LINEAR("attn_pool.proj", "map_head/attention/out"),
+        *NORM("attn_pool.norm", "map_head/norm"),
+        *LINEAR("attn_pool.mlp.fc1", "map_head/mlp/up"),
+        *LINEAR("attn_pool.mlp.fc2", "map_head/mlp/down"),
+        *LINEAR("head_dist", "head_distillation"),
+    ]
+    return rows_of(table, model)
+
 
 _TF = "tf_efficientnet_"
 _CONV = layer({".weight": ("kernel", "h w c d -> d c h w")})
@@ -143,24 +145,31 @@ def read(source: Source) -> Pretrained:
 
 
 def _read_vit(source: Source) -> Pretrained:
-    source.leave_out(r"decoder_.*|mask_token", "the decoder of a masked autoencoder is")
-    source.require({_PATCHES: 4, _UP: 2}, {"pos_embed": 3, "head.weight": 2})
+    source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
+    timm_blocks.rename_to_timm(source)
+    source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
     arrays, config = source.arrays, Config(source)
-    width, mlp_dim = arrays[_PATCHES].shape[0], arrays[_UP].shape[0]
+    architecture = str(config.stated.get("architecture", ""))
+    kind = timm_blocks.find_kind(source, architecture)
+    width, mlp_dim = arrays[_DOWN].shape
+    fields = timm_blocks.block_fields(source, kind)
     found = {  # timm's arguments that the arrays determine
         "embed_dim": width,
         "depth": source.count_layers(r"blocks\.(\d+)\."),
         "class_token": "cls_token" in arrays,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
-        "qk_norm": False,
+        "qkv_bias": fields["qkv_bias"],
+        "qk_norm": fields["qk_norm"],
+        "reg_tokens": fields["registers"],
+        "pre_norm": fields["pre_norm"],
         "patch_size": arrays[_PATCHES].shape[2:],
         "fc_norm": "fc_norm.weight" in arrays,
         "num_classes": source.size("head.weight", 0) or 0,
     }
-    pool = _read_pool(config, source)
-    act = config.args.get("act_layer", "gelu")
+    pool = _read_pool(config, source, kind)
+    act = config.args.get("act_layer", kind.act)
+    eps = float(config.args.get("eps", kind.eps))
     has_default = "model_args" in config.stated and not config.is_named
-    default_heads = _DEFAULT_HEADS if has_default else HEADS_BY_WIDTH.get(width)
+    default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
     heads = config.args.get("num_heads", default_heads)
     faults = Faults()
     for name, value in _ONLY.items():
@@ -171,12 +180,16 @@ def _read_vit(source: Source) -> Pretrained:
     faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
                 "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")
-    config.say_assumed(act_layer=act, global_pool=pool, num_heads=heads, eps=_DEFAULT_EPS)
+    if not config.exists:
+        config.take_pixels(kind.pixels)
+    config.say_assumed(act_layer=act, global_pool=pool, num_heads=heads, eps=eps)
     defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
+    if fields["gated_mlp"]:  # whose ratio counts both layers or one, or is rounded
+        config.args.pop("mlp_ratio", None)
     config.check_agreement(found, width, mlp_dim, **defaults)
     image_size, class_token_has_position = _read_positions(config, source)
     is_usual = found["class_token"] == (pool == "token")
-    has_scale = "blocks.0.ls1.gamma" in arrays
+    has_scale = not arrays.keys().isdisjoint(_LAYER_SCALE)
     model = (DeiT if "dist_token" in arrays else ViT)(
         num_classes=found["num_classes"] or None,
         image_size=image_size,
@@ -192,20 +205,25 @@ def _read_vit(source: Source) -> Pretrained:
         pos_embed="learned_1d" if "pos_embed" in arrays else "none",
         pos_embed_class_token=class_token_has_position,
         gelu=_GELU[act],
-        norm_eps=float(config.args.get("eps", _DEFAULT_EPS)),
-        qkv_bias=found["qkv_bias"],
+        norm_eps=eps,
+        **fields,
     )
-    params = read_rows(rows_of(VIT_ROWS, model), source, model)
-    spec = config.read_spec(image_size, model.num_classes, "antialiased")
+    model = timm_blocks.check_rotary(source, model, config.args)
+    params = read_rows(vit_rows(model), source, model)
+    spec = config.read_spec(image_size, model.num_classes, kind.resize)
     return Pretrained(str(source.path), model, params, spec)
 
 
-def _read_pool(config: Config, source: Source) -> str:
-    """timm's global_pool: as stated, else inferred from the arrays, else the default."""
-    arrays, found = source.arrays, "token"
+def _read_pool(config: Config, source: Source, kind: Kind) -> str:
+    """timm's global_pool: as stated, else the kind's, else inferred from the arrays."""
+    arrays, found = source.arrays, kind.pool or "token"
     if config.is_named and "attn_pool.latent" in arrays:
         found = "map"
-    elif config.is_named and ("fc_norm.weight" in arrays or "cls_token" not in arrays):
+    elif (
+        config.is_named
+        and kind.pool is None
+        and ("fc_norm.weight" in arrays or "cls_token" not in arrays)
+    ):
         found = "avg"
     return config.args.get("global_pool", config.stated.get("global_pool", found))
 
@@ -270,11 +288,26 @@ def _find_factors(config: Config, source: Source) -> tuple[float, float]:
     )
 
 
+def _held(model: nn.Module) -> dict[str, tuple]:
+    """{field: values} of a VisionTransformer, or of a DINOv2 where MLPs have a gate."""
+    gated = getattr(model, "gated_mlp", False)
+    return {
+        "hidden_head": (False,),
+        "registers": range(100),
+        "pre_norm": (False, True),
+        "patch_bias": (not getattr(model, "pre_norm", False),),
+        "gated_mlp": (False, True),
+        "gelu": ("silu",) if gated else tuple(_ACT_LAYER),
+    }
+
+
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
     if type(model) is EfficientNet:
         return find_unheld(model, (EfficientNet,), {"norm_eps": (1e-3,)})
-    if faults := find_unheld(model, (ViT, DeiT), {"hidden_head": (False,)}):
+    if (form := timm_blocks.find_form(model)) is not None:
+        return timm_blocks.find_faults(form, model)
+    if faults := find_unheld(model, (ViT, DeiT), _held(model)):
         return faults
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
         return ["distillation_head=False, but the format's DeiT has two heads"]
@@ -295,11 +328,16 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
         pretrained = with_learned_positions(pretrained, class_token_has_one=distilled)
-    model = pretrained.model
-    arrays = write_rows(rows_of(VIT_ROWS, model), pretrained.params, model)
-    args = _model_args(model)
+    model, form = pretrained.model, timm_blocks.find_form(pretrained.model)
+    arrays = write_rows(vit_rows(model), pretrained.params, model)
+    if form is None:
+        args, architecture = _model_args(model), _architecture(model)
+    else:
+        args, architecture = _rotary_args(model, form), form.architecture(model)
+        if architecture == "vit5":
+            arrays |= timm_blocks.stored_frequencies(model)
     config = {
-        "architecture": _architecture(model),
+        "architecture": architecture,
         "num_classes": model.num_classes or 0,
         "num_features": model.width,
         "global_pool": args["global_pool"],
@@ -308,17 +346,29 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     return timm_config.write(path, config, arrays, pretrained.spec.at(model.image_size))
 
 
-def _model_args(model: nn.Module) -> dict[str, Any]:
-    """The arguments of VisionTransformer that make `model`."""
-    args = {
+def _size_args(model: nn.Module) -> dict[str, Any]:
+    """The arguments of every Transformer of timm."""
+    return {
         "img_size": int_or_pair(model.image_size),
         "patch_size": int_or_pair(model.patch_size),
         "embed_dim": model.width,
         "depth": model.depth,
         "num_heads": model.num_heads,
         "mlp_ratio": _mlp_ratio(model),
-        "qkv_bias": model.qkv_bias,
         "global_pool": _GLOBAL_POOL[model.pool],
+    }
+
+
+def _rotary_args(model: nn.Module, form: Form) -> dict[str, Any]:
+    """The arguments of timm's Eva, or of a ViT-5, that make `model`."""
+    of_form = {name: getattr(model, field) for name, field in form.args.items()}
+    return _size_args(model) | {name: v for name, v in of_form.items() if v is not None}
+
+
+def _model_args(model: nn.Module) -> dict[str, Any]:
+    """The arguments of VisionTransformer that make `model`."""
+    args = _size_args(model) | {
+        "qkv_bias": model.qkv_bias,
         "class_token": model.has_class_token,
         "no_embed_class": not model.pos_embed_class_token,
         "fc_norm": model.norm_pooled,
@@ -328,7 +378,9 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         args["pos_embed"] = "none"
     if model.layer_scale is not None:
         args["init_values"] = model.layer_scale
-    if model.norm_eps != _DEFAULT_EPS:
+    args |= {"reg_tokens": model.registers} if model.registers else {}
+    args |= {"pre_norm": True} if model.pre_norm else {}
+    if model.norm_eps != (timm_blocks.CLIP_TOWER if model.pre_norm else Kind()).eps:
         # Not an argument of timm: timm refuses it, which is better than using another epsilon.
         args["eps"] = model.norm_eps
     return args
@@ -338,6 +390,10 @@ def _architecture(model: nn.Module) -> str:
     """A registered architecture, if possible of the model's size; model_args override it."""
     sizes = {v.width: _NAMES[name] for name, v in VIT_VARIANTS.items() if name in _NAMES}
     size = sizes.get(model.width, "base")
+    if model.gated_mlp:
+        return f"vit_giant_patch14{'_reg4' if model.registers else ''}_dinov2"
+    if model.pre_norm:  # the only ones with this epsilon
+        return "vit_base_patch16_clip_224"
     if isinstance(model, DeiT):
         size = size if size in ("tiny", "small", "base") else "base"
         return f"deit_{size}_distilled_patch16_224"
@@ -345,9 +401,12 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _mlp_ratio(model: nn.Module) -> float:
-    """The ratio for which timm's int(width * ratio) is the hidden width."""
-    ratio = model.mlp_dim / model.width
-    while int(model.width * ratio) < model.mlp_dim:
+    """The ratio for which timm's int(width * ratio) is the hidden width, of a DINOv2 with a gate
+    that of both layers.
+    """
+    hidden = model.mlp_dim * (2 if model.gated_mlp and model.rotary is None else 1)
+    ratio = hidden / model.width
+    while int(model.width * ratio) < hidden:
         ratio = math.nextafter(ratio, math.inf)
     return int(ratio) if ratio.is_integer() else ratio
 

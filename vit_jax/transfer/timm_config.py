@@ -20,8 +20,7 @@ from vit_jax.transfer.pretrained import (
     read_preparation,
 )
 from vit_jax.transfer.source import WEIGHTS, Source, write_json, write_tensors
-
-_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
           "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
@@ -59,15 +58,18 @@ class Config:
         self.pixels = source.read_stated(self.stated.get("pretrained_cfg", content), _PIXELS)
         name = str(self.stated.get("architecture", ""))
         self.is_named = not self.exists or re.match(r"\w+_\w+_patch\d+", name) is not None
-        self.mean, self.std = (
-            tuple(self.pixels.get(key, default if self.exists else (0.5,) * 3))
-            for key, default in _IMAGENET.items()
-        )
+        self.take_pixels(IMAGENET if self.exists else {})
         self.image_size = None
         if "img_size" in self.args:
             self.image_size = image_hw(self.args["img_size"], "img_size")
         elif "input_size" in self.pixels:
             self.image_size = image_hw(self.pixels["input_size"][1:], "input_size")
+
+    def take_pixels(self, default: Mapping[str, tuple[float, ...]]) -> None:
+        """Set mean and std: as stated, else by `default`, else 0.5."""
+        self.mean, self.std = (
+            tuple(self.pixels.get(key, default.get(key, (0.5,) * 3))) for key in ("mean", "std")
+        )
 
     def say_assumed(self, **assumed: Any) -> None:
         """Log the values in `assumed` and of the pixels that the file does not state."""

@@ -1,0 +1,163 @@
+"""Models of 2023 to 2026: what the libraries compute from their files, and the files themselves."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.transfer import load_pretrained, read_pretrained, save_pretrained
+
+TIMM = ("timm_clip", "timm_deit3", "timm_dinov2", "timm_dinov2_swiglu", "timm_dinov3",
+        "timm_dinov3_plus", "timm_eva02", "timm_eva02_small", "timm_siglip", "timm_siglip_gap",
+        "vit5", "meta_dinov3")  # fmt: skip
+HF = ("hf_dinov2", "hf_dinov2_swiglu", "hf_dinov2_with_registers",
+      "hf_dinov2_with_registers_classifier", "hf_dinov3", "hf_dinov3_swiglu", "hf_siglip",
+      "hf_siglip_text")  # fmt: skip
+NOT_WRITTEN = ("meta_dinov3", "hf_siglip_text")  # authors' names; a tower and a text model
+TOLERANCE = 2e-5  # of the largest value: another GELU or epsilon differs by 8e-5 or more
+
+
+def source_of(golden, name):
+    return golden / name if name.startswith("hf") else golden / f"{name}.safetensors"
+
+
+def outputs(model, variables, images):
+    """What the library's model gives too: {"tokens", "features", "logits"}."""
+
+    def run(model, images):
+        tokens = model.tokens(images)
+        features = model.represent(tokens)
+        return {
+            "tokens": tokens,
+            "features": features,
+            "logits": features if model.num_classes is None else model.head(features),
+        }
+
+    return model.apply(variables, images, method=run)
+
+
+def assert_parity(ours, expected, name):
+    distance = np.abs(np.asarray(ours) - expected).max() / np.abs(expected).max()
+    assert distance < TOLERANCE, f"{name}: {distance:.1e} of the largest value"
+
+
+@pytest.mark.parametrize("name", TIMM + HF)
+def test_parity_at_both_sizes(golden, name):
+    io = golden / name / "io.npz" if name in HF else golden / f"{name}.io.npz"
+    with np.load(io) as expected:
+        for suffix in ("", "_resampled"):
+            images = expected[f"image{suffix}"]
+            size = images.shape[1:3]
+            model, variables = load_pretrained(source_of(golden, name), image_size=size)
+            found = outputs(model, variables, images)
+            if name == "vit5":  # whose registers come last
+                first = 1 + model.registers
+                cls, registers, patches = np.split(found["tokens"], [1, first], axis=1)
+                found["tokens"] = np.concatenate([cls, patches, registers], axis=1)
+            compared = [key for key in found if key + suffix in expected]
+            assert {"tokens", "features"} <= {*compared}
+            for key in compared:
+                assert_parity(found[key], expected[key + suffix], key + suffix)
+
+
+def test_images_of_any_shape_of_siglip_2(golden):
+    with np.load(golden / "hf_siglip2/io.npz") as expected:
+        for i in range(3):
+            images = expected[f"image_{i}"]
+            model, variables = load_pretrained(golden / "hf_siglip2", image_size=images.shape[1:3])
+            found = outputs(model, variables, images)
+            is_patch = expected["pixel_attention_mask"][i] == 1
+            assert_parity(found["tokens"][0], expected["tokens"][i][is_patch], "tokens")
+            assert_parity(found["features"][0], expected["features"][i], "features")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in TIMM + HF if n not in ("meta_dinov3", "hf_siglip_text")]
+)
+def test_a_golden_is_written_bit_for_bit(golden, tmp_path, name):
+    source, format = source_of(golden, name), "hf" if name in HF else "timm"
+    pretrained = read_pretrained(source)
+    variables = {"params": tree.unflatten_names(pretrained.params)}
+    save_pretrained(tmp_path / name, pretrained.model, variables, format, pretrained.spec)
+    theirs = load_file(source / "model.safetensors" if name in HF else source)
+    ours = load_file(tmp_path / name / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        if not key.endswith("mask_token"):  # which no tower uses
+            assert ours[key].tobytes() == array.tobytes(), key
+    again = read_pretrained(tmp_path / name)
+    assert (again.model, again.spec) == (pretrained.model, pretrained.spec)
+
+
+def test_authors_names_give_the_same_model(golden, tmp_path):
+    """The authors' DINOv3, which alone masks the biases of keys, is written as timm's."""
+    pretrained = read_pretrained(golden / "meta_dinov3.safetensors")
+    assert pretrained.model.qkv_bias
+    assert not pretrained.model.key_bias
+    variables = {"params": tree.unflatten_names(pretrained.params)}
+    save_pretrained(tmp_path / "timm", pretrained.model, variables, "timm", pretrained.spec)
+    again = read_pretrained(tmp_path / "timm")
+    assert again.model == pretrained.model
+    for key, array in pretrained.params.items():
+        np.testing.assert_array_equal(again.params[key], array)
+
+
+def changed(golden, tmp_path, name, change=lambda arrays: None, **args):
+    """A copy of a golden in timm's form with other arrays or `model_args`."""
+    from safetensors.numpy import save_file
+
+    arrays = load_file(golden / f"{name}.safetensors")
+    change(arrays)
+    save_file(arrays, tmp_path / "made.safetensors")
+    config = json.loads((golden / f"{name}.json").read_text())
+    config["model_args"] |= args
+    (tmp_path / "made.json").write_text(json.dumps(config))
+    return tmp_path / "made.safetensors"
+
+
+def test_published_periods_are_rounded_to_bfloat16(golden, tmp_path):
+    import ml_dtypes
+
+    def round_periods(arrays):
+        periods = arrays["rope_embed.periods"].astype(ml_dtypes.bfloat16)
+        arrays["rope_embed.periods"] = periods.astype(np.float32)
+
+    source = changed(golden, tmp_path, "meta_dinov3", round_periods)
+    assert read_pretrained(source).model.rotary_dtype == "bfloat16"
+    assert read_pretrained(golden / "meta_dinov3.safetensors").model.rotary_dtype == "float32"
+
+
+def test_periods_of_another_base_are_refused(golden, tmp_path):
+    source = changed(golden, tmp_path, "meta_dinov3", pos_embed_rope_base=50)
+    with pytest.raises(InputError, match=r"rope_embed\.periods: not the periods of base 50"):
+        read_pretrained(source)
+
+
+def test_a_bias_mask_of_another_form_is_refused(golden, tmp_path):
+    def unmask(arrays):
+        arrays["blocks.0.attn.qkv.bias_mask"][:] = 1
+
+    with pytest.raises(InputError, match=r"bias_mask: needs zeros for the keys"):
+        read_pretrained(changed(golden, tmp_path, "meta_dinov3", unmask))
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "fields", "fault"),
+    [
+        ("timm_dinov3", "timm", {"norm_eps": 1e-6}, "norm_eps=1e-06, but the format needs 1e-05"),
+        ("timm_eva02", "timm", {"rotary_side": None}, "rotary_side=None"),
+        ("timm_deit3", "timm", {"patch_bias": False}, "patch_bias=False"),
+        ("hf_dinov2", "hf", {"rotary": "indices"}, "rotary='indices'"),
+        ("hf_siglip", "npz", {"key_bias": False}, "key_bias=False"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_named(golden, tmp_path, name, format, fields, fault):
+    pretrained = read_pretrained(source_of(golden, name))
+    model = pretrained.model.clone(**fields)
+    path = tmp_path / ("made.npz" if format == "npz" else "made")
+    with pytest.raises(InputError, match=fault):
+        save_pretrained(path, model, {"params": {}}, format)
+    assert not path.exists()
