@@ -87,7 +87,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
             for axes, fields in (
                 ({"fsdp": 2, "tensor": 2}, {"scan": True, "remat": "full"}),
                 ({"fsdp": 2, "tensor": 2}, {"pool": "gap", "qkv_bias": False, "parallel": True}),
-                ({"data": 2}, {"qk_norm": True, "pos_embed_at": "layers"}),
+                ({"data": 2}, {"qk_norm": True, "pos_embed_at": "layers", "rotary": "indices"}),
             )
         ),
     ],
@@ -123,7 +123,7 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
     kernel = tpu_forms(small_model(), mesh).attention_kernel
-    attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None)  # noqa: E731
+    attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
     own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for on_rows in (attend, own_rows):
         with jax.set_mesh(mesh):

@@ -9,6 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import add_bias_on_tpu, add_bias_plainly
 from vit_jax.models.kernels import long_attention, short_attention
+from vit_jax.models.rotary import turn
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +60,16 @@ def split(x, num_heads):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_keys", "heads", "width"),
+    ("tokens", "num_keys", "heads", "width", "tables"),
     [
-        (24, 17, 3, 64),  # an odd number of heads, padding
-        (16, 13, 2, 88),
-        (136, 130, 2, 8),
+        (24, 17, 3, 64, 0),  # an odd number of heads, padding
+        (16, 13, 2, 88, 1),
+        (136, 130, 2, 8, 0),
+        (16, 16, 4, 64, 2),  # two groups of heads, turns of each image
         *(
-            pytest.param(*sizes, marks=pytest.mark.slow)
+            pytest.param(*sizes, 0, marks=pytest.mark.slow)
             for sizes in (
-                (16, 9, 4, 64),  # two groups of heads
+                (16, 9, 4, 64),
                 (16, 16, 2, 72),
                 (8, 5, 1, 80),
                 (8, 8, 1, 104),
@@ -76,18 +78,25 @@ def split(x, num_heads):
         ),
     ],
 )
-def test_short_attention(tokens, num_keys, heads, width):
+def test_short_attention(tokens, num_keys, heads, width, tables):
+    """Without rotary positions (no tables), with one table for all images, or one of each."""
+    angles = np.random.default_rng(7).uniform(0, 6, (tables, tokens, width // 2))
+    turns = np.float32(np.concatenate([np.cos(angles), np.sin(angles)], axis=2))
+    turns_BKN = np.swapaxes(turns, 1, 2) if tables else None
     qkv = tuple(normal(2, tokens, heads * width, seed=i) for i in range(3))
     biases = tuple(normal(heads * width, seed=i) for i in range(3, 6))
     grad = normal(2, tokens, heads * width, seed=6)
     grad[:, num_keys:] = 0  # nothing flows into padding
 
     def ours(qkv, biases):
-        out = short_attention.attention(qkv, biases, short_attention.Sizes(heads, num_keys))
+        sizes = short_attention.Sizes(heads, num_keys)
+        out = short_attention.attention(qkv, biases, turns_BKN, sizes)
         return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
 
     def exact(qkv, biases):
         q, k, v = (split(add_bias_plainly(x, b), heads) for x, b in zip(qkv, biases, strict=True))
+        if tables:
+            q, k = turn(q, turns), turn(k, turns)
         out = plain_attention(q, k[:, :num_keys], v[:, :num_keys])
         out = out.reshape(2, tokens, heads * width)
         return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
@@ -99,7 +108,7 @@ def test_short_attention_goes_through_heads_in_blocks(monkeypatch):
     monkeypatch.setattr(short_attention, "MOST_SCORES", 2 * 16 * 16)
     layout = short_attention._Layout.of(jnp.zeros((2, 16, 384)), short_attention.Sizes(6, 16))
     assert layout.grid == (2, 3) and len(layout.heads) == 2
-    test_short_attention(16, 13, 6, 64)
+    test_short_attention(16, 13, 6, 64, 1)
 
 
 def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
@@ -107,7 +116,7 @@ def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
     biases = (jnp.zeros(64),) * 3
 
     def attend(qkv):
-        return short_attention.attention(qkv, biases, short_attention.Sizes(1, 9))
+        return short_attention.attention(qkv, biases, None, short_attention.Sizes(1, 9))
 
     out, vjp = jax.vjp(attend, qkv)
     assert np.isfinite(out).all()
@@ -127,7 +136,7 @@ def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
         return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
 
     def ours(*qkv):
-        return short_attention.attention(qkv, biases, short_attention.Sizes(2, 64))
+        return short_attention.attention(qkv, biases, None, short_attention.Sizes(2, 64))
 
     def plain(*qkv):
         return plain_attention(*(split(x, 2) for x in qkv)).reshape(1, 64, 128)

@@ -259,7 +259,7 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
     params = random_params(model, images)
     teacher = Teacher("t", 1.0, model, {"params": random_params(model, images, seed=1)}, *RANGE)
 
-    def kernel(qkv, biases, num_keys):
+    def kernel(qkv, biases, turns, num_keys):
         q, k, v = (x + b[None, None] for x, b in zip(qkv, biases, strict=True))
         return plain_attention(q, k[:, :num_keys], v[:, :num_keys])
 

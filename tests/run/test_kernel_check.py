@@ -43,7 +43,7 @@ def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels)
 def test_only_a_form_that_differs_stops_the_run(mesh, factor):
     """A form without a kernel in a kernel's place, since kernels compile for seconds."""
 
-    def kernel(qkv, biases, num_keys):
+    def kernel(qkv, biases, turns, num_keys):
         q, k, v = (x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
         return plain_attention(q * q.dtype.type(factor), k[:, :num_keys], v[:, :num_keys])
 

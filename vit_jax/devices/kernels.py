@@ -20,6 +20,7 @@ from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
 from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
 from vit_jax.models.kernels import long_attention, short_attention
+from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
 
@@ -102,43 +103,54 @@ def _say_plain(reason: str) -> None:
     logger.info("attention computes without kernel: %s", reason)
 
 
-def _tpu_attention(qkv, biases, num_keys, *, mesh: Mesh):
+def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
     """`forms.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
     num_keys = tokens if num_keys is None else num_keys
     if tokens <= SHORT:
-        biases = (jnp.zeros(head),) * 3 if biases[0] is None else biases
-        return _on_devices(partial(_short_attention, num_keys=num_keys), mesh, 2)(qkv, biases)
-    qkv = tuple(
+        biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
+        turns = () if turns is None else (turns,)
+        return _on_devices(partial(_short_attention, num_keys=num_keys), mesh)(qkv, biases, turns)
+    q_BNHK, k_BMHK, v_BMHK = (
         x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
         for x_BNHK, bias_HK in zip(qkv, biases, strict=True)
     )
+    if turns is not None:
+        q_BNHK, k_BMHK = turn(q_BNHK, turns), turn(k_BMHK, turns)
     if tokens < LONG:  # images of a size that was not known before
         _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
-        q_BNHK, *keys_values = qkv
-        return choose_attention("tpu")(q_BNHK, *(x_BMHK[:, :num_keys] for x_BMHK in keys_values))
-    return _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh, 1)(qkv)
+        keys_values = (x_BMHK[:, :num_keys] for x_BMHK in (k_BMHK, v_BMHK))
+        return choose_attention("tpu")(q_BNHK, *keys_values)
+    attend = _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh)
+    return attend((q_BNHK, k_BMHK, v_BMHK))
 
 
-def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
+def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then (H, K). Where each device computes its own rows already
-    (`experiment.exchange`), it is `attend`.
+    It takes arrays (B, N, H, K), then those of the heads (H, K), then of the images (B or 1, N, K).
+    Where each device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
-    specs = {"in_specs": (images, heads)[:num_args], "out_specs": images}
-    return jax.shard_map(attend, mesh=mesh, **specs, check_vma=False)
+
+    def on_all(*args):
+        of_images = [P(BATCH_AXES if x.shape[0] > 1 else None) for x in sum(args[2:], ())]
+        specs = (images, heads, tuple(of_images))[: len(args)]
+        share = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=images, check_vma=False)
+        return share(*args)
+
+    return on_all
 
 
-def _short_attention(qkv, biases, *, num_keys: int):
+def _short_attention(qkv, biases, turns, *, num_keys: int):
     B, N, H, K = qkv[0].shape
     sizes = short_attention.Sizes(H, num_keys)
     qkv = tuple(x.reshape(B, N, H * K) for x in qkv)
     biases = tuple(b.reshape(H * K) for b in biases)
-    return short_attention.attention(qkv, biases, sizes).reshape(B, N, H, K)
+    turns_BKN = jnp.swapaxes(turns[0], 1, 2) if turns else None
+    return short_attention.attention(qkv, biases, turns_BKN, sizes).reshape(B, N, H, K)
 
 
 def draw_bytes_by_device(key, shape, axes, mesh: Mesh):

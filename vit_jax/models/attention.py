@@ -90,7 +90,7 @@ class Attention(nn.Module):
         )(x_BND)
 
     @nn.nowrap
-    def _split_heads(self, name, y_BND, turns):
+    def _split_heads(self, name, y_BND, turns=None):
         """(B, N, D) -> (B, N, H, K); queries and keys normalised by `qk_norm`, then turned."""
         y_BNHK = rearrange(y_BND, "b n (h k) -> b n h k", h=self.num_heads)
         if self.qk_norm and name != "value":
@@ -116,7 +116,7 @@ class KernelAttention(Attention):
     """`Attention` by a kernel: see `forms.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
-    the biases, unless they are needed before, for `qk_norm` and `turns`.
+    the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
     """
 
     num_keys: int | None = None
@@ -136,12 +136,12 @@ class KernelAttention(Attention):
 
         def project(name, x_BND):
             y_BND, bias_D = self._project(name, x_BND)
-            if self.qk_norm or turns is not None:
+            if self.qk_norm:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
-            y_BNHK = self._split_heads(name, with_all_heads(y_BND), turns)
+            y_BNHK = self._split_heads(name, with_all_heads(y_BND))
             return y_BNHK, None if bias_D is None else bias_D.reshape(y_BNHK.shape[2:])
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        out_BNHK = self.forms.attention_kernel(qkv, biases, self.num_keys)
+        out_BNHK = self.forms.attention_kernel(qkv, biases, turns, self.num_keys)
         return self._project_out(with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)")))

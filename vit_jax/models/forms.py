@@ -18,9 +18,10 @@ AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
-# kernel(qkv, biases, num_keys) -> (B, N, H, K): attention without dropout of three arrays
-# (B, N, H, K) plus their biases (H, K), which may all be None. Only the first `num_keys` tokens are
-# keys, the others are padding; None: all are keys.
+# kernel(qkv, biases, turns, num_keys) -> (B, N, H, K): attention without dropout of three arrays
+# (B, N, H, K) plus their biases (H, K), each of which may be None; `turns` (B or 1, N, K), unless
+# None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, the
+# others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
 

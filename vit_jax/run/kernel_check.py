@@ -78,11 +78,17 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
         optax.tree.random_like(keys[2], shapes),
     )
 
+    turns = None
+    if getattr(model, "rotary", None) is not None:
+        angles = jax.random.uniform(keys[2], (1, padded, shape.width // 2), maxval=6.0)
+        turns = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=2)
+
     def compute(block):
         def apply(params, x):
-            if block.forms == plain_forms:
-                x = x[:, :num_tokens]  # it knows no padding
-            out, _ = block.apply({"params": params}, x.astype(block.dtype), 0.0, False)
+            taken = padded if block.forms != plain_forms else num_tokens  # it knows no padding
+            x, turned = x[:, :taken], None if turns is None else turns[:, :taken]
+            args = x.astype(block.dtype), 0.0, False, None, turned
+            out, _ = block.apply({"params": params}, *args)
             return out[:, :num_tokens].astype(jnp.float32)
 
         out, vjp = jax.vjp(apply, params, x)

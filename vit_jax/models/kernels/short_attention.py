@@ -13,6 +13,9 @@ keeps only the inputs. With the scores s and the gradient g of the output:
     p = e r;  dp_MN = v g^T;  ds = p (dp - sum_M p dp)
     dv = p g;  dk = ds q / sqrt(K);  dq = ds^T k / sqrt(K)
 
+Rotary positions turn q and k before, and dq and dk back after: in the transposed group the two
+halves of a head are slices of rows, so that no lane moves.
+
 Source: Vaswani et al. 2017 (arXiv:1706.03762), Eq. 1; the recomputation in the backward pass: Dao
 et al. 2022 (arXiv:2205.14135), section 3.1.
 """
@@ -53,56 +56,69 @@ class Sizes(NamedTuple):
     num_keys: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def attention(qkv, biases, sizes: Sizes):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def attention(qkv, biases, turns_BKN, sizes: Sizes):
     """softmax((q + bq) (k + bk)^T / sqrt(K)) (v + bv), head by head.
 
     Args:
       qkv: queries, keys and values (B, N, W) without bias, heads side by side; 8 divides N and K.
       biases: of each (W,), float32; their gradients are summed in the kernel.
+      turns_BKN: float32, turns q + bq and k + bk: the transposed turns of `rotary.turn`, of each
+        image or of one for all; None: nothing turns.
       sizes: of the heads, and how many tokens are not padding.
 
     Returns:
       (B, N, W) in the dtype of the projections. Rows of padding are finite; a gradient of 0 for
       them gives gradients of 0.
     """
-    return _forward(qkv, biases, sizes)[0]
+    return _forward(qkv, biases, turns_BKN, sizes)[0]
 
 
-def _forward(qkv, biases, sizes):
+def _forward(qkv, biases, turns_BKN, sizes):
     qkv = tuple(x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
-    layout = _Layout.of(qkv[0], sizes)
+    layout, turns = _Layout.of(qkv[0], sizes), _listed(turns_BKN)
     out_BNW = pl.pallas_call(
         functools.partial(_forward_kernel, heads=layout.heads, num_keys=sizes.num_keys),
         grid=layout.grid,
-        in_specs=[layout.tokens] * 3,
+        in_specs=[layout.tokens] * 3 + [_turns_spec(x) for x in turns],
         out_specs=layout.tokens,
         out_shape=jax.ShapeDtypeStruct(qkv[0].shape, qkv[0].dtype),
         compiler_params=_COMPILER_PARAMS,
         cost_estimate=_cost(qkv[0], sizes, products=2, arrays=4),
         name="short_attention_forward",
-    )(*qkv)
-    return out_BNW, qkv
+    )(*qkv, *turns)
+    return out_BNW, (qkv, turns_BKN)
 
 
-def _backward(sizes, qkv, grad_BNW):
-    layout = _Layout.of(grad_BNW, sizes)
+def _backward(sizes, saved, grad_BNW):
+    qkv, turns_BKN = saved
+    layout, turns = _Layout.of(grad_BNW, sizes), _listed(turns_BKN)
     like_grad = jax.ShapeDtypeStruct(grad_BNW.shape, grad_BNW.dtype)
     of_biases = jax.ShapeDtypeStruct((grad_BNW.shape[0], 3, grad_BNW.shape[2]), jnp.float32)
     *grads, grads_B3W = pl.pallas_call(
         functools.partial(_backward_kernel, heads=layout.heads, num_keys=sizes.num_keys),
         grid=layout.grid,
-        in_specs=[layout.tokens] * 4,
+        in_specs=[layout.tokens] * 4 + [_turns_spec(x) for x in turns],
         out_specs=[*[layout.tokens] * 3, layout.biases],
         out_shape=[*[like_grad] * 3, of_biases],
         compiler_params=_COMPILER_PARAMS,
         cost_estimate=_cost(grad_BNW, sizes, products=5, arrays=7),
         name="short_attention_backward",
-    )(*qkv, grad_BNW)
-    return tuple(grads), tuple(grads_B3W.sum(0))
+    )(*qkv, grad_BNW, *turns)
+    return tuple(grads), tuple(grads_B3W.sum(0)), None
 
 
 attention.defvjp(_forward, _backward)
+
+
+def _listed(turns_BKN) -> list[jax.Array]:
+    return [] if turns_BKN is None else [turns_BKN]
+
+
+def _turns_spec(turns_BKN) -> pl.BlockSpec:
+    """The block of the turns of an image; those of one for all stay where they are."""
+    step = int(turns_BKN.shape[0] > 1)
+    return pl.BlockSpec((None, *turns_BKN.shape[1:]), lambda b, j: (step * b, 0, 0))
 
 
 def _cost(x_BNW, sizes: Sizes, products: int, arrays: int) -> pl.CostEstimate:
@@ -176,17 +192,38 @@ def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -
         yield head, begun
 
 
-def _transposed(*refs) -> Callable[[int, _Head], jax.Array]:
-    """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once."""
+def _transposed(*refs, turns: Sequence[Any]) -> Callable[[int, _Head], jax.Array]:
+    """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once.
+
+    Queries and keys, the first two, are turned.
+    """
     groups: dict[tuple[int, int], jax.Array] = {}
+    turned: dict[tuple[int, int, int], jax.Array] = {}
 
     def head_of(i, head):
         key = i, head.lanes.start
         if key not in groups:
             groups[key] = refs[i][:, head.lanes].T
-        return groups[key][head.rows]
+        rows = groups[key][head.rows]
+        if i > 1 or not turns:
+            return rows
+        place = *key, head.rows.start
+        if place not in turned:
+            x_KN = _turned(rows.astype(jnp.float32), turns, 1)
+            turned[place] = x_KN.astype(rows.dtype)
+        return turned[place]
 
     return head_of
+
+
+def _turned(x_KN, turns: Sequence[Any], sign: int):
+    """Queries or keys turned, or with the sign -1 turned back; as they are without `turns`."""
+    if not turns:
+        return x_KN
+    half = x_KN.shape[0] // 2
+    cos, sin = turns[0][:half], sign * turns[0][half:]
+    first, second = x_KN[:half], x_KN[half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
 def _scores(q_KN, k_KM, num_keys: int):
@@ -207,8 +244,9 @@ def _product(a, b, contracted: tuple[int, int]):
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, out_ref, *, heads: Sequence[_Head], num_keys: int):
-    head_of = _transposed(q_ref, k_ref, v_ref)
+def _forward_kernel(q_ref, k_ref, v_ref, *refs, heads: Sequence[_Head], num_keys: int):
+    *turns, out_ref = refs
+    head_of = _transposed(q_ref, k_ref, v_ref, turns=turns)
 
     def start(head):
         return _scores(head_of(0, head), head_of(1, head), num_keys)
@@ -223,11 +261,9 @@ def _forward_kernel(q_ref, k_ref, v_ref, out_ref, *, heads: Sequence[_Head], num
             group = []
 
 
-def _backward_kernel(
-    q_ref, k_ref, v_ref, g_ref, dq_ref, dk_ref, dv_ref, biases_ref,
-    *, heads: Sequence[_Head], num_keys: int,
-):  # fmt: skip
-    head_of = _transposed(q_ref, k_ref, v_ref, g_ref)
+def _backward_kernel(q_ref, k_ref, v_ref, g_ref, *refs, heads: Sequence[_Head], num_keys: int):
+    *turns, dq_ref, dk_ref, dv_ref, biases_ref = refs
+    head_of = _transposed(q_ref, k_ref, v_ref, g_ref, turns=turns)
     dtype = q_ref.dtype
 
     def start(head):
@@ -242,8 +278,9 @@ def _backward_kernel(
         p_MN = e_MN * r_1N
         ds_MN = (p_MN * (dp_MN - mean_1N)).astype(dtype)
         scale = 1 / math.sqrt(head.rows.stop - head.rows.start)
-        group[0].append(_product(head_of(1, head), ds_MN, (1, 0)) * scale)
-        group[1].append(_product(head_of(0, head), ds_MN, (1, 1)) * scale)
+        for i, of_ds in enumerate((0, 1)):
+            grad_KN = _product(head_of(1 - i, head), ds_MN, (1, of_ds)) * scale
+            group[i].append(_turned(grad_KN, turns, -1))
         group[2].append(_product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
         if head.is_last:
             for i, ref in enumerate((dq_ref, dk_ref, dv_ref)):
