@@ -19,7 +19,7 @@ from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.forms import PLAIN, BlockOps, Constrain, unconstrained
+from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.gelu import GELU
 from vit_jax.models.position import Positions, Relative
 
@@ -58,21 +58,22 @@ class Mlp(nn.Module):
             dtype=self.dtype,
             bias_init=nn.initializers.normal(1e-6),
             multiply=self.forms.multiply,
-            add_bias=self.forms.add_bias,
         )
+        # TPUs sum the gradients of two biases best where the gate's gradients are computed.
+        add_bias = add_bias_plainly if self.gated else self.forms.add_bias
         hidden = ("batch", None, "tensor")
-        y_BNF = self.constrain(dense(self.mlp_dim, name="up")(x_BND), hidden)
-        gated_BNF = None
+        up = dense(self.mlp_dim, add_bias=add_bias, name="up")
+        y_BNF, gated_BNF = self.constrain(up(x_BND), hidden), None
         if self.gated:
-            gated_BNF = y_BNF
-            y_BNF = self.constrain(dense(self.mlp_dim, name="gate")(x_BND), hidden)
+            gate, gated_BNF = dense(self.mlp_dim, add_bias=add_bias, name="gate"), y_BNF
+            y_BNF = self.constrain(gate(x_BND), hidden)
         dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
         kept_BNF = dropout().draw_kept(y_BNF.shape, hidden, train=train)
         y_BNF = GELU[self.gelu](y_BNF, gated_BNF, kept_BNF, self.dropout)
         if self.norm is not None:
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             y_BNF = norm(y_BNF)
-        y_BND = dense(x_BND.shape[-1], name="down")(y_BNF)
+        y_BND = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")(y_BNF)
         return dropout()(y_BND, ("batch", None, None), train=train)
 
 
