@@ -30,9 +30,9 @@ class Attention(nn.Module):
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
     takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
-    `turns` rotary ones; queries and tokens must then be the same. `lora_rank` adds an adapter of
-    that rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper;
-    None: none.
+    `turns` rotary ones; queries and tokens must then be the same. `scale_D` scales the output, see
+    `layers.LayerScale`. `lora_rank` adds an adapter of that rank to the query and value projections
+    (`LoraProduct`), as in section 4.2 of its paper; None: none.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -54,7 +54,8 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self, queries_BND, tokens_BMD, *,
-        relative: Relative | None = None, turns: jax.Array | None = None, train=False,
+        relative: Relative | None = None, turns: jax.Array | None = None,
+        scale_D: jax.Array | None = None, train=False,
     ):  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         q_BNHK, k_BMHK, v_BMHK = (
@@ -73,7 +74,7 @@ class Attention(nn.Module):
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
             dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
         out_BNHK = self.forms.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
-        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
     def _project(self, name, x_BND):
@@ -102,14 +103,14 @@ class Attention(nn.Module):
         return self.constrain(y_BNHK, ("batch", None, "tensor", None))
 
     @nn.nowrap
-    def _project_out(self, out_BND):
+    def _project_out(self, out_BND, scale_D):
         return Dense(
             out_BND.shape[-1],
             dtype=self.dtype,
             multiply=self.forms.multiply,
             add_bias=self.forms.add_bias,
             name="out",
-        )(out_BND)
+        )(out_BND, scale_D)
 
 
 class KernelAttention(Attention):
@@ -124,7 +125,8 @@ class KernelAttention(Attention):
     @nn.compact
     def __call__(
         self, queries_BND, tokens_BMD, *,
-        relative: Relative | None = None, turns: jax.Array | None = None, train=False,
+        relative: Relative | None = None, turns: jax.Array | None = None,
+        scale_D: jax.Array | None = None, train=False,
     ):  # fmt: skip
         assert self.forms.attention_kernel is not None
         assert self.dropout == 0 and relative is None
@@ -144,4 +146,5 @@ class KernelAttention(Attention):
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
         out_BNHK = self.forms.attention_kernel(qkv, biases, turns, self.num_keys)
-        return self._project_out(with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)")))
+        out_BND = with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+        return self._project_out(out_BND, scale_D)

@@ -17,9 +17,10 @@ def adapter_update(lora_a, lora_b):
 class Product(nn.Module):
     """A dense layer that leaves its bias to the caller: x -> (x kernel, bias or None).
 
-    `multiply` is the form of the product; see `forms.Multiply`.
+    `multiply` is the form of the product; see `forms.Multiply`. `scale_F`, unless None, multiplies
+    the kernel and the bias, which costs less than to multiply the output.
 
-    Shapes: (..., C) -> (..., features), (features,).
+    Shapes: (..., C), (features,) -> (..., features), (features,).
     """
 
     features: int
@@ -30,9 +31,11 @@ class Product(nn.Module):
     multiply: Multiply = jnp.dot
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, scale_F=None):
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
+        if scale_F is not None:
+            kernel, bias = kernel * scale_F[None], None if bias is None else bias * scale_F
         return self.multiply(x.astype(self.dtype), kernel.astype(self.dtype)), bias
 
 
@@ -49,7 +52,8 @@ class LoraProduct(Product):
     rank: int = 8
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, scale_F=None):
+        assert scale_F is None, "adapters are of queries and values, which nothing scales"
         y, bias = super().__call__(x)
         normal = nn.initializers.lecun_normal()
         a_CR = self.param("lora_a", normal, (x.shape[-1], self.rank))
@@ -66,6 +70,6 @@ class Dense(Product):
     add_bias: AddBias = add_bias_plainly
 
     @nn.compact
-    def __call__(self, x):
-        y, bias = super().__call__(x)
+    def __call__(self, x, scale_F=None):
+        y, bias = super().__call__(x, scale_F)
         return y if bias is None else self.add_bias(y, bias)

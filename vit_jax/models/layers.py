@@ -33,8 +33,9 @@ REMAT_POLICIES = {
 class Mlp(nn.Module):
     """Two dense layers with an activation between, dropout after each.
 
-    With `gated`, the activation of a third layer multiplies the first one's output; with `norm`,
-    "layer" or "rms", what the last layer takes is normalised.
+    `scale_D` scales the output: see `LayerScale`. With `gated`, the activation of a third layer
+    multiplies the first one's output; with `norm`, "layer" or "rms", what the last layer takes is
+    normalised.
 
     Shapes: (B, N, D) -> (B, N, D).
     Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.1; gated:
@@ -52,7 +53,7 @@ class Mlp(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BND, *, train=False):
+    def __call__(self, x_BND, *, scale_D=None, train=False):
         dense = partial(
             Dense,
             dtype=self.dtype,
@@ -73,24 +74,25 @@ class Mlp(nn.Module):
         if self.norm is not None:
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             y_BNF = norm(y_BNF)
-        y_BND = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")(y_BNF)
+        down = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")
+        y_BND = down(y_BNF, scale_D)
         return dropout()(y_BND, ("batch", None, None), train=train)
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel, initialised to `initial`.
+    """A learned factor for each channel of a branch, initialised to `initial`.
 
-    Shapes: (B, N, D) -> (B, N, D).
+    The branch's last layer multiplies its kernel and its bias by it, to the same effect.
+
+    Shapes: -> (D,), float32.
     Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
     """
 
     initial: float
 
     @nn.compact
-    def __call__(self, x_BND):
-        constant = nn.initializers.constant(self.initial)
-        scale_D = self.param("scale", constant, x_BND.shape[-1:])
-        return x_BND * jnp.reshape(scale_D.astype(x_BND.dtype), (1, 1, -1))
+    def __call__(self, width: int):
+        return self.param("scale", nn.initializers.constant(self.initial), (width,))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -151,9 +153,12 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
-        def add(x_BND, branch_BND, scale_name):
-            if self.layer_scale is not None:
-                branch_BND = LayerScale(self.layer_scale, name=scale_name)(branch_BND)
+        def scale(name):
+            if self.layer_scale is None:
+                return None
+            return LayerScale(self.layer_scale, name=name)(x_BND.shape[-1])
+
+        def add(x_BND, branch_BND):
             if train and self.stochastic_depth:
                 keep_rate = 1.0 - drop_rate
                 kept = jax.random.bernoulli(
@@ -190,10 +195,13 @@ class EncoderBlock(BlockFields, nn.Module):
             name="attention",
             **common,
         )
-        z_BND = self.mix(attention, y_BND, relative=relative, turns=turns, train=train)
+        z_BND = self.mix(
+            attention, y_BND, relative=relative, turns=turns,
+            scale_D=scale("scale_attention"), train=train,
+        )  # fmt: skip
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
-        x_BND = add(x_BND, z_BND, "scale_attention")
+        x_BND = add(x_BND, z_BND)
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
         mlp = Mlp(
@@ -206,7 +214,7 @@ class EncoderBlock(BlockFields, nn.Module):
             name="mlp",
             **common,
         )
-        return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
+        return add(x_BND, mlp(y_BND, scale_D=scale("scale_mlp"), train=train)), None
 
     @nn.nowrap
     def mix(self, attention, y_BND, **kwargs):

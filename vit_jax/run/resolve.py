@@ -54,7 +54,8 @@ DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.str
 
 # Fields of `config.model` that are no property of a source.
 _NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
-              "stochastic_depth", "head_bias", "lora_rank"}  # fmt: skip
+              "stochastic_depth", "head_bias", "lora_rank", "rotary_shift", "rotary_jitter",
+              "rotary_rescale"}  # fmt: skip
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 
 Changes = dict[str, Any]  # {dotted key: value}, as for `with_values`
