@@ -312,7 +312,9 @@ BROKEN = {
     "timm: pooled otherwise": (config(TIMM, args(global_pool="avg")), "fc_norm=True, but False"),
     "timm: another MLP": (config(TIMM, args(mlp_ratio=4)), "mlp_dim=128, but 64"),
     "timm: another patch": (config(TIMM, args(patch_size=16)), "patch_size=(16, 16), but (8, 8)"),
-    "timm: an undivided image": (config(TIMM, args(img_size=33)), "patch_size=(8, 8)"),
+    "timm: more patches": (
+        config(TIMM, args(img_size=47)), "pos_embed: (1, 17, 32), but needs (1, 26, 32)",
+    ),
     "timm: heads in words": (config(TIMM, args(num_heads="four")), "num_heads"),
     "timm: other classes": (config(TIMM, put("num_classes", 9)), "num_classes=9, but 10"),
     "timm: arguments in a list": (config(TIMM, put("model_args", [])), "model_args=[]: needs an"),

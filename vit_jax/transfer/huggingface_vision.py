@@ -278,7 +278,7 @@ def _image_size(
 ) -> tuple[int, int] | None:
     """As config.json states it, else of a square grid of positions; None: of any size."""
     if "image_size" in stated:
-        return image_hw(stated["image_size"], "image_size")
+        return source.whole_patches(image_hw(stated["image_size"], "image_size"), patch)
     positions = source.size("embeddings.position_embeddings", 1)
     if positions is None:
         positions = source.size("embeddings.position_embedding.weight", 0)

@@ -179,6 +179,14 @@ class Source:
         elif missing:
             logger.info("%s: assuming %s, which %s does not state", self.path, said, name)
 
+    def whole_patches(self, image_size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
+        """`image_size` without the last pixels that fill no patch, which libraries leave out."""
+        height, width = (side // p * p for side, p in zip(image_size, patch, strict=True))
+        if (height, width) != image_size:
+            logger.info("%s: patches fill %d x %d of %d x %d pixels; the model takes as many",
+                        self.path, height, width, *image_size)  # fmt: skip
+        return height, width
+
     def square_side(self, num_patches: int) -> int:
         """The side of a square grid of patches, for a source that does not state its rows.
 

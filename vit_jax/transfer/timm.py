@@ -246,6 +246,8 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
     if image_size is None and num_positions is not None:
         side = source.square_side(num_positions - (0 if no_embed_class else prefix))
         image_size = (side * p, side * q)
+    if image_size is not None:
+        image_size = source.whole_patches(image_size, (p, q))
     return image_size, not no_embed_class
 
 
