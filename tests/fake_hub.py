@@ -15,6 +15,9 @@ _ADDRESS = re.compile(
     r"/(?:api/)?((?:datasets/)?[^/]+/[^/]+)"
     r"(?:/(resolve|revision|tree)/(refs/[^/]+/[^/]+|[^/]+)/?(.*))?"
 )
+_HARNESSES = (
+    "/api/agent-harnesses"  # huggingface_hub asks for it once a day, with its first request
+)
 COMMITS = {"main": "a" * 40, "older": "b" * 40}
 
 
@@ -35,6 +38,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def answer(self, with_body):
         path, _, _ = urllib.parse.unquote(self.path).partition("?")
+        if path == _HARNESSES:
+            return self.refuse(404, None)
         repo_id, what, revision, file = _ADDRESS.fullmatch(path).groups("")
         what, revision = what or "revision", revision or "main"
         self.asked.append((self.command, file))
