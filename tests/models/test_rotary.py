@@ -70,13 +70,15 @@ def test_a_side_scales_indices_and_registers_have_a_grid_of_their_own():
 
 def test_training_changes_coordinates_for_all_images_alike():
     changes = {"rotary_shift": 0.5, "rotary_jitter": 1.5, "rotary_rescale": 2.0}
+    for key, most in changes.items():
+        model = make(rotary="normalised", **{key: most})
+        assert model.is_random
+        turns = [model.turns((2, 3), 1, 0, 8, jax.random.key(i)) for i in range(2)]
+        still = model.turns((2, 3), 1, 0, 8)
+        assert turns[0].shape == still.shape
+        assert all(np.abs(t[0, 1:] - still[0, 1:]).max() > 0.05 for t in turns)
+        assert np.abs(turns[0] - turns[1]).max() > 0.05
     model = make(rotary="normalised", **changes)
-    assert model.is_random
-    turns = [model.turns((2, 3), 1, 0, 8, jax.random.key(i)) for i in range(2)]
-    still = model.turns((2, 3), 1, 0, 8)
-    assert turns[0].shape == still.shape
-    assert all(np.abs(t[0, 1:] - still[0, 1:]).max() > 0.05 for t in turns)
-    assert np.abs(turns[0] - turns[1]).max() > 0.05
     params = {"params": random_params(model, IMAGES)}
     apply = functools.partial(model.apply, params, IMAGES)
     trained = [apply(train=True, rngs={"dropout": jax.random.key(i)}) for i in (0, 0, 1)]

@@ -5,6 +5,7 @@ pre-trained position embeddings, according to their location in the original ima
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,20 +18,23 @@ def _linear(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(num)))
 
 
-def _linear_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
-    """Linear interpolation with a kernel that widens when downsampling."""
-    x = np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0)
-    weights = np.maximum(0.0, 1.0 - x)
+def _widened(
+    kernel: Callable[[np.ndarray], np.ndarray], places: np.ndarray, num: int, stretch: float
+) -> np.ndarray:
+    """Interpolation by a `kernel` of the distance, which widens when downsampling."""
+    weights = kernel(np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def _cubic_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
-    """Cubic interpolation (a = -0.5) with a kernel that widens when downsampling."""
-    x = np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0)
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(0.0, 1.0 - x)
+
+
+def _cubic(x: np.ndarray) -> np.ndarray:
+    """The cubic kernel with a = -0.5."""
     near = 1.5 * x**3 - 2.5 * x**2 + 1.0
     far = -0.5 * x**3 + 2.5 * x**2 - 4.0 * x + 2.0
-    weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
-    return weights / weights.sum(axis=1, keepdims=True)
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
 
 
 def _cubic_clamped(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
@@ -82,8 +86,8 @@ class ResizeConvention(NamedTuple):
 CONVENTIONS = {
     "corner_aligned": ResizeConvention(_linear, align_corners=True),
     "half_pixel": ResizeConvention(_cubic_clamped, align_corners=False),
-    "antialiased": ResizeConvention(_cubic_widened, align_corners=False),
-    "linear_antialiased": ResizeConvention(_linear_widened, align_corners=False),
+    "antialiased": ResizeConvention(partial(_widened, _cubic), align_corners=False),
+    "linear_antialiased": ResizeConvention(partial(_widened, _triangle), align_corners=False),
 }
 
 
