@@ -47,7 +47,7 @@ def get_config(arg=""):
 
     if "small" in chosen:
         use_vit(c.model, "ViT-Ti/8", 128, 6, 512, 4)
-        set_length(c, 128, "3 epochs", "100 steps", save="1 epochs", log="50 steps")
+        set_length(c, 128, "3 epochs", "10 %", save="1 epochs", log="50 steps")
         crop = "decode|pad_crop(2)"
         c.evals.test.every = "1 epochs"
     if "5k" in chosen:

@@ -49,6 +49,8 @@ class _Objects(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         """Begin an upload."""
+        if not self.server.writable:
+            return self._send(403, b"{}")
         self.send_response(200)
         self.send_header("Location", f"https://{HOSTS[0]}{self.path}")
         self.send_header("Content-Length", "0")
@@ -117,11 +119,11 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 
 @contextlib.contextmanager
-def served(folder, monkeypatch, tmp_path):
+def served(folder, monkeypatch, tmp_path, *, writable=True):
     """Serve `folder` as the bucket of every name to TensorFlow; yields the paths it asks for."""
     authority = trustme.CA()
     server = _Server(("127.0.0.1", 0), _Objects)
-    server.folder, server.requests = pathlib.Path(folder), []
+    server.folder, server.requests, server.writable = pathlib.Path(folder), [], writable
     server.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(*HOSTS).configure_cert(server.context)
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))

@@ -128,6 +128,16 @@ def test_an_index_beside_or_in_the_cache_holds_until_its_file_changes(tmp_path, 
     assert open_tar(file.parent).fingerprint != before
 
 
+def test_the_index_of_a_bucket_without_write_access_is_in_the_cache(tmp_path, monkeypatch):
+    file = write_tar(tmp_path / "data/train.tar", numbered([0, 1, 2]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with served(file.parent, monkeypatch, tmp_path, writable=False):
+        in_bucket = open_tar("gs://bucket/")
+    assert [path.name for path in file.parent.iterdir()] == ["train.tar"]
+    assert len([*(tmp_path / "cache/vit_jax/tar").iterdir()]) == 1
+    assert in_bucket.fingerprint == open_tar(file.parent).fingerprint
+
+
 def test_members_that_cannot_be_read_are_masked_and_named(tmp_path, caplog):
     members = numbered([0, 1, 0, 1, 0, 1, 0])
     members[2] = ("1.png", IMAGES[1][:-200])

@@ -207,8 +207,11 @@ def _find(name: str, data_dir: str | None) -> Data:
     if path.suffix == ".npz" and path.exists():
         stat = path.stat()
         return _read(os.fspath(path), stat.length, stat.mtime)
+    where = f"data.name={name!r}, data.data_dir={data_dir!r}: "
+    if data_dir and not path.exists():
+        raise InputError(f"{where}no such file; needs FILE.npz with train_images, train_labels, ...")
     raise InputError(
-        f"data.name={name!r}, data.data_dir={data_dir!r}: needs images from Python: "
+        f"{where}needs images from Python: "
         'vit_jax.train(config, workdir, data={"train": (images, labels), ...}) or '
         'vit_jax.evaluate(workdir, data={"val": (images, labels)}); or a file with arrays '
         "train_images, train_labels and so on: --config.data.data_dir=FILE.npz, or `vit_jax "
