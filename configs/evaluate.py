@@ -15,6 +15,7 @@ from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import (
     base_config,
     classification,
+    depth,
     fewshot,
     knn,
     linear_probe,
@@ -23,21 +24,32 @@ from vit_jax.config import (
     rank,
     real,
     refuse_words,
+    segmentation,
     split_words,
 )
 
 EVALUATORS = {  # word: the function that makes its entry, and its meaning
-    "classification": (
-        classification, "accuracy, loss and calibration on the model's own classes"),
+    "classification": (classification, "accuracy, loss and calibration on the model's own classes"),
     "multilabel": (
-        multilabel, "mean average precision of the model's own classes, several per image"),
+        multilabel,
+        "mean average precision of the model's own classes, several per image",
+    ),
     "mapped": (
-        mapped, "accuracy on some of the model's classes; .class_map=FILE maps others to them"),
+        mapped,
+        "accuracy on some of the model's classes; .class_map=FILE maps others to them",
+    ),
     "real": (real, "ImageNet ReaL; --config.evals.real.labels_file=real.json"),
     "fewshot": (fewshot, "least squares on the features of a few images per class"),
     "knn": (knn, "vote of the nearest neighbours in feature space"),
     "probe": (linear_probe, "logistic regression on features"),
     "rank": (rank, "effective rank of the features; needs no labels"),
+    "segmentation": (segmentation, "classes of pixels; --config.evals.segmentation.targets=MASKS"),
+    "depth": (depth, "depths of pixels; --config.evals.depth.targets=DEPTHS"),
+}
+FURTHER_KEYS = {  # word: what its entry needs besides splits
+    "real": {"labels_file": "real.json"},
+    "segmentation": {"targets": "annotations", "ops": "decode|resize"},
+    "depth": {"targets": "depths", "ops": "decode|resize"},
 }  # fmt: skip
 SHIFTS = {  # TFDS has them with the 1,000 labels of ImageNet, A and R with images of 200 of them
     "v2": (classification, "imagenet_v2"),
@@ -51,7 +63,9 @@ WORDS = {word: meaning for word, (_, meaning) in EVALUATORS.items()} | {
     "debug": "a few seconds, on the digits",
 }
 
-TEST_SPLITS = {"imagenet2012": "validation", "folder": "val", "list": "val"}  # all others: test
+TEST_SPLITS = {  # all others: test
+    "imagenet2012": "validation", "folder": "val", "list": "val", "unlabelled": "val",
+}  # fmt: skip
 
 
 def get_config(arg=""):
@@ -70,10 +84,10 @@ def get_config(arg=""):
     default = [] if of_shifts else ["fewshot", "knn", "probe"]
     for name in [word for word in EVALUATORS if word in chosen] or default:
         make, _ = EVALUATORS[name]
-        learns = name in ("fewshot", "knn", "probe")
+        learns = name in ("fewshot", "knn", "probe", "segmentation", "depth")
         splits = {"train_split": train, "test_split": test} if learns else {"split": test}
-        labels = {"labels_file": "real.json"} if name == "real" else {}
-        c.evals[name] = make(**splits, **labels, every="1 epochs")  # unused without training
+        further = FURTHER_KEYS.get(name, {})
+        c.evals[name] = make(**splits, **further, every="1 epochs")  # unused without training
     if of_shifts:
         add_shifts(c, chosen)
     if "debug" in chosen and "fewshot" in c.evals:

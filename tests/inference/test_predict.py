@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
@@ -130,6 +131,25 @@ def test_features_of_files(golden, images, tmp_path, capsys, tokens):
             np.testing.assert_allclose(features, expected, atol=1e-4 * np.abs(expected).max())
 
 
+def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
+    source, asked = golden / "hf_vit", [images / "b.JPG", images / "broken.png"]
+    words = [f"--init_from={source}", f"--neighbours={images}", *asked]
+    sheet = tmp_path / "sheet.png"
+    shown = predict(capsys, *words, "--format=json", "--top=5", f"--sheet={sheet}", code=1)
+    row, broken = map(json.loads, shown.splitlines())
+    paths = [images / name for name in ("a.png", "b.JPG", "more/c.jpeg")]
+    x = vit_jax.predict(paths, source, output="features")
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    similarity = {str(paths[i]): x[i] @ x[1] for i in (0, 2)}
+    found = {one["file"]: one["similarity"] for one in row["neighbours"]}
+    assert found == pytest.approx(similarity, abs=1e-5)  # neither itself nor what is broken
+    assert [*found] == sorted(similarity, key=similarity.get, reverse=True)
+    assert broken["error"].startswith("not a readable image")
+    assert Image.open(sheet).size == (3 * 132 + 12, 146)
+    rows = [*csv.DictReader(io.StringIO(predict(capsys, *words, "--format=csv", code=1)))]
+    assert (rows[0]["neighbour"], rows[1]["neighbour"]) == (next(iter(found)), "")
+
+
 def test_features_of_a_data_set(golden, tmp_path, capsys):
     output = tmp_path / "digits.npz"
     words = [f"--init_from={golden / 'timm_vit_gap.safetensors'}", "--data=digits:test"]
@@ -168,6 +188,8 @@ REFUSED = {
     ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
+    "a sheet of nothing": (["x.png", "--sheet=s.png"], "--sheet: needs --neighbours"),
+    "neighbours nowhere": (["x.png", "--neighbours=no"], "no: no such file or folder"),
     "no number": (["x.png", "--thresholds=many"], "--thresholds=many: No such file"),
     "other classes": (["x.png", "--thresholds=t.csv"], "t.csv: has no threshold of 'class 0'"),
     "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),

@@ -16,6 +16,9 @@ a threshold. It is 1/2; --thresholds gives another number, or the classes.csv th
 
 --features=FILE.npz saves the features before the head, or with --tokens=patches the features of
 every patch.
+
+--neighbours=FOLDER prints, instead of classes, the --top pictures of a folder that are most like
+each image, with the cosine of the angle between their features; --sheet=FILE.png shows them.
 """
 
 import argparse
@@ -24,7 +27,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -50,10 +53,12 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
+    parser.add_argument("--neighbours", metavar="FOLDER", help="print its most similar pictures")
+    parser.add_argument("--sheet", metavar="FILE", help=".png file of these pictures to write")
     define_format_flag(parser, "csv")
     parser.add_argument(
-        "--top", type=positive_int, help="classes to print per image; default: 5, or all above "
-        "their thresholds",
+        "--top", type=positive_int, help="classes or neighbours to print per image; default: 5, or "
+        "all classes above their thresholds",
     )  # fmt: skip
     parser.add_argument(
         "--thresholds", metavar="FILE", help="smallest probability to print, or a classes.csv"
@@ -67,16 +72,29 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.images.given import search_images
+    from vit_jax.data.images.given import find_images, search_images
     from vit_jax.inference import predict as prediction
+    from vit_jax.inference.predict import check_output
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
     wrong = Faults()  # collected before a large model is read
-    output = flags.features and wrong.check(prediction.check_output, flags.features)
+    output = flags.features and wrong.check(check_output, flags.features, "--features", ".npz")
+    sheet = flags.sheet and wrong.check(check_output, flags.sheet, "--sheet", ".png")
+    among = flags.neighbours and wrong.check(find_images, [flags.neighbours])
     if not paths:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
     pretrained = read_source(flags)
+    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
+    if among:
+        from vit_jax.inference import neighbours
+
+        how = {"top": flags.top or 5, "batch_size": flags.batch_size}
+        rows = [*neighbours.nearest(pretrained, paths, among, **how), *absent]
+        if sheet:
+            neighbours.write_sheet(sheet, rows)
+        num_errors = _print_rows(rows, flags.format, how["top"], _NEIGHBOURS)
+        return exit_codes.FAILED if num_errors else exit_codes.DONE
     source = open_source(flags, pretrained, paths)
     if output:
         for path, fault in faults.items():
@@ -96,7 +114,6 @@ def main(flags: argparse.Namespace) -> int:
     rows = prediction.classify(
         pretrained, source, top=top, thresholds=thresholds, batch_size=flags.batch_size
     )
-    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
     num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
     num_errors = _print_rows(itertools.chain(rows, absent), flags.format, num_columns)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
@@ -109,6 +126,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
         bool(flags.images) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",
     )
+    faults.need(not flags.neighbours or flags.images, "--neighbours: needs images (files, folders)")
+    faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
     faults.need(
         not flags.data or flags.features,
         "--data: needs --features=FILE.npz; to score a data set, use evaluate",
@@ -116,22 +135,42 @@ def _check_flags(flags: argparse.Namespace) -> None:
     collect_faults(faults)
 
 
-def _print_rows(rows: Iterable[dict[str, Any]], format: str, num_columns: int | None) -> int:
-    """Print the predictions `rows` as a table, JSON lines or CSV; return how many are errors.
+class _Found(NamedTuple):
+    """What is printed of each image: a list in its row, and the words for it.
 
-    `num_columns`: classes of each row of CSV; None: differs, so all are in one cell.
+    key, name, value: of the list in a row, and of its items.
+    word: the column of the names.
     """
-    num_errors, table = 0, Table("image", "class", "probability")
+
+    key: str
+    word: str
+    name: str
+    value: str
+    form: str
+
+
+_CLASSES = _Found("classes", "class", "name", "probability", "{:.1%}")
+_NEIGHBOURS = _Found("neighbours", "neighbour", "file", "similarity", "{:.3f}")
+
+
+def _print_rows(
+    rows: Iterable[dict[str, Any]], format: str, num_columns: int | None, what: _Found = _CLASSES
+) -> int:
+    """Print `rows` as a table, JSON lines or CSV; return how many are errors.
+
+    `num_columns`: items of each row of CSV; None: differs, so all are in one cell.
+    """
+    num_errors, table = 0, Table("image", what.word, what.value)
     writer = csv.writer(sys.stdout, lineterminator="\n")
     if format == "csv":
         numbers = ["", *(f"_{i}" for i in range(2, (num_columns or 1) + 1))]
-        names = ("class", "probability") if num_columns else ("labels", "probabilities")
+        names = (what.word, what.value) if num_columns else ("labels", "probabilities")
         writer.writerow(["file", *(f"{name}{i}" for i in numbers for name in names), "error"])
     for row in rows:
         num_errors += "error" in row
-        found = row.get("classes", [])
+        found = row.get(what.key, [])
         if format == "csv":
-            pairs = [(one["name"], f"{one['probability']:.6g}") for one in found]
+            pairs = [(one[what.name], f"{one[what.value]:.6g}") for one in found]
             if num_columns is None:
                 pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
             cells = [cell for pair in pairs for cell in pair]
@@ -146,7 +185,7 @@ def _print_rows(rows: Iterable[dict[str, Any]], format: str, num_columns: int | 
                 table.add_row(Text(row["file"]), "none", "")
             for i, one in enumerate(found):
                 shown = Text(row["file"] if i == 0 else "")
-                table.add_row(shown, Text(one["name"]), f"{one['probability']:.1%}")
+                table.add_row(shown, Text(one[what.name]), what.form.format(one[what.value]))
     if format == "table":
         Console().print(table)
     return num_errors

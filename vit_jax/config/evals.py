@@ -92,6 +92,8 @@ EVALUATORS: Registry[Evaluator] = Registry(
         "rank": "vit_jax.evaluators.rank:Rank",
         "reconstruction": "vit_jax.evaluators.reconstruction:ReconstructionLoss",
         "patch_features": "vit_jax.evaluators.patch_features:PatchFeatures",
+        "segmentation": "vit_jax.evaluators.dense_probe:Segmentation",
+        "depth": "vit_jax.evaluators.dense_probe:Depth",
     },
 )
 

@@ -209,7 +209,9 @@ def _find(name: str, data_dir: str | None) -> Data:
         return _read(os.fspath(path), stat.length, stat.mtime)
     where = f"data.name={name!r}, data.data_dir={data_dir!r}: "
     if data_dir and not path.exists():
-        raise InputError(f"{where}no such file; needs FILE.npz with train_images, train_labels, ...")
+        raise InputError(
+            f"{where}no such file; needs FILE.npz with train_images, train_labels, ..."
+        )
     raise InputError(
         f"{where}needs images from Python: "
         'vit_jax.train(config, workdir, data={"train": (images, labels), ...}) or '

@@ -100,7 +100,7 @@ class LinearProbe(FeatureEvaluator):
         return some if len(self.l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
-        gather, put = make_gather(inputs), functools.partial(_put, inputs.mesh)
+        gather, put = make_gather(inputs), functools.partial(split_over_devices, inputs.mesh)
         num_classes = inputs.source("train_split").num_classes
         weights = sorted(self.l2, reverse=True)  # easiest fit first; each starts from the last one
 
@@ -133,7 +133,7 @@ class LinearProbe(FeatureEvaluator):
         return measure
 
 
-def _put(mesh: Mesh, column: np.ndarray) -> jax.Array:
+def split_over_devices(mesh: Mesh, column: np.ndarray) -> jax.Array:
     """Split (N, ...), which every process has, over the devices, zero-padded at the end."""
     sharding = batch_sharding(mesh)
     padding = -len(column) % sharding.num_devices

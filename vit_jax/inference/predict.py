@@ -230,6 +230,11 @@ def _host_ops(pretrained: Pretrained, source: Source) -> tuple[HostOp, ...]:
     return parse_ops(ops_for(spec, shape and shape[:2]), spec.image_size, key="preprocessing")[0]
 
 
+def why_unread(pretrained: Pretrained, source: Source, record: int) -> str:
+    """Why the mask of a record is 0."""
+    return why_masked(source, [_host_ops(pretrained, source)], record)[1]
+
+
 def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """`x` (b, ...) with NaN for the records that could not be read."""
     return np.where(batch["mask"] > 0, x.T, np.nan).T
@@ -281,8 +286,7 @@ def classify(
     for record, (probabilities, mask) in enumerate(rows):
         row: dict[str, Any] = {"file": source.record_name(record)}
         if mask == 0:
-            host_ops = _host_ops(pretrained, source)
-            yield row | {"error": why_masked(source, [host_ops], record)[1]}
+            yield row | {"error": why_unread(pretrained, source, record)}
             continue
         best = np.argsort(-probabilities, kind="stable")
         best = best[(probabilities >= thresholds)[best]][:top]
@@ -322,16 +326,16 @@ def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
     return np.array([float(found[name] or 0.5) for name in names])
 
 
-def check_output(output: os.PathLike | str) -> epath.Path:
-    """The absolute path of a file that `write_features` can write.
+def check_output(output: os.PathLike | str, flag: str, suffix: str) -> epath.Path:
+    """The absolute path of a file with that suffix, if it can be written.
 
     Raises:
-      InputError: if it cannot be written.
+      InputError: names `flag`.
     """
     output = files.absolute(output)
-    if output.suffix != ".npz":
-        raise InputError(f"--features={output}: the name must end in .npz")
-    files.check_output(output, "--features")
+    if output.suffix != suffix:
+        raise InputError(f"{flag}={output}: the name must end in {suffix}")
+    files.check_output(output, flag)
     return output
 
 

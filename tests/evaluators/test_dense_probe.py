@@ -1,0 +1,120 @@
+"""Probes of patch features, from the public function to the metrics, against scikit-learn."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import accuracy_score, jaccard_score, root_mean_squared_error
+from sklearn.preprocessing import StandardScaler
+
+import vit_jax
+from vit_jax.base.errors import InputError
+
+SIDE, HEIGHT, WIDTH = 32, 48, 40  # of images; of masks
+TRAIN, TEST, SAMPLES = range(12), range(20, 25), 16
+
+
+def scene(seed):
+    """A picture, its mask with the classes 1 to 3 and unknown edges, and its depth in mm."""
+    rng = np.random.default_rng(seed)
+    mask = np.ones((HEIGHT, WIDTH), np.uint8)
+    for value in (2, 3):
+        y, x = rng.integers(0, (30, 24))
+        mask[y : y + 18, x : x + 16] = value
+    colours = np.array([[0, 0, 0], [40, 90, 200], [200, 60, 60], [90, 200, 60]])
+    picture = (colours[mask] + rng.integers(-20, 20, (HEIGHT, WIDTH, 1))).clip(0, 255)
+    rows, columns = (np.arange(SIDE) * side // SIDE for side in (HEIGHT, WIDTH))
+    depth = 1000 * mask.astype(int) + np.arange(HEIGHT)[:, None] * 20
+    mask[:2], depth[:, :3] = 0, 0
+    return picture[rows][:, columns].astype(np.uint8), mask, depth.astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("scenes")
+    for split, seeds in (("training", TRAIN), ("validation", TEST)):
+        for seed in seeds:
+            for folder, image in zip(("images", "masks", "depths"), scene(seed), strict=True):
+                (root / folder / split).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(root / folder / split / f"{seed}.png")
+    model = vit_jax.create_model("ViT-mu/8", image_size=SIDE, num_classes=None)
+    variables = model.init(jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 3)))
+    vit_jax.save_pretrained(root / "model.npz", model, variables, format="npz")
+    return root
+
+
+def evaluate(root, words, **changes):
+    wanted = {
+        "data.data_dir": root / "images", "data.image_size": SIDE, "global_batch_size": 8,
+        "evals.segmentation.targets": root / "masks", "evals.depth.targets": root / "depths",
+        "evals.segmentation.num_patches": 100, "evals.depth.num_patches": 100,
+    }  # fmt: skip
+    given = {key: str(v) if "dir" in key or "targets" in key else v for key, v in wanted.items()}
+    given = {k: v for k, v in given.items() if "evals" not in k or k.split(".")[1] in words}
+    return vit_jax.evaluate(root / "model.npz", f"evaluate:{words},unlabelled", given | changes)
+
+
+def of_patches(target):
+    """(16, pixels): what lies in each of 4 x 4 patches."""
+    y, x = (np.arange(4 * SAMPLES) * side // (4 * SAMPLES) for side in target.shape)
+    grid = target[y][:, x].reshape(4, SAMPLES, 4, SAMPLES)
+    return grid.swapaxes(1, 2).reshape(16, -1)
+
+
+def test_probes_are_those_of_scikit_learn(root):
+    found = evaluate(root, "segmentation,depth")
+    model = vit_jax.read_pretrained(root / "model.npz")
+
+    def features(seeds):
+        pictures = [scene(seed)[0] for seed in seeds]
+        return vit_jax.predict(pictures, model, output="dense").astype(np.float64)
+
+    x, tests = features(TRAIN).reshape(-1, model.model.width), features(TEST)
+    scaler = StandardScaler().fit(x)
+    white, white_tests = scaler.transform(x), scaler.transform(tests.reshape(len(TEST) * 16, -1))
+
+    def interpolated(outputs):
+        maps = outputs.reshape(len(TEST), 4, 4, -1)
+        return jax.image.resize(maps, (len(TEST), HEIGHT, WIDTH, maps.shape[-1]), "linear")
+
+    masks = np.concatenate([of_patches(scene(seed)[1]) for seed in TRAIN])
+    shares = np.stack([(masks == value).mean(axis=1) for value in (1, 2, 3)], axis=1)
+    row, label = np.nonzero(shares)
+    probe = LogisticRegression(C=1 / (1e-4 * shares.sum()), tol=1e-8, max_iter=10_000)
+    probe.fit(white[row], label, sample_weight=shares[row, label])
+    predicted = np.argmax(interpolated(probe.decision_function(white_tests)), axis=-1) + 1
+    truth = np.stack([scene(seed)[1] for seed in TEST])
+    known = truth > 0
+    miou = jaccard_score(truth[known], predicted[known], average="macro")
+    assert found["segmentation/miou"] == pytest.approx(miou, abs=2e-3) and 0.4 < miou < 1
+    accuracy = accuracy_score(truth[known], predicted[known])
+    assert found["segmentation/pixel_accuracy"] == pytest.approx(accuracy, abs=2e-3)
+
+    depths = np.concatenate([of_patches(scene(seed)[2]) for seed in TRAIN]) / 1000
+    mean = depths.sum(axis=1) / (depths > 0).sum(axis=1)
+    ridge = Ridge(alpha=1e-4 * len(white)).fit(white, mean)
+    truth = np.stack([scene(seed)[2] for seed in TEST]) / 1000
+    predicted = np.asarray(interpolated(ridge.predict(white_tests)))[..., 0]
+    known, predicted = truth > 0, predicted.clip(depths[depths > 0].min(), depths.max())
+    error = predicted[known] - truth[known]
+    assert found["depth/rmse"] == pytest.approx(
+        root_mean_squared_error(truth[known], predicted[known]), rel=1e-3
+    )
+    assert found["depth/abs_rel"] == pytest.approx((abs(error) / truth[known]).mean(), rel=1e-3)
+    ratio = predicted[known] / truth[known]
+    assert found["depth/delta1"] == pytest.approx(((ratio < 1.25) & (ratio > 0.8)).mean(), abs=2e-3)
+
+
+def test_targets_that_cannot_be_read_are_named(root, tmp_path):
+    for changes, fault in (
+        ({"evals.segmentation.targets": str(tmp_path)}, "5 of the 5 images of val"),
+        ({"evals.segmentation.targets": str(root)}, "several: 20, 21"),
+        ({"evals.segmentation.targets": str(root / "depths")}, ".png: got uint16 (48, 40)"),
+        ({"evals.segmentation.ops": "decode|resize(40)|central_crop"}, "central_crop keeps a part"),
+    ):
+        with pytest.raises(InputError, match=re.escape(fault)):
+            evaluate(root, "segmentation", **changes)
