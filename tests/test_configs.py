@@ -544,8 +544,8 @@ def test_recipe_becomes_an_experiment(words, num_classes, num_examples, steps, n
     c.data.num_classes, c.data.num_examples = num_classes, num_examples
     e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
     assert (e.total_steps, e.num_params) == (steps, num_params)
-    peak, warmup = c.optimizer.peak_lr, int(c.schedule.warmup.split()[0])
-    np.testing.assert_allclose(float(e.schedule(warmup // 2)), peak / 2, rtol=1e-6)
+    peak, warmup = c.optimizer.peak_lr, parse_durations(c)["schedule.warmup"]
+    np.testing.assert_allclose(float(e.schedule(warmup / 2)), peak / 2, rtol=1e-6)
     np.testing.assert_allclose(float(e.schedule(warmup)), peak, rtol=1e-6)
     np.testing.assert_allclose(float(e.schedule((warmup + steps) / 2)), peak / 2, rtol=1e-5)
 
