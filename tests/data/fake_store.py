@@ -1,7 +1,8 @@
 """A folder served as Google Cloud Storage on the loopback, over TLS, through a proxy.
 
 TensorFlow's client of gs:// has fixed host names. It takes a proxy and a certificate from the
-environment, so the proxy here answers for these hosts.
+environment, so the proxy here answers for these hosts. It is a process of its own: TensorFlow
+uploads without releasing Python's lock, and a server among the threads of its process would wait.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import pathlib
 import re
 import socketserver
 import ssl
-import threading
+import subprocess
+import sys
 import urllib.parse
 
 import trustme
@@ -38,7 +40,7 @@ class _Objects(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
         parts = [urllib.parse.unquote(part) for part in url.path.strip("/").split("/")]
-        self.server.requests.append(f"{self.path} {self.headers.get('Range', '')}")
+        print(self.path, self.headers.get("Range", ""), flush=True)
         if parts[:3] != ["storage", "v1", "b"]:  # /BUCKET/OBJECT: the bytes
             return self._send_object("/".join(parts[1:]))
         if len(parts) == 4:
@@ -120,22 +122,36 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
 @contextlib.contextmanager
 def served(folder, monkeypatch, tmp_path, *, writable=True):
-    """Serve `folder` as the bucket of every name to TensorFlow; yields the paths it asks for."""
+    """Serve `folder` as the bucket of every name to TensorFlow; at the end, add to the list that it
+    yields the paths that TensorFlow has asked for.
+    """
+    authority, requests = tmp_path / "authority.pem", []
+    words = [__file__, str(folder), str(authority), str(int(writable))]
+    server = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        port = server.stdout.readline().strip()
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("CURL_CA_BUNDLE", str(authority))
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        monkeypatch.setenv("no_proxy", "")
+        yield requests
+    finally:
+        server.terminate()
+        requests += server.communicate()[0].splitlines()
+
+
+def _serve(folder, authority_file, writable):
+    """Print the port, then each path that is asked for."""
     authority = trustme.CA()
     server = _Server(("127.0.0.1", 0), _Objects)
-    server.folder, server.requests, server.writable = pathlib.Path(folder), [], writable
+    server.folder, server.writable = pathlib.Path(folder), bool(int(writable))
     server.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(*HOSTS).configure_cert(server.context)
-    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("CURL_CA_BUNDLE", str(tmp_path / "authority.pem"))
-    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
-    monkeypatch.setenv("NO_GCE_CHECK", "true")
-    monkeypatch.setenv("no_proxy", "")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.requests
-    finally:
-        server.shutdown()
-        server.server_close()
+    authority.cert_pem.write_to_path(authority_file)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
