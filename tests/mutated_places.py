@@ -206,8 +206,11 @@ MUTATIONS = [
       "experiment/test_schedules.py::test_duration"),
     M("vit_jax/experiment/optimizers/optimizers.py", "lambda leaf: leaf.ndim > 1",
       "lambda leaf: leaf.ndim > 0", "experiment/test_optimizers.py::test_equation"),
-    M("vit_jax/experiment/optimizers/masks.py", "update + factor * param", "update",
+    M("vit_jax/experiment/optimizers/masks.py", "own * factor * param", "0 * param",
       "experiment/test_optimizers.py::test_equation"),
+    M("vit_jax/experiment/optimizers/masks.py", "own * factor * param", "factor * param",
+      "experiment/test_optimizers.py::test_weight_decay_moves_by_half_a_cosine_and_the_patch_"
+      "embedding_learns_slowly"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",
       "enumerate(reversed(layers), 0)", "experiment/test_optimizers.py::test_layer_decay"),
     M("vit_jax/experiment/optimizers/optimizers.py",

@@ -137,6 +137,20 @@ def test_the_two_operations_that_fade_as_the_magnitude_grows():
     np.testing.assert_array_equal(augment.operate("Posterize", image, 0), image // 128 * 128)
 
 
+def test_the_published_contrast_blends_with_the_number_of_pixels():
+    """As of github.com/tensorflow/tpu: sum(histogram) / 256, where the values' mean was meant."""
+    small, large = IMAGES["noise"], np.full((300, 300, 3), 90, np.uint8)
+    for image in (small, large):
+        height, width, _ = image.shape
+        grey = min(height * width // 256, 255)
+        exact = np.clip(grey + 1.45 * (image.astype(float) - grey), 0, 255)
+        found = augment.operate("Contrast", image, 7.5, published_contrast=True).numpy()
+        np.testing.assert_allclose(found, exact, atol=1)
+    (op,), () = parse_ops("randaugment(1, 7.5, published_contrast=True)", (8, 8))
+    drawn = {op(large, [0, i]).numpy().tobytes() for i in range(60)}
+    assert found.tobytes() in drawn
+
+
 def randaugment(arguments, image):
     (op,), () = parse_ops(f"randaugment({arguments})", (8, 8))
     return lambda key: op(image, key)

@@ -407,6 +407,22 @@ def test_colour_ops_change_colours_as_they_say():
     assert 0.6 <= factors.min() < 0.7 and 1.2 < factors.max() <= 1.4001
 
 
+def test_three_augment_makes_a_third_grey_inverted_or_blurred():
+    images = RNG.integers(0, 256, (1, 8, 8, 3), np.uint8).repeat(300, axis=0)
+    batch = {"image": images, "label": np.zeros(300, np.int32), "mask": np.ones(300, np.float32)}
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(2), jnp.arange(300))
+    changed = np.asarray(transform("three_augment", **PIXELS)(batch, keys)["image"])
+    is_grey = np.ptp(changed, axis=-1).max((1, 2)) < 1e-3
+    inverted = np.where(images >= 128, 255.0 - images, images)
+    is_inverted = np.abs(changed - inverted).max((1, 2, 3)) < 1e-3
+    others = changed[~is_grey & ~is_inverted]
+    blurred = np.abs(others - images[: len(others)]).mean((1, 2, 3)) > 1e-3
+    assert blurred.mean() > 0.8  # a blur of 0.1 pixels changes nothing
+    np.testing.assert_allclose(others.mean((1, 2, 3)), images[0].mean(), rtol=0.05)
+    for number in (is_grey.sum(), is_inverted.sum(), len(others)):
+        assert 76 < number < 124
+
+
 def test_each_view_has_its_own_ops_and_draws():
     ops = parse_view_ops("flip; greyscale(1.0)|flip", (4, 6), 3, "data.global_ops")
     views = Views(Crops("data.global_ops", (4, 6), (), 0), [device for _, device in ops])

@@ -12,6 +12,7 @@ from at_fault import at_fault
 from images import encode, make_folder, pil_rgb, smooth_image
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import base_config
 from vit_jax.data import (
     BatchSpec,
     eval_batches,
@@ -24,8 +25,9 @@ from vit_jax.data import (
     train_batches,
 )
 from vit_jax.data.batch import Crops
+from vit_jax.data.device_ops import make_device_transform
 from vit_jax.data.host_tf import tf
-from vit_jax.data.preprocessing import Views, parse_view_ops
+from vit_jax.data.preprocessing import Views, parse_view_ops, parse_views
 
 DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}
 FOLDER = {"image_size": (16, 16), "ops": "inception_crop|flip"}
@@ -125,6 +127,29 @@ def test_a_view_depends_on_its_position_and_number_only(request, name):
     (fewer,) = train(source, **how | {"views": views_of(1, 2, ops)}, num_steps=1)
     np.testing.assert_array_equal(fewer["global_views"], batches[0]["global_views"][:, :1])
     np.testing.assert_array_equal(fewer["local_views"], batches[0]["local_views"][:, :2])
+
+
+def test_crops_of_the_gram_teacher_are_those_of_the_global_views(digits):
+    """The same windows, flipped alike, before the colours change."""
+    c = base_config()
+    c.data.image_size, c.data.num_global, c.objective.gram_size = 8, 2, 16
+    c.data.global_ops = "inception_crop(area_min=0.4)|flip|greyscale(0.0)"
+    views = parse_views(c)
+    assert [[op.name for op in ops] for ops in views["gram_views"].device_ops] == [["flip"]] * 2
+    (batch,) = train(digits, image_size=(8, 8), ops="", views=views, num_steps=1)
+    assert batch["gram_views"].shape == (16, 2, 16, 16, 3)
+    pixels = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), np.arange(16))
+    made = make_device_transform((), **pixels, num_classes=10, views=views)(batch, keys)
+    large, small = (np.asarray(made[name]) for name in ("gram_views", "global_views"))
+    pooled, original = large.reshape(32, 8, 2, 8, 2, 3).mean((2, 4)), small.reshape(32, 8, 8, 3)
+
+    def alike(x, y):
+        pairs = zip(x, y, strict=True)
+        return np.array([np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in pairs])
+
+    assert alike(pooled, original).min() > 0.9
+    assert alike(pooled[:, :, ::-1], original).min() < 0.7
 
 
 def test_views_of_another_size_are_refused_before_the_first_batch(digits):

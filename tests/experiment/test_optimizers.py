@@ -440,13 +440,15 @@ def test_weight_decay_moves_by_half_a_cosine_and_the_patch_embedding_learns_slow
     params = tree.unflatten_names({name: jnp.full(3, value) for name, value in params.items()})
     grads = jax.tree.map(jnp.ones_like, params)
     tx = make_optimizer("sgd", schedule=lambda step: 0.5, momentum=0.0, weight_decay=0.04,
-                        weight_decay_end=0.4, total_steps=4, embedding_rate=0.2)  # fmt: skip
+                        weight_decay_end=0.4, total_steps=4, embedding_rate=0.2,
+                        head_decay=100.0)  # fmt: skip
     state, update = tx.init(params), jax.jit(tx.update)
     for way in (0, (1 - 0.5**0.5) / 2, 0.5, (1 + 0.5**0.5) / 2, 1):  # shares, at steps 0 to 4
         updates, state = update(grads, state, params)
         decayed = -0.5 * (1 + 2 * (0.04 + way * 0.36))
         wanted = {"embedding/kernel": 0.2 * decayed, "embedding/bias": 0.2 * -0.5, "token": -0.5,
-                  "head/kernel": decayed, "objective/embedding/kernel": decayed}  # fmt: skip
+                  "head/kernel": 100 * decayed + 99 * 0.5,
+                  "objective/embedding/kernel": decayed}  # fmt: skip
         for name, found in tree.flatten_names(updates).items():
             np.testing.assert_allclose(found, wanted[name], rtol=1e-6, err_msg=name)
 

@@ -8,9 +8,9 @@ import pytest
 from at_fault import at_fault
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SCHEDULES
+from vit_jax.config import SCHEDULES, base_config
 from vit_jax.experiment.durations import check_duration, parse_duration
-from vit_jax.experiment.schedules import half_cosine, make_schedule
+from vit_jax.experiment.schedules import half_cosine, make_config_schedule, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,16 @@ def test_decay(name, at_40, at_100):
     np.testing.assert_allclose(schedule(40), at_40, rtol=1e-6)
     np.testing.assert_allclose(schedule(100), at_100, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(schedule(120), schedule(100))
+
+
+def test_a_cosine_may_end_above_zero():
+    schedule = make_schedule("cosine", **RUN, end_share=0.1)
+    for step, share in ((20, 1.0), (60, 0.55), (100, 0.1), (120, 0.1)):
+        np.testing.assert_allclose(schedule(step), 0.5 * share, rtol=1e-6)
+    c = base_config()
+    c.schedule.end_share, c.optimizer.peak_lr = 0.1, 0.5
+    steps = {"duration": 100, "schedule.warmup": 20, "schedule.start": 0, "schedule.cooldown": 0}
+    np.testing.assert_allclose(make_config_schedule(c, steps)(60), 0.275, rtol=1e-6)
 
 
 def test_multistep_divides_by_ten_from_each_milestone_on():

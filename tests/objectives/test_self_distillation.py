@@ -22,7 +22,7 @@ from vit_jax.objectives.block_masks import block_mask, draw_hidden
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.other_sizes import at_size
+from vit_jax.objectives.other_sizes import at_size, resize_tokens
 from vit_jax.objectives.patches import row_keys
 from vit_jax.objectives.self_distillation import (
     SelfDistillation,
@@ -233,6 +233,27 @@ def test_a_step_of_self_distillation(compiled):
     assert changed.metric_sums["teacher_entropy"] > out.metric_sums["teacher_entropy"]
 
 
+def test_the_gram_teacher_may_see_larger_crops(compiled):
+    """Its patches are resampled to the student's grid; of equal crops the term stays the same."""
+    state, _ = compiled
+    wide = BATCH["global_views"].repeat(2, axis=2).repeat(2, axis=3)
+
+    def gram(batch, **own):
+        objective = make(**own)
+        terms = objective.loss(state.params, state, batch, None, jax.random.key(1)).terms
+        return float(terms["gram"].sum)
+
+    large = gram(BATCH | {"gram_views": wide}, gram_size=2 * SIZE)
+    same = gram(BATCH | {"gram_views": BATCH["global_views"]}, gram_size=SIZE)
+    assert same == gram(BATCH) and abs(large / same - 1) > 1e-3
+    tokens = RNG.normal(size=(2, 4, 4, 3)).astype(np.float32)
+    row, column = np.mgrid[:4, :4]
+    tokens[..., 0] = row * 10 + column
+    small = resize_tokens(jnp.asarray(tokens.reshape(2, 16, 3)), (4, 4), (2, 2))
+    low, high = 7 / 17, 44 / 17  # Keys's kernel at half a step, without what lies outside
+    close(small[0, :, 0], [11 * low, 10 * low + high, 10 * high + low, 11 * high])
+
+
 def test_a_masked_row_changes_nothing(compiled):
     state, step = compiled
     other = {key: leaf.copy() for key, leaf in BATCH.items()}
@@ -261,6 +282,7 @@ def test_positions_of_local_views_are_resampled():
     ("own", "key"),
     [
         ({"koleo_group": 3}, "objective.koleo_group"),
+        ({"gram_size": 32, "gram_weight": 0.0, "gram_every": None}, "objective.gram_size"),
         ({"masked_views": 0.1}, "objective.masked_views"),
         ({"mask_min": 0.01, "mask_max": 0.06}, "objective.mask_max"),
     ],

@@ -190,6 +190,15 @@ def test_class_weights():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_a_mixed_image_may_have_the_whole_of_both_classes():
+    logits = RNG.normal(size=(2, 3)).astype(np.float32)
+    mixed, whole = np.array([[0.7, 0, 0.3], [0, 1, 0]]), np.array([[1, 0, 1], [0, 1, 0]])
+    expected = make_loss("sigmoid")(logits, jnp.asarray(whole, jnp.float32))
+    found = make_loss("sigmoid", whole_targets=True)(logits, jnp.asarray(mixed, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert not np.allclose(make_loss("sigmoid")(logits, jnp.asarray(mixed, jnp.float32)), expected)
+
+
 def test_balanced_weights():
     counts = np.array([6, 3, 1, 0])
     by_class = balanced_weights(counts, 10, True)

@@ -131,6 +131,7 @@ OPS: Registry[Any] = Registry(
         "greyscale": "vit_jax.data.device_ops:Greyscale",
         "blur": "vit_jax.data.device_ops:Blur",
         "solarize": "vit_jax.data.device_ops:Solarize",
+        "three_augment": "vit_jax.data.device_ops:ThreeAugment",
     },
 )
 

@@ -173,6 +173,11 @@ class Optimizer(Section):
         "weight decay at the end of the run, reached by half a cosine; None: it stays the same",
         within=FROM_0,
     )
+    head_decay: float | None = key(
+        None,
+        "weight decay of the head's kernel / that of other parameters; None: 1",
+        within=FROM_0,
+    )
     embedding_rate: float | None = key(
         None,
         "learning rate of the patch embedding / the rate it would have otherwise; None: 1",

@@ -84,12 +84,21 @@ def solarize_add(image: tf.Tensor, addition: int | tf.Tensor) -> tf.Tensor:
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """Change the contrast: factor 0 gives the image's mean grey everywhere, 1 the image.
 
-    The reference release (see OPERATIONS) averages the histogram's counts by mistake. Its grey is
-    the number of pixels / 256, at most 255: 196 for every image of 224 x 224.
+    `published_contrast` is what the reference release (see OPERATIONS) has in its place.
     """
     luma = tf.cast(_luma(image, copies=1), tf.int64)
     mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)
     return _blend(tf.cast(tf.floor(mean + 0.5), tf.float32), image, factor)
+
+
+def published_contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """`contrast` with a grey that averages the histogram's counts, not the values, by mistake.
+
+    It is the number of pixels / 256, at most 255: 196 for every image of 224 x 224.
+    """
+    height, width = _sides(image)
+    grey = tf.minimum(height * width // 256, 255)
+    return _blend(tf.cast(grey, tf.float32), image, factor)
 
 
 def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
@@ -164,6 +173,9 @@ OPERATIONS = {
     "TranslateY": lambda image, m, sign, centre: translate(image, 0.0, sign * (100 / 224) * m),
     "Cutout": lambda image, m, sign, centre: cutout(image, (40 / 224) * m, centre),
 }
+PUBLISHED = {
+    "Contrast": lambda image, m, sign, centre: published_contrast(image, 0.1 + 1.8 * m),
+}
 
 
 def operate(
@@ -172,6 +184,7 @@ def operate(
     magnitude: float | tf.Tensor,
     sign: float | tf.Tensor = 1.0,
     centre: tf.Tensor = (0.5, 0.5),
+    published_contrast: bool = False,
 ) -> tf.Tensor:
     """Apply one operation of RandAugment.
 
@@ -181,23 +194,30 @@ def operate(
       magnitude: at least 0, on RandAugment's scale; the paper's maximum is 10.
       sign: 1 or -1, the direction of the geometric operations.
       centre: centre of Cutout; see `cutout`.
+      published_contrast: whether Contrast is `published_contrast`.
 
     Source: Cubuk et al. 2019 (arXiv:1909.13719).
     """
     m = tf.cast(magnitude, tf.float32) / _MAX_MAGNITUDE
-    changed = OPERATIONS[name](image, m, tf.cast(sign, tf.float32), tf.cast(centre, tf.float32))
+    operations = OPERATIONS | (PUBLISHED if published_contrast else {})
+    changed = operations[name](image, m, tf.cast(sign, tf.float32), tf.cast(centre, tf.float32))
     return tf.ensure_shape(changed, image.shape)
 
 
 def random_operations(
-    image: tf.Tensor, key: tf.Tensor, layers: int, magnitude: float, magnitude_std: float
+    image: tf.Tensor,
+    key: tf.Tensor,
+    layers: int,
+    magnitude: float,
+    magnitude_std: float,
+    published_contrast: bool = False,
 ) -> tf.Tensor:
     """Apply `layers` operations in sequence, each drawn uniformly from OPERATIONS.
 
     Args:
       image: uint8 (h, w, 3).
       key: int64 (2,); determines all random draws.
-      layers, magnitude, magnitude_std: see `host_ops.randaugment`.
+      layers, magnitude, magnitude_std, published_contrast: see `host_ops.randaugment`.
     """
 
     def layer(image, draw):
@@ -206,7 +226,7 @@ def random_operations(
         if magnitude_std:
             strength = tf.maximum(magnitude + magnitude_std * tf.math.ndtri(draw[4]), 0.0)
         branches = [
-            functools.partial(operate, name, image, strength, sign, draw[2:4])
+            functools.partial(operate, name, image, strength, sign, draw[2:4], published_contrast)
             for name in OPERATIONS
         ]
         index = tf.cast(draw[0] * len(OPERATIONS), tf.int32)

@@ -30,12 +30,14 @@ class Crops(NamedTuple):
     size: (height, width) of each.
     host_ops: of each image.
     first_view: number of the first one; None: there is one image, without an axis of views.
+    sized: the config key of their size.
     """
 
     key: str
     size: tuple[int, int]
     host_ops: tuple[tuple[HostOp, ...], ...]
     first_view: int | None = None
+    sized: str = "data.image_size"
 
     def make(self, image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
         """The images of a record: uint8 (h, w, channels), or (views, h, w, channels).
@@ -78,11 +80,10 @@ class Crops(NamedTuple):
         """Raise InputError unless `shape` is that of the images of a record."""
         found, needed = tuple(shape)[-3:], (*self.size, channels)
         if found != needed:
-            sized = "local_size" if self.key == "data.local_ops" else "image_size"
             texts = "; ".join("|".join(op.text for op in ops) for ops in self.distinct_ops)
             raise InputError(
                 f"{self.key}={texts!r} gives images of {found}; needed: {needed}, from "
-                f"data.{sized}; end the host ops with 'resize' or a crop"
+                f"{self.sized}; end the host ops with 'resize' or a crop"
             )
 
 

@@ -22,6 +22,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         not d.num_local or d.num_global,
         f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",
     )
+    if config.objective.gram_size is not None:
+        faults.check(image_hw, config.objective.gram_size, "objective.gram_size")
     parsed = {"data.ops": [ops] if ops else []} | of_views
     for key, views in parsed.items():
         found = {op.name for view in views for kind in view for op in kind if op.of_colours}

@@ -267,6 +267,23 @@ class Solarize(ColourOp):
         return jnp.where(jax.random.uniform(key) < self.probability, inverted, image)
 
 
+class ThreeAugment(ColourOp):
+    """Make an image grey, or solarise it, or blur it by 0.1 to 2 pixels: a third of them each.
+
+    Source: Touvron et al. 2022 (arXiv:2204.07118), section 3.3; its colour jitter is another op.
+    """
+
+    of_colours = True
+    probability: float = key(1.0, _PROBABILITY, within=_SHARE)
+
+    def change(self, image, key):
+        choice_key, own_key, chosen_key = jax.random.split(key, 3)
+        changes = [op(probability=1.0).change for op in (Greyscale, Solarize, Blur)]
+        which = jax.random.randint(choice_key, (), 0, len(changes))
+        changed = jax.lax.switch(which, changes, image, own_key)
+        return jnp.where(jax.random.uniform(chosen_key) < self.probability, changed, image)
+
+
 def to_grey(image: jax.Array) -> jax.Array:
     """0.299 R + 0.587 G + 0.114 B: (..., 3) -> (..., 1)."""
     return (image * _along_channels(GREY, image)).sum(-1, keepdims=True)

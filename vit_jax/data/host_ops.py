@@ -276,12 +276,16 @@ class RandAugment(HostOp):
         ..., "on the paper's scale of 10; most operations grow further beyond it", within="[0, inf)"
     )
     magnitude_std: float = key(0.0, "its standard deviation", within="[0, inf)")
+    published_contrast: bool = key(
+        False, "Contrast blends with the release's grey, which is pixels / 256, at most 255"
+    )
 
     def __call__(self, image, seed):
         # The function uses only TensorFlow's control flow; skipping autograph's conversion of
         # Python's builds the graph in a fraction of the time.
         as_it_is = tf.autograph.experimental.do_not_convert(augment.random_operations)
-        return as_it_is(image, seed, self.layers, self.magnitude, self.magnitude_std)
+        how = self.layers, self.magnitude, self.magnitude_std, self.published_contrast
+        return as_it_is(image, seed, *how)
 
 
 class AutoAugment(HostOp):

@@ -4,6 +4,8 @@ Views are several differently augmented crops of every image of a batch:
 
     global_views  uint8 (B, G, H, W, channels)   data.num_global, data.global_ops, data.image_size
     local_views   uint8 (B, L, h, w, channels)   data.num_local, data.local_ops, data.local_size
+    gram_views    uint8 (B, G, H', W', channels) objective.gram_size: the crops of the global views
+                  at another size, flipped like them, without their ops on colours
 
 A view is a function of (seed, position, its number) only. The local views have their own range of
 numbers, so that neither kind depends on how many views the other has.
@@ -22,7 +24,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError
 from vit_jax.config import image_hw
 from vit_jax.data.batch import BatchSpec, Crops
-from vit_jax.data.device_ops import DeviceTransform, make_device_transform
+from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 
@@ -52,13 +54,27 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
         number = config.data[f"num_{kind}"]
         if not number:
             continue
-        key, sized = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
-        size = image_hw(config.data[sized], f"data.{sized}")
+        key, own = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
+        sized = f"data.{own}"
+        size = image_hw(config.data[own], sized)
         of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
         host_ops, device_ops = zip(*of_views, strict=True)
         first = _FIRST_LOCAL if kind == "local" else 0
-        found[name] = Views(Crops(key, size, host_ops, first), device_ops)
+        found[name] = Views(Crops(key, size, host_ops, first, sized), device_ops)
+    gram_size, num_global = config.objective.gram_size, config.data.num_global
+    if gram_size and num_global:
+        key, sized = "data.global_ops", "objective.gram_size"
+        size = image_hw(gram_size, sized)
+        ops = parse_view_ops(config.data.global_ops, size, num_global, key)
+        # They have the numbers of the global views, and so what is left of their ops draws alike.
+        left = [[tuple(itertools.takewhile(_keeps_colours, kind)) for kind in both] for both in ops]
+        host_ops, device_ops = zip(*left, strict=True)
+        found["gram_views"] = Views(Crops(key, size, host_ops, 0, sized), device_ops)
     return found
+
+
+def _keeps_colours(op: HostOp | DeviceOp) -> bool:
+    return not (op.of_colours or isinstance(op, ColourOp))
 
 
 def parse_view_ops(
@@ -90,6 +106,8 @@ def fingerprint_of_views(config: ConfigDict) -> list[str]:
     d, found = config.data, []
     if d.num_global:
         found.append(f"{d.num_global} global views: {d.global_ops}")
+        if config.objective.gram_size:
+            found.append(f"and of {image_hw(config.objective.gram_size)}")
     if d.num_local:
         size = image_hw(d.local_size, "data.local_size")
         found.append(f"{d.num_local} local views of {size}: {d.local_ops}")

@@ -9,7 +9,7 @@ T = total_steps - start - warmup_steps, is
 
     constant  1, and wsd
     linear    1 - t / T
-    cosine    (1 + cos(pi t / T)) / 2
+    cosine    end_share + (1 - end_share) (1 + cos(pi t / T)) / 2, with end_share 0 by default
     rsqrt     sqrt(timescale / (timescale + t))
     power     max(1, t / timescale)^-0.51
     exponential 0.97^floor(t / timescale)
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SCHEDULES, Part, key
+from vit_jax.config import SCHEDULES, SHARE, Part, key
 from vit_jax.experiment.durations import parse_milestones
 
 # Number of the update, from 0 -> learning rate, a float32 scalar.
@@ -46,14 +46,14 @@ Keep = Callable[..., jax.Array | float]
 
 
 class Decay(Part):
-    """The interface of a decay. Its keys are durations, which `factor` gets in steps."""
+    """The interface of a decay. Its keys are numbers, and durations that `factor` gets in steps."""
 
     def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         """The factor of the peak rate, `since` steps after the end of the warm-up.
 
         Args:
           span: steps from there to the end of the run.
-          steps: {own key: steps}; milestones are counted from there too.
+          steps: {own key: steps, or its number}; milestones are counted from there too.
         """
         raise NotImplementedError
 
@@ -87,10 +87,13 @@ class Linear(Decay):
 
 
 class Cosine(Decay):
-    """(1 + cos(pi t / T)) / 2 (Dosovitskiy et al. 2020, table 3)."""
+    """(1 + cos(pi t / T)) / 2 (Dosovitskiy et al. 2020, table 3), or from 1 to `end_share`."""
+
+    end_share: float = key(0.0, "the last learning rate / optimizer.peak_lr", within=SHARE)
 
     def factor(self, since, span, steps):
-        return 0.5 * (1 + jnp.cos(jnp.pi * since / span))
+        end = steps.get("end_share", 0.0)
+        return end + (1 - end) * 0.5 * (1 + jnp.cos(jnp.pi * since / span))
 
 
 class Rsqrt(Decay):
@@ -156,7 +159,7 @@ def make_schedule(
       warmup_steps: the rate rises linearly from 0.
       cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
       milestones: for `Multistep`, in steps from the start of the run; each divides the rate by 10.
-      **durations: other keys of the decay, in steps.
+      **durations: other keys of the decay, in steps, and its numbers.
 
     Raises:
       InputError: there is no such decay, or the numbers do not fit together.
@@ -183,7 +186,9 @@ def make_schedule(
 def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
     """The learning rate of a resolved config, whose durations in steps are `durations`."""
     keys = SCHEDULES.find(config.schedule.name).declared()
-    own = {k: durations[f"schedule.{k}"] for k in keys if f"schedule.{k}" in durations}
+    numbers = {k: config.schedule[k] for k, declared in keys.items() if not declared.form}
+    own: dict[str, Any] = {k: number for k, number in numbers.items() if number is not None}
+    own |= {k: durations[f"schedule.{k}"] for k in keys if f"schedule.{k}" in durations}
     return make_schedule(
         config.schedule.name,
         peak_lr=config.optimizer.peak_lr,

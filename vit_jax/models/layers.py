@@ -230,14 +230,16 @@ class Encoder(BlockFields, nn.Module):
     the part that the backward pass recomputes: "none", "dots" (all but the dense layers' matrix
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
-    from 0 in the first block to `stochastic_depth` in the last. `positions`, `shared`, `turns` and,
-    unless None, the `grid` of the tokens go to every block, a `block_class`.
+    from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
+    in all. `positions`, `shared`, `turns` and, unless None, the `grid` of the tokens go to every
+    block, a `block_class`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
 
     depth: int
     stochastic_depth: float = 0.0
+    uniform_depth: bool = False
     positions: Positions | None = None
     final_norm: bool = True
     scan: bool = False
@@ -260,6 +262,8 @@ class Encoder(BlockFields, nn.Module):
         if grid is not None:
             fields["grid"] = grid
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
+        if self.uniform_depth:
+            drop_rates = jnp.full(self.depth, self.stochastic_depth)
         if self.scan:
             layers = nn.scan(
                 self._block(0),

@@ -115,6 +115,7 @@ class ViT(BlockFields, RotaryFields, Model):
     pos_embed_at: str | None = key(None, "None: as pos_embed needs", choices=PLACES)
     pos_embed_class_token: bool = key(True, "False: only patches have positions")
     stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
+    uniform_depth: bool = key(False, "all layers have the rate stochastic_depth")
     scan: bool = key(False, **fields.SCAN)
     remat: str = key("none", **fields.REMAT)
     remat_layers: int | None = key(None, "so many first layers recompute; None: all")
@@ -154,6 +155,7 @@ class ViT(BlockFields, RotaryFields, Model):
             **self.block_fields(),
             depth=self.depth,
             stochastic_depth=self.stochastic_depth,
+            uniform_depth=self.uniform_depth,
             positions=of_layers,
             final_norm=not self.norm_pooled,
             scan=self.scan,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import LOSSES, Part
+from vit_jax.config import LOSSES, Part, key
 from vit_jax.objectives.contract import LossFn
 
 
@@ -55,13 +55,21 @@ class Softmax(Loss):
 class Sigmoid(Loss):
     """Binary cross-entropy, summed over the classes.
 
-    Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
+    Source: Beyer et al. 2020 (arXiv:2006.07159), section 5; whole targets: Wightman et al. 2021
+      (arXiv:2110.00476), section 3.2.
     """
 
     excludes = False
+    whole_targets: bool = key(
+        False,
+        "a class with a share of the target has all of it, as both classes of a mixed image",
+    )
 
     def __call__(self, logits_BC, labels, label_smoothing):
-        targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
+        targets_BC = as_targets(labels, logits_BC.shape[1])
+        if self.whole_targets:
+            targets_BC = jnp.ceil(targets_BC)
+        targets_BC = optax.smooth_labels(targets_BC, label_smoothing)
         return optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)
 
     def probabilities(self, logits_BC):

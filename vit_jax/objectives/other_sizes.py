@@ -1,4 +1,8 @@
-"""A ViT at another image size than its own, with its learned positions resampled."""
+"""A ViT at another image size than its own, with its learned positions resampled; and its patches.
+
+All are resampled by bicubic interpolation without antialiasing (a = -1/2, where the published codes
+of DINO and DINOv3 have -3/4).
+"""
 
 from typing import Any
 
@@ -25,9 +29,8 @@ def check_size(model: Model, size: tuple[int, int], key: str) -> None:
 def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model, Params]:
     """`model` for images of `size` (height, width), and `params` with positions that fit it.
 
-    Tables are resampled by bicubic interpolation without antialiasing (a = -1/2, where the
-    published code of DINO has -3/4); prefix tokens keep theirs. The result is a linear function of
-    the tables, through which gradients flow.
+    Prefix tokens keep their positions. The result is a linear function of the tables, through which
+    gradients flow.
     """
     if size == model.image_size or "pos_embedding" not in params:
         return model.clone(image_size=size), params
@@ -43,6 +46,15 @@ def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model,
     for name, number in zip(("rows", "columns"), wanted, strict=True):
         tables[name] = _resize(tables[name], (1, number, tables[name].shape[2]))
     return resized, {**params, "pos_embedding": tables}
+
+
+def resize_tokens(x_BND: jax.Array, grid: tuple[int, int], wanted: tuple[int, int]) -> jax.Array:
+    """The patches (B, N, D) of the `grid` (rows, columns), resampled to the grid `wanted`."""
+    if grid == wanted:
+        return x_BND
+    x_BHWD = x_BND.reshape(len(x_BND), *grid, -1)
+    resized = _resize(x_BHWD, (len(x_BND), *wanted, x_BND.shape[2]))
+    return resized.reshape(len(x_BND), -1, x_BND.shape[2])
 
 
 def _resize(table, shape):

@@ -41,10 +41,10 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.other_sizes import at_size, check_size
+from vit_jax.objectives.other_sizes import at_size, check_size, resize_tokens
 from vit_jax.objectives.prototypes import PrototypeHead
 
-GLOBAL, LOCAL = "global_views", "local_views"  # keys of a batch
+GLOBAL, LOCAL, GRAM = "global_views", "local_views", "gram_views"  # keys of a batch
 
 
 def cross_entropies(
@@ -121,6 +121,10 @@ class SelfDistillation(ObjectivePart):
     gram_every: str | None = key(
         None, "between copies of the teacher, from step 0; goes with gram_weight", form="interval"
     )
+    gram_size: int | tuple[int, int] | None = key(
+        None, "of the Gram teacher's crops, int or (height, width) in pixels: those of the global "
+        "views without ops on colours, its patches resampled to theirs; None: the global views"
+    )  # fmt: skip
     gram_group: int = key(1, "images whose patches are compared", within=POSITIVE)
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
@@ -140,6 +144,11 @@ class SelfDistillation(ObjectivePart):
                 bool(value) == (needed is not None),
                 f"{other}={needed!r}: goes together with objective.{name}; set both or none",
             )
+        faults.need(
+            self.gram_size is None or self.gram_weight > 0,
+            f"gram_size={self.gram_size!r}: without a Gram teacher it does nothing; set "
+            "objective.gram_weight too",
+        )
         return faults
 
     def bind(self, model, loss, facts):
@@ -170,7 +179,10 @@ def _passes(model: Model, shapes: Mapping, anchors: bool) -> tuple[TokenPass, ..
     if GLOBAL not in shapes:
         return ()  # the experiment refuses the run
     student = TokenPass(model, images=shapes[GLOBAL][1])
-    found = [student] + (1 + anchors) * [student._replace(learns=False)]
+    found = [student, student._replace(learns=False)]
+    if anchors:
+        size = shapes.get(GRAM, shapes[GLOBAL])[2:4]
+        found.append(found[1]._replace(model=model.clone(image_size=tuple(size))))
     if LOCAL in shapes:
         _, number, *size, _ = shapes[LOCAL]
         found.append(TokenPass(model.clone(image_size=tuple(size)), images=number))
@@ -207,6 +219,8 @@ def _check_views(model: Model, facts: RunFacts, keys: SelfDistillation) -> None:
     if LOCAL in facts.shapes:
         _, _, height, width, _ = facts.shapes[LOCAL]
         check_size(model, (height, width), "data.local_size")
+    if GRAM in facts.shapes:
+        check_size(model, facts.shapes[GRAM][2:4], "objective.gram_size")
     num = model.grid[0] * model.grid[1]
     for name, hidden in (
         ("masked_views", round(number * keys.masked_views)), ("mask_max", int(num * keys.mask_max)),
@@ -299,7 +313,8 @@ class _SelfDistillation:
         if k.centring == "centre":
             new_state["centre"] = centres
         if k.gram_weight:
-            terms["gram"], new_state["gram_teacher"] = self._gram(state, student, images, mask_B)
+            crops = batch.get(GRAM, images)
+            terms["gram"], new_state["gram_teacher"] = self._gram(state, student, crops, mask_B)
         return ObjectiveOutput(
             **patches.sums_of_rows(
                 loss_B, mask_B, teacher_entropy=entropy_B, teacher_kl=loss_B - entropy_B
@@ -406,8 +421,10 @@ class _SelfDistillation:
         old = state.objective_state["gram_teacher"]
         teacher = jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
         flat = images.reshape(-1, *images.shape[2:])
-        tokens: Any = self.model.apply({"params": teacher}, flat, method="tokens")
-        tokens = jax.lax.stop_gradient(tokens[:, self.model.num_prefix_tokens :])
+        model, resampled = at_size(self.model, teacher, flat.shape[1:3])
+        tokens: Any = model.apply({"params": resampled}, flat, method="tokens")
+        tokens = jax.lax.stop_gradient(tokens[:, model.num_prefix_tokens :])
+        tokens = resize_tokens(tokens, model.grid, self.model.grid)
         tokens = tokens.reshape(student["tokens"].shape)
         counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)
         each_GR = [

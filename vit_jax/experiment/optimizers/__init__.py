@@ -95,6 +95,7 @@ def make_optimizer(
     layer_decay: float | None = None,
     freeze: str | None = None,
     weight_decay_end: float | None = None,
+    head_decay: float | None = None,
     embedding_rate: float | None = None,
     total_steps: int = 1,
     **own: float | str | None,
@@ -120,6 +121,7 @@ def make_optimizer(
         gradients do not count towards the clipped norm; leaves frozen as a whole have no optimizer
         state. None: nothing is frozen.
       weight_decay_end: weight decay at the end of the run; None: it stays the same.
+      head_decay: weight decay of the heads' kernels, relative to that of the others; None: 1.
       embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
       total_steps: length of the run, for `weight_decay_end`.
       **own: keys of the optimizer itself; None selects its default.
@@ -152,7 +154,7 @@ def make_optimizer(
         ("frozen_gradients", drop_frozen),
         ("clip", clip),
         ("direction", direction),
-        ("weight_decay", masks.decay_weights(weight_decay, weight_decay_on, decay)),
+        ("weight_decay", masks.decay_weights(weight_decay, weight_decay_on, decay, head_decay)),
         ("layer_decay", optax.identity() if layer_decay is None else scale_layers(layer_decay)),
         *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),

@@ -1,16 +1,13 @@
 """LAMB: AdamW whose update of each leaf is as large as the leaf."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from vit_jax.base import tree
+from vit_jax.experiment.optimizers.masks import HEADS
 from vit_jax.experiment.optimizers.optimizers import AdamW, eps_of
-
-_FROM_0 = re.compile("head(_distillation)?/kernel")
 
 
 class Lamb(AdamW):
@@ -34,7 +31,7 @@ def _scale_to_params(pattern: str) -> optax.GradientTransformation:
 
     def update(updates, params):
         def scale(name, adapts, update, param):
-            if _FROM_0.fullmatch(name) or not np.any(adapts):
+            if HEADS.fullmatch(name) or not np.any(adapts):
                 return update
             axes = tuple(range(int(tree.is_stacked(name)), update.ndim))
             of_param, of_update = (

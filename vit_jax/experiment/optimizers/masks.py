@@ -1,5 +1,6 @@
 """Optimizer parts that apply to parameters selected by a regex: weight decay and freezing."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,22 @@ import optax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 
+HEADS = re.compile("head(_distillation)?/kernel")
+
 
 def decay_weights(
     weight_decay: float,
     weight_decay_on: str,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
+    head_share: float | None = None,
 ) -> optax.GradientTransformation:
     """Add the decay of the parameters that `weight_decay_on` matches.
 
-    `schedule`: number of the update, from 0 -> decay; None: `weight_decay` always.
+    Args:
+      weight_decay: factor of the parameters.
+      weight_decay_on: regex over their names.
+      schedule: number of the update, from 0 -> decay; None: `weight_decay` always.
+      head_share: decay of the heads' kernels / that of the others; None: 1.
     """
 
     def decaying(params):
@@ -40,15 +48,17 @@ def decay_weights(
     def update(updates, state, params=None):
         factor = weight_decay if schedule is None else schedule(state.count)
 
-        def add(decays, update, param):
+        def add(name, decays, update, param):
             if not np.any(decays):
                 return update
-            decayed = update + factor * param
+            own = head_share if head_share is not None and HEADS.fullmatch(name) else 1
+            decayed = update + own * factor * param
             return decayed if np.all(decays) else jnp.where(decays, decayed, update)
 
         if schedule is not None:
             state = optax.ScaleByScheduleState(state.count + 1)
-        return jax.tree.map(add, decaying(params), updates, params), state
+        names = tree.leaf_names(updates)
+        return jax.tree.map(add, names, decaying(params), updates, params), state
 
     return optax.GradientTransformation(init, update)
 
