@@ -4,17 +4,16 @@ MODEL is DeiT-Ti/16, DeiT-S/16 or DeiT-B/16, whose second head learns from a tea
 --config.objective.teacher names (any source of init_from with ImageNet's classes); or ViT-Ti/16,
 ViT-S/16 or ViT-B/16, trained by the same recipe without a teacher. Words: soft, 384.
 
-From the paper (table 9) and its code: AdamW at 5e-4 x batch / 512, weight decay 0.05, 300 epochs
-with 5 of warm-up, a cosine, RandAugment 9 / 0.5, MixUp 0.8 or CutMix 1.0, random erasing 0.25,
-stochastic depth 0.1, 3 views of an image in a batch, label smoothing 0.1, crops of 8 % to 100 % of
-the area; the teacher's hard label for half of the loss, with soft T = 3 for a tenth of it. 384, a
-fine-tuning of --config.init_from with its heads: 30 epochs at 5e-6 x batch / 512 with weight decay
-1e-8.
+From the paper (table 9) and its code: AdamW at 5e-4 x batch / 512 to 1e-5, weight decay 0.05, 300
+epochs with 5 of warm-up, a cosine, RandAugment 9 / 0.5, MixUp 0.8 or CutMix 1.0, random erasing
+0.25, stochastic depth 0.1, 3 views of an image in a batch, label smoothing 0.1, crops of 8 % to 100
+% of the area; the teacher's hard label for half of the loss, with soft T = 3 for a tenth of it.
+384, a fine-tuning of --config.init_from with its heads: 30 epochs at 5e-6 x batch / 512 with weight
+decay 1e-8.
 
 Our choices: batches of 960 (with 384 of 480) instead of 1024 (512), because a batch holds pairs of
-images with 3 views each; the cosine ends at 0 instead of 1e-5, and warm-up begins at 0 instead of
-1e-6; MixUp and CutMix draw for each pair of images; training and evaluation resize bilinearly, not
-bicubically; bfloat16.
+images with 3 views each; warm-up begins at 0 instead of 1e-6; MixUp and CutMix draw for each pair
+of images; training and evaluation resize bilinearly, not bicubically; bfloat16.
 
 python -m vit_jax.main --config=configs/deit.py:DeiT-S/16 --workdir=$W \\
   --config.objective.teacher=TEACHER
@@ -55,6 +54,8 @@ def get_config(arg=""):
         c.optimizer.weight_decay, c.schedule.name = 0.05, "cosine"
     set_length(c, batch_size, f"{epochs} epochs", "5 epochs", save="1000 steps", log="50 steps")
     c.optimizer.peak_lr = lr_at_512 * batch_size / 512
+    if c.schedule.name == "cosine":
+        c.schedule.end_share = 1e-5 / c.optimizer.peak_lr
     c.model.name, c.model.dtype = model, "bfloat16"
     c.model.gelu, c.model.stochastic_depth = "exact", 0.1
 

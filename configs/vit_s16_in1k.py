@@ -7,7 +7,8 @@ times the learning rate and clipping at norm 1, 10,000 steps of warm-up, a cosin
 
 Ours differs from big_vision in five points. RandAugment's contrast blends with the image's mean
 grey value, as the operation is defined; big_vision's averages the histogram's counts, which gives
-the number of pixels / 256 (196 at 224 px) for every image. Adam's first moment is float32 instead
+the number of pixels / 256 (196 at 224 px) for every image, and so does the word published_contrast:
+--config=configs/vit_s16_in1k.py:published_contrast. Adam's first moment is float32 instead
 of bfloat16. MixUp draws a weight for each pair of images instead of one for the batch. Evaluation
 resizes bilinearly instead of by area. The model computes in bfloat16.
 
@@ -25,7 +26,10 @@ from vit_jax.experiment.recipes import (
     use_adamw,
 )
 
-WORDS = {"debug": "20 steps of a tiny model"}
+WORDS = {
+    "published_contrast": "RandAugment's contrast as in the published code",
+    "debug": "20 steps of a tiny model",
+}
 AUGMENTATION = "light2"  # AugReg's name of RandAugment (2, 10) and MixUp 0.2
 
 
@@ -40,4 +44,6 @@ def get_config(arg=""):
     use_adamw(c, 1e-3, 0.1)
     if "debug" in chosen:
         debug_on_synthetic(c, augreg_ops(AUGMENTATION, ""))
+    if "published_contrast" in chosen:
+        c.data.ops = c.data.ops.replace("(2, 10)", "(2, 10, published_contrast=True)")
     return c

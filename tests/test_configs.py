@@ -59,6 +59,11 @@ FORMS = {
     "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
     "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
+    "deit3": "ViT-S/16 ViT-L/16,vit5 ViT-B/16,finetune ViT-B/16,vit5,debug "
+    "ViT-S/16,finetune,debug",
+    "giant": "ViT-g/14,jft=mine ViT-22B/14,imagenet21k ViT-G/14,jft=mine,debug",
+    "dinov3": "- gram debug gram,debug",
+    "vit_s16_in1k": "- published_contrast debug",
     "deit": "DeiT-B/16 ViT-S/16 DeiT-S/16,debug DeiT-Ti/16,384,soft,debug",
     "efficientnet": "EfficientNet-B0 EfficientNet-L2 EfficientNet-B7,debug",
     "finetune": "ViT-B/16,cifar10 ViT-H/14,imagenet2012,headline ViT-B/16,cifar10,debug "
@@ -475,6 +480,86 @@ def of_table_4():
 
 DEIT_OPS = ("inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|"
             "erase(0.25, area_max=0.333)|mixup_or_cutmix(0.8, 1.0)")  # fmt: skip
+OF_TODAY = {
+    "deit3": {  # and ViT-5
+        "optimizer.name": "lamb", "optimizer.weight_decay": 0.05, "schedule.warmup": "5 epochs",
+        "schedule.name": "cosine", "loss.name": "sigmoid", "loss.whole_targets": True,
+        "loss.label_smoothing": 0.0, "data.repeats": 3, "model.uniform_depth": True,
+        "model.layer_scale": 1e-4, "global_batch_size": 2112,  # 2048 in pairs of 3 views
+        "data.ops": "inception_crop(area_min=0.08)|flip|three_augment|"
+        "color_jitter(1.0, 0.3, 0.3, 0.3, 0.0)|mixup_or_cutmix(0.8, 1.0)",
+    },
+    "finetune": {
+        "optimizer.name": "adamw", "optimizer.peak_lr": 1e-5, "optimizer.weight_decay": 0.1,
+        "duration": "20 epochs", "data.image_size": 224, "loss.label_smoothing": 0.1,
+        "loss.name": "softmax", "data.repeats": 1, "global_batch_size": 512, "init_head": "kept",
+        "init_from": "", "data.ops": "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|"
+        "mixup_or_cutmix(0.8, 1.0)",
+    },
+    "vit5": {
+        "model.norm": "rms", "model.qk_norm": True, "model.qkv_bias": False, "model.registers": 4,
+        "model.rotary": "indices", "model.rotary_base": 1e4, "model.rotary_registers": 100.0,
+    },
+    "giant": {
+        "optimizer.name": "adafactor", "optimizer.weight_decay": 0.03, "model.pool": "map",
+        "optimizer.head_decay": 100.0, "optimizer.grad_clip_norm": 1.0, "schedule.name": "rsqrt",
+        "schedule.warmup": "10000 steps", "schedule.timescale": "10000 steps",
+        "loss.name": "sigmoid", "model.head_bias": -10.0, "data.ops": "inception_crop|flip",
+        "data.image_size": 224, "data.name": "mine",
+    },
+    "dinov3": {
+        "model.name": "ViT-L/16", "global_batch_size": 2048, "data.image_size": 224,
+        "optimizer.layer_decay": 0.9, "optimizer.embedding_rate": 0.2, "data.num_global": 2,
+        "model.stochastic_depth": 0.3, "model.rotary": "normalised", "model.rotary_base": 100.0,
+        "model.pos_embed": "none", "objective.num_prototypes": 65_536,
+        "objective.patch_head": "own",
+        "objective.centring": "sinkhorn", "objective.patch_weight": 1.0, "data.num_local": 8,
+        "objective.koleo_weight": 0.1, "data.local_size": 96, "optimizer.weight_decay": 0.04,
+    },
+}  # fmt: skip
+
+
+def of_today():
+    """The published numbers of recent recipes: DeiT III, ViT-5, g, G, 22B, DINOv3."""
+    for size, image_size, lr, depths, epochs in (
+        ("S", 224, 4e-3, (0.05, 0.05), (800, 800)), ("B", 192, 3e-3, (0.2, 0.2), (800, 800)),
+        ("L", 192, 3e-3, (0.45, 0.35), (800, 400)),
+    ):  # fmt: skip
+        for word, depth, length in zip(("", ",vit5"), depths, epochs, strict=True):
+            own = {
+                "data.image_size": image_size, "optimizer.peak_lr": lr,
+                "schedule.end_share": 1e-5 / lr, "model.stochastic_depth": depth,
+                "duration": f"{length} epochs",
+            } | (OF_TODAY["vit5"] if word else {"model.registers": None})  # fmt: skip
+            yield "deit3", f"ViT-{size}/16{word}", OF_TODAY["deit3"] | own
+            tuned = OF_TODAY["finetune"] | {"model.stochastic_depth": depth}
+            yield "deit3", f"ViT-{size}/16{word},finetune", tuned
+    for size, batch, steps, cooldown, lr in (
+        ("g", 16_384, 10**6, 50_000, 8e-4), ("G", 16_384, 10**6, 50_000, 8e-4),
+        ("22B", 65_536, 177_000, 30_000, 1e-3),
+    ):  # fmt: skip
+        yield "giant", f"ViT-{size}/14,jft=mine", OF_TODAY["giant"] | {
+            "model.name": f"ViT-{size}/14", "global_batch_size": batch, "optimizer.peak_lr": lr,
+            "duration": f"{steps} steps", "schedule.cooldown": f"{cooldown} steps",
+        }  # fmt: skip
+    peak = 1e-3 * 4 * 2**0.5  # by the published code's rule sqrt_wrt_1024
+    yield "dinov3", "", OF_TODAY["dinov3"] | {
+        "duration": f"{100 * 1250} steps", "optimizer.peak_lr": peak, "schedule.name": "cosine",
+        "schedule.end_share": 1e-6 / peak, "schedule.warmup": "10 %",
+        "optimizer.weight_decay_end": 0.4, "optimizer.ema_decay": 0.992,
+        "optimizer.ema_decay_end": 1.0, "objective.gram_weight": None,
+    }  # fmt: skip
+    yield "dinov3", "gram", OF_TODAY["dinov3"] | {
+        "objective.gram_size": 512, "objective.gram_weight": 2.0, "init_from": "",
+        "objective.gram_every": "10000 steps", "optimizer.weight_decay_end": None,
+        "optimizer.ema_decay": 0.999, "optimizer.ema_decay_end": 0.999,
+        "optimizer.peak_lr": 3e-5 * 4 * 2**0.5, "schedule.name": "constant",
+    }  # fmt: skip
+    plain = AUGREG["light2"].format("inception_crop")
+    published = plain.replace("2, 10", "2, 10, published_contrast=True")
+    yield "vit_s16_in1k", "published_contrast", {"data.ops": published}
+
+
 OTHERS = [
     ("deit", "DeiT-B/16", {
         "data.ops": DEIT_OPS, "duration": "300 epochs", "schedule.warmup": "5 epochs",
@@ -514,7 +599,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "keys"), [*of_table_3(), *of_augreg(), *of_table_4(), *OTHERS]
+    ("name", "words", "keys"),
+    [*of_table_3(), *of_augreg(), *of_table_4(), *OTHERS, *of_today()],
 )
 def test_recipe_is_the_papers(name, words, keys):
     c = load(name, words)
