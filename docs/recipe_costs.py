@@ -12,6 +12,8 @@ import subprocess
 import sys
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
+LARGER = "--config.data.num_classes=29593 --config.data.num_examples=3000000000"  # JFT-3B
+SCRATCH = "--config.init_from=scratch --config.init_fields=config"  # in place of weights
 RECIPES = (
     "pretrain:ViT-B/16,imagenet2012",
     "pretrain:ViT-B/16,imagenet21k",
@@ -23,24 +25,32 @@ RECIPES = (
     "augreg:ViT-B/16,imagenet21k,medium2,reg",
     "vit_s16_in1k",
     "deit:ViT-B/16",
+    *(f"deit3:ViT-{size}/16{blocks}" for size in "SBL" for blocks in ("", ",vit5")),
+    f"deit3:ViT-L/16,finetune {SCRATCH}",
     "efficientnet:EfficientNet-B0",
     "efficientnet:EfficientNet-B7",
     "mae:ViT-L/16",
-    "mae:ViT-L/16,finetune --config.init_from=scratch --config.init_fields=config",
+    f"mae:ViT-L/16,finetune {SCRATCH}",
     "masked_patches:ViT-B/16,imagenet2012",
     "dino",
     "dinov2",
+    "dinov3",
+    f"dinov3:gram {SCRATCH}",
     "lejepa",
-    "finetune:ViT-B/16,imagenet2012 --config.init_from=scratch --config.init_fields=config",
+    f"finetune:ViT-B/16,imagenet2012 {SCRATCH}",
     "cifar10",
 )
+GIANTS = tuple(f"giant:ViT-{size}/14,jft=jft3b {LARGER}" for size in ("g", "G", "22B"))
 # {slice: (dollars a chip and hour on demand, CPUs of a host, chips of a host)}
 SLICES = {
     "v5e:4x4": (1.2, 112, 4),
     "v6e:4x4": (2.7, 180, 4),
     "v5p:4x4x4": (4.2, 208, 4),
     "H100:8": (3.0, 208, 8),
+    "v5e:16x16": (1.2, 112, 4),
+    "v5p:4x8x8": (4.2, 208, 4),
 }
+FOR_GIANTS = ("v5e:16x16", "v5p:4x8x8")
 COLUMNS = (
     "ms a step",
     "MFU",
@@ -103,8 +113,9 @@ def main() -> None:
     parser.add_argument("--slice", choices=SLICES, action="append")
     parser.add_argument("words", nargs="*")
     flags = parser.parse_args()
-    chosen = [r for r in RECIPES if not flags.words or any(word in r for word in flags.words)]
     for topology in flags.slice or SLICES:
+        recipes = GIANTS if topology in FOR_GIANTS else RECIPES
+        chosen = [r for r in recipes if not flags.words or any(word in r for word in flags.words)]
         compiled = topology in flags.compile.split(",")
         heads = ("recipe", "batch", "layout", *(["Mcycles"] if compiled else []), *COLUMNS)
         print(f"\n## {topology}\n\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
