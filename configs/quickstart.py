@@ -12,13 +12,13 @@ WORDS = {"debug": "40 steps of a tiny model"}
 
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
-    set_length(c, 64, "2000 steps", "5 %", save="200 steps", log="100 steps")
+    set_length(c, 64, "2000 steps", "5 %", save="200 steps", log="5 %")
     use_vit(c.model, "ViT-Ti/4", 96, 4, 384, 3, pool="gap", dtype="float32")
     c.data.name, c.data.image_size, c.data.ops = "digits", 8, "pad_crop(1)"
     c.loss.label_smoothing = 0.1
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1.5e-3, 0.05
     c.schedule.name = "cosine"
-    c.evals.test = classification(split="test", every="500 steps", batch_size=360)
+    c.evals.test = classification(split="test", every="25 %", batch_size=360)
 
     if "debug" in chosen:
         use_vit(c.model, "ViT-Ti/4", 32, 1, 64, 2)

@@ -247,6 +247,10 @@ def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):
         vit_jax.train("quickstart", tmp_path / "run", {"optimizer.peak_rl": 1})
     with at_fault("global_batch_size"):
         vit_jax.train("quickstart", tmp_path / "run", {"global_batch_size": 0})
+    with at_fault("plugins"):
+        vit_jax.train("quickstart", tmp_path / "run", {"plugins": ["missing.py"]})
+    with at_fault("overrides"):
+        vit_jax.train("quickstart", tmp_path / "run", ["duration=20 steps"])
     with at_fault("--workdir"):
         vit_jax.evaluate(tmp_path / "run")
     with at_fault("model.name"):

@@ -1,5 +1,6 @@
 """The command line: wrong input is answered by one message, and nothing is written."""
 
+import copy
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ from opened import config_json, open_all
 import vit_jax
 from vit_jax import main as main_lib
 from vit_jax.commands import COMMANDS
+from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import watchdog
 from vit_jax.main import main
@@ -352,9 +354,14 @@ def test_keys_of_a_config(capsys):
 
 def test_keys_of_a_run(tmp_path, capsys):
     config = load_config("configs/quickstart.py:debug")
-    (tmp_path / "config.json").write_text(config_json(config))
-    (row,) = keys_of(capsys, "duration", f"--workdir={tmp_path}").values()
-    assert (row["value"], row["resume"]) == ("40 steps", "past")
+    asked = copy.deepcopy(config)
+    asked.schedule.warmup = "10 %"
+    stored = StoredConfig(asked, config, {"schedule.warmup": "duration"})
+    (tmp_path / "config.json").write_text(stored.to_json())
+    rows = keys_of(capsys, "duration", "warmup", f"--workdir={tmp_path}")
+    assert (rows["duration"]["value"], rows["duration"]["resume"]) == ("40 steps", "past")
+    warmup = rows["schedule.warmup"]
+    assert (warmup["value"], warmup["decided_by"]) == ("4 steps", "10 % of the duration")
 
 
 def test_keys_by_part_section_name_and_text(refused, capsys):

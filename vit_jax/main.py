@@ -72,15 +72,14 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         else:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)
-    takes_config = "config.KEY" in flags
     known = _flags_in(parser)
     collect_faults([
         f"{word}: no such flag of {command}; "
-        f"{_say_flag(word.partition('=')[0], known, takes_config)}"
+        f"{_say_flag(word.partition('=')[0], known, command)}"
         for word in unknown
     ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
-    if keys and not takes_config:
+    if keys and "config.KEY" not in flags:
         raise InputError(f"--config.{keys[0]}: this command takes no config")
     flags.overrides = overrides
     values = [value for key, value in overrides if key == "plugins"]
@@ -92,17 +91,19 @@ def _flags_in(parser: argparse.ArgumentParser) -> list[str]:
     return re.findall(r"--\w+(?=[ \]])", parser.format_usage())
 
 
-def _say_flag(word: str, known: Sequence[str], takes_config: bool) -> str:
+def _say_flag(word: str, known: Sequence[str], command: str) -> str:
     """The hint for the unknown flag `word`: a key, the commands that have it, or the nearest."""
-    if takes_config and word.startswith("--"):
-        from vit_jax.config import base_config, flatten
-        from vit_jax.config.node import keys_named
-
-        if keys := keys_named(word.removeprefix("--"), [*flatten(base_config())]):
-            return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
     if not word.startswith("-"):
         folder = f"a run is --workdir={word}; " if "--workdir" in known else ""
         return f"{folder}put a value with spaces in quotes, such as --config.duration='1 epoch'"
+    if "--config" in known and word.startswith("--"):
+        from vit_jax.config import base_config, flatten
+        from vit_jax.config.node import keys_named
+
+        keys = [key for key in keys_named(word.removeprefix("--"), [*flatten(base_config())])
+                if command == "study" or not key.startswith("study.")]  # fmt: skip
+        if keys:
+            return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
     parsers = {name: argparse.ArgumentParser() for name in COMMANDS}
     for name, parser in parsers.items():
         find_command(name).define_flags(parser)

@@ -1,6 +1,7 @@
 """Preprocessing strings: what they parse to, and that every fault is answered well."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,11 @@ def test_host_and_device_ops_in_the_words_typed():
     assert [op.text for op in host_ops] == ["decode", "resize( 72, antialias=True)", "central_crop"]
     assert [op.name for op in device_ops] == ["flip"]
     assert parse_ops("", (8, 8)) == ((), ())
+    with at_fault("evals.test.ops") as error:  # one fault of one key
+        parse_ops("decde|resize(crop=2)|flop", (8, 8), key="evals.test.ops")
+    text = str(error.value)
+    assert re.findall(r"decode|crop=2: needs|flip", text) == ["decode", "crop=2: needs", "flip"]
+    assert text.count("evals.test.ops") == 1
 
 
 @pytest.mark.parametrize(

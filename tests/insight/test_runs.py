@@ -86,6 +86,16 @@ def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
     assert said["config"] == {"optimizer.peak_lr": [0.5, 0.25, 1.5e-3]}
 
 
+def test_no_plug_in_runs(workdirs):
+    path = workdirs[1] / "config.json"
+    content = json.loads(path.read_text())
+    content["resolved"] |= {"plugins": ["lost.py"], "loss": {"name": "my_loss", "epsilon": 2.0}}
+    path.write_text(json.dumps(content))
+    found = runs.differences(runs.read_all(workdirs)[0])
+    assert found["loss.epsilon"] == [runs.ABSENT, 2.0] and found["plugins"] == [(), ("lost.py",)]
+    assert "data.mean" not in found
+
+
 def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_path, capsys):
     for i in range(9):
         rows = [{"step": 2, "train/loss": 1.0, "val/top1": i / 10, "test/top1": 0.5,

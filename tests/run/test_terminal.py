@@ -120,3 +120,12 @@ def test_metrics_in_a_message():
     assert terminal.readable(values) == (
         "test/top1 50.00%, test/num_examples 1,000, test/ece 0.01235, test/loss not finite"
     )
+
+
+def test_the_lowest_classes_come_last():
+    values = {"val/top1": 0.5} | {f"val/accuracy/{c}": i / 10 for i, c in enumerate("edcba")}
+    said = "lowest: val/accuracy/e 0.00%, val/accuracy/d 10.00%, val/accuracy/c 20.00%"
+    assert terminal.readable(values) == f"val/top1 50.00%, {said}"
+    assert terminal.readable({"val/loss": None, "train/loss/a": 1.0}) == (
+        "val/loss not finite, train/loss/a 1"
+    )

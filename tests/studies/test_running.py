@@ -104,6 +104,25 @@ def test_balanced_weights_are_those_that_a_member_has_stored(python, workdir, ca
     assert "loss.class_weights: was '1,2,3', now None" in capsys.readouterr().err
 
 
+def test_a_member_that_was_trained_longer(python, workdir, capsys):
+    assert study(workdir) == 0
+    config = load_config(CONFIG)
+    config.optimizer.peak_lr = 0.003
+    config.data.split, config.evals.held_out.split = "dev_train", "dev"
+    was = config.duration
+    for duration, code in (("99 steps", 0), ("1 steps", 2)):
+        config.duration = duration
+        (workdir / ALL[0] / "config.json").write_text(config_json(config))
+        assert study(workdir) == code
+        warned = f"dev_lr_0.003 was trained for 99 steps instead of {was}"
+        assert (warned in (workdir / "study.md").read_text()) and report(workdir)["complete"]
+    assert f"duration: was '1 steps', now {was!r}" in capsys.readouterr().err
+    (workdir / ALL[0] / "summary.json").unlink()  # it has not come to its new end
+    config.duration = "99 steps"
+    (workdir / ALL[0] / "config.json").write_text(config_json(config))
+    assert study(workdir) == 2
+
+
 def test_members_with_other_microbatches_are_named(tmp_path):
     config = load_config(CONFIG)
     for name, number, batch in (("a", 4, 512), ("b", 2, 512), ("c", 1, 64)):

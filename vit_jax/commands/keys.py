@@ -81,7 +81,7 @@ def main(flags: argparse.Namespace) -> int:
 def _in_force(flags: argparse.Namespace) -> dict[str, Row]:
     """{key: row} of the keys in force in the config that the flags select."""
     from vit_jax.base import files
-    from vit_jax.config import base_config, declared_keys, values_in_force
+    from vit_jax.config import base_config, declared_keys, flatten, values_in_force
     from vit_jax.config.stored import read_stored
     from vit_jax.config.text import apply_overrides
     from vit_jax.run.resolve import Opener, continue_run, find_open
@@ -96,7 +96,9 @@ def _in_force(flags: argparse.Namespace) -> dict[str, Row]:
     collect_faults(apply_overrides(config, flags.overrides))
     _, decided_by = continue_run(config, Opener(), None, by_user)
     others = find_open(config) if stored is None else stored.decided_by
-    others = {key: by for key, by in others.items() if decided_by.get(key) != "user"}
+    asked = {} if stored is None else flatten(stored.asked)
+    others = {key: f"{asked[key]} of the duration" if by == "duration" else by
+              for key, by in others.items() if decided_by.get(key) != "user"}  # fmt: skip
     decided_by, values = decided_by | others, values_in_force(config)
     return {key: _row(key, values[key], decided_by[key], declared)
             for key, declared in declared_keys(config).items()}  # fmt: skip

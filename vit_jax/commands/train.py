@@ -124,7 +124,7 @@ def train(
         config = read_asked(files.absolute(workdir))
     faults = [f"callbacks={callbacks!r}: needs a list of functions"]
     with give(data) as chosen:
-        config = load_config(config, {**chosen, **(overrides or {})})
+        config = load_config(load_config(config, chosen), overrides)
         validate(config, faults * (not isinstance(callbacks, list | tuple)), "config")
         start_backend(config.mesh.platform)
         return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

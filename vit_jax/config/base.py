@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.node import Node, flatten
@@ -203,10 +203,12 @@ def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
 def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) -> None:
     """Raise InputError for `words` that the config file `config_file` does not know."""
     meaning = "; ".join(f"{word}: {what}" for word, what in known.items())
+    hints = ((word, nearest(word, [*known])) for word in words)
     collect_faults(
-        [f"unknown word {word!r}; known words: {meaning}" for word in words],
+        [f"unknown word {word!r}; {hint if hint.startswith('did') else f'known words: {meaning}'}"
+         for word, hint in hints],
         f"configs/{pathlib.Path(config_file).name}",
-    )
+    )  # fmt: skip
 
 
 def with_values(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:

@@ -190,8 +190,8 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
     for other in _PLUGINS.values():
         if _copy_name(other.name) == _copy_name(name):
             raise InputError(
-                f"plugins={name}: {file} and {other.file} have the same name but different code; "
-                "rename one"
+                f"plugins={name}: {file} and {other.file} have the same name but different code, "
+                "and a command runs one of them; take one run at a time, or rename a new file"
             )
     module = sys.modules.get(module_name)
     if getattr(module, "__file__", None) != file:

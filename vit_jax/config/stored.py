@@ -113,13 +113,17 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
         (names them all); or as `plugins.import_stored`.
     """
     where = str(workdir / "config.json")
+    asked, resolved, decided_by = _parse(text, where)
     with _naming(where):
-        content = upgrade(json.loads(text))
-        asked, resolved = content["asked"], content["resolved"]
         names = tuple(dict.fromkeys([*resolved["plugins"], *asked["plugins"]]))
-        decided_by = dict(content["decided_by"])
     plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
     return StoredConfig(_from_dict(asked, where), _from_dict(resolved, where), decided_by)
+
+
+def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    with _naming(where):
+        content = upgrade(json.loads(text))
+        return content["asked"], content["resolved"], dict(content["decided_by"])
 
 
 def to_json(config: ConfigDict) -> str:
@@ -198,9 +202,26 @@ def read_stored(workdir: epath.Path) -> StoredConfig:
     Raises:
       InputError: no run has begun there; or as `parse_stored`.
     """
+    return parse_stored(_read_text(workdir), workdir)
+
+
+def _read_text(workdir: epath.Path) -> str:
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: has no config.json; give the workdir of a run")
-    return parse_stored((workdir / "config.json").read_text(), workdir)
+    return (workdir / "config.json").read_text()
+
+
+def read_values(workdir: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """({key: resolved value}, {key: who decided it}) of a run; imports none of its plug-ins.
+
+    Raises:
+      InputError: no run has begun there, or config.json is damaged or of another format.
+    """
+    where = str(workdir / "config.json")
+    _, resolved, decided_by = _parse(_read_text(workdir), where)
+    with _naming(where):
+        values = flatten(ConfigDict(resolved))
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}, decided_by
 
 
 def read_asked(workdir: epath.Path) -> ConfigDict:

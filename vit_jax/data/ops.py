@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import Batch
 from vit_jax.config import image_hw
 from vit_jax.config.parts import Part, find_faults, key
@@ -183,8 +183,11 @@ def parse_ops(
 
     Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments.
     """
+    faults = Faults()
     calls = parse_calls(string, key)
-    ops = [make_op(*call, image_size, key) for call in calls]
+    ops: list[Any] = [faults.check(make_op, *call, image_size, key) for call in calls]
+    if faults:  # one text, as they have one key
+        raise InputError("; ".join([faults[0], *(f.removeprefix(f"{key}: ") for f in faults[1:])]))
     host_ops = tuple(op for op in ops if isinstance(op, HostOp))
     device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
     for before, op in itertools.pairwise(ops):

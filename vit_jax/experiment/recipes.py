@@ -267,11 +267,11 @@ def use_own_images(c: ConfigDict, duration: str) -> None:
     The model, of 1.2 million parameters at 64 px, is the same for all objectives. Evaluators:
     `features` and `rank`; and `near`, if the images lie in folders of classes.
     """
-    set_length(c, 64, duration, "10 %", save="250 steps", log="20 steps")
+    set_length(c, 64, duration, "10 %", save="250 steps", log="2 %")
     of_vit = {"dtype": "float32", "gelu": "exact", "pos_embed": "sincos_2d", "pool": "gap"}
     use_vit(c.model, "ViT-Ti/8", 128, 6, 512, 4, stochastic_depth=None, **of_vit)
     c.data.name, c.data.image_size = "unlabelled", 64
-    how = {"every": "500 steps", "ops": "scaled_decode|resize_small(antialias=True)|central_crop"}
+    how = {"every": "25 %", "ops": "scaled_decode|resize_small(antialias=True)|central_crop"}
     c.evals = {
         "features": patch_features(split="train", **how),
         "rank": rank(split="train", **how, num_images=2000),

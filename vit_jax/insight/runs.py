@@ -12,8 +12,7 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
-from vit_jax.config import flatten
-from vit_jax.config.stored import read_stored
+from vit_jax.config.stored import read_values
 from vit_jax.evaluators.metric_names import guess_direction
 from vit_jax.run.terminal import is_accuracy, is_of_class
 from vit_jax.run.writers import read_history
@@ -137,14 +136,14 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         for metric, value in row.items():
             if value is not None:
                 points.setdefault(metric, {})[at] = value
-    stored = read_stored(workdir)
-    config = {k: v for k, v in flatten(stored.resolved).items() if not k.startswith("study.")}
+    values, decided_by = read_values(workdir)
+    config = {k: v for k, v in values.items() if not k.startswith("study.")}
     diverged, teachers = workdir / "diverged.json", workdir / "teachers.json"
     return Run(
         name,
         workdir,
         config,
-        stored.decided_by,
+        decided_by,
         {metric: sorted(by_step.items()) for metric, by_step in points.items()},
         step,
         _read_json(workdir / "summary.json"),

@@ -67,12 +67,15 @@ def check_unchanged(
     steps_done = next(iter(before.saved_steps), 0)
     cause = find_other_past(resolved, config, steps_done)
     if cause is not None:
+        goes_on = (
+            "; or train on in a new workdir, from its last rate: vit_jax branch "
+            f"--init_from={workdir} --workdir=NEW --rule=constant --config.duration="
+            f"{config.duration!r}; where that rate is near 0, add --config.optimizer.peak_lr and "
+            "--config.schedule.warmup"
+        )
         raise InputError(
             f"--workdir={workdir}: the run cannot get another end, as {cause}; "
-            f"{'; '.join(say_changes(of_end))}; or train on in a new workdir, from its last rate: "
-            f"vit_jax branch --init_from={workdir} --workdir=NEW --rule=constant "
-            f"--config.duration={config.duration!r}; where that rate is near 0, add "
-            "--config.optimizer.peak_lr and --config.schedule.warmup"
+            f"{'; '.join(say_changes(of_end))}{goes_on * (not cause.startswith('duration='))}"
         )
     logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
 

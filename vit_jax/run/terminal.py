@@ -14,6 +14,7 @@ from rich.table import Column
 
 CONSOLE = Console()
 _BAR_WIDTH = 12  # characters
+_LOWEST = 3  # classes of an evaluator that reports each
 
 
 class Progress(contextlib.AbstractContextManager):
@@ -118,7 +119,7 @@ def is_of_class(name: str) -> bool:
 def readable(values: Mapping[str, float | None]) -> str:
     """Metrics as text: accuracies in percent, counts in full, others with four digits.
 
-    None is shown as not finite; values of single classes are left out.
+    None is shown as not finite; of single classes the lowest are shown, last.
     """
 
     def show(name, value):
@@ -128,5 +129,8 @@ def readable(values: Mapping[str, float | None]) -> str:
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 
-    shown = {name: value for name, value in values.items() if not is_of_class(name)}
-    return ", ".join(show(name, value) for name, value in shown.items())
+    shown = [show(name, value) for name, value in values.items() if not is_of_class(name)]
+    of_classes = sorted((value, name) for name, value in values.items()
+                        if is_of_class(name) and value is not None)  # fmt: skip
+    lowest = ", ".join(show(name, value) for value, name in of_classes[:_LOWEST])
+    return ", ".join([*shown, *[f"lowest: {lowest}"] * bool(lowest)])

@@ -14,8 +14,17 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import REQUIRED, checks, decided_later, evals, step_range, with_values
+from vit_jax.config import (
+    REQUIRED,
+    add_plugins,
+    checks,
+    decided_later,
+    evals,
+    step_range,
+    with_values,
+)
 from vit_jax.config import text as config_text
+from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
@@ -100,11 +109,13 @@ def load_config(
     Args:
       config: as --config: the name of a shipped config or the path of a file, and its words; or a
         config, which is copied.
-      overrides: {key: value}, e.g. {"model.depth": 6} or {"model": {"depth": 6}}.
+      overrides: {key: value}, e.g. {"model.depth": 6} or {"model": {"depth": 6}}; "plugins" is a
+        list of files and modules.
 
     Raises:
       InputError: lists every key that does not exist and every value of a wrong type.
     """
+    pairs = as_pairs(overrides)
     if isinstance(config, ConfigDict):
         config = copy.deepcopy(config)  # keeps the types of keys that are None
     elif isinstance(config, (str, os.PathLike)):
@@ -112,7 +123,8 @@ def load_config(
     else:
         got = type(config).__name__
         raise InputError(f"config: got {got}; needs the name of a config, its file, or a config")
-    collect_faults(config_text.apply_overrides(config, as_pairs(overrides)), "overrides")
+    add_plugins(config, import_plugins((overrides or {}).get("plugins", ())))
+    collect_faults(config_text.apply_overrides(config, pairs), "overrides")
     return config
 
 
@@ -131,6 +143,9 @@ def load_named(spec: str) -> ConfigDict:
 def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """`overrides` as the command line gives them: (key, text)."""
     pairs = []
+    if not isinstance(overrides, Mapping | None):
+        got = type(overrides).__name__
+        raise InputError(f'overrides: got {got}; needs a dict such as {{"duration": "20 steps"}}')
     for key, value in (overrides or {}).items():
         if isinstance(value, Mapping):
             pairs += [(f"{key}.{end}", text) for end, text in as_pairs(value)]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -25,7 +26,9 @@ from vit_jax import config as config_lib
 from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import stored as stored_config
+from vit_jax.experiment.durations import parse_durations
 from vit_jax.job import exit_codes
+from vit_jax.run.changes import KEYS_OF_THE_END
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.terminal import readable
 from vit_jax.run.validation import validate
@@ -97,6 +100,8 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
             changed = config_lib.changed_keys(stored.resolved, own)
             # A single run may change its evaluators.
             changed |= config_lib.changed_evals(stored.resolved, own)
+            if read_result(workdir) is not None and _is_longer(stored.resolved, own):
+                changed = {k: both for k, both in changed.items() if k not in KEYS_OF_THE_END}
         else:
             continue
         collect_faults(
@@ -104,6 +109,10 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
             f"{workdir} already holds a run with other settings; restore them, or use a new "
             "--workdir",
         )
+
+
+def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
+    return parse_durations(run)["duration"] > parse_durations(asked)["duration"]
 
 
 def read_result(workdir: epath.Path) -> Result | None:
@@ -257,18 +266,31 @@ def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
     ]
 
 
+def find_extended(study: Study, call: Call, members: Iterable[Member]) -> list[str]:
+    """Warnings of members that were trained longer than the study asks for."""
+    found = []
+    for member in members:
+        path = call.workdir / member.name / "config.json"
+        ran = json.loads(path.read_text())["asked"]["duration"] if path.exists() else None
+        if ran not in (None, asked := study.config_of(member.overrides).duration):
+            found.append(f"{member.name} was trained for {ran} instead of {asked}, so its row "
+                         "does not compare with the others")  # fmt: skip
+    return found
+
+
 def _write_report(study: Study, call: Call, results: Results) -> Report:
     """Write study.json, study.md and study.csv with the results so far."""
     found = Found(study, results)
     report = study.report(found)
-    values = {**report.values, "warnings": find_differences(call.workdir, results)}
+    ended = [member for member in found.members if member.name in results]
+    warnings = find_differences(call.workdir, results) + find_extended(study, call, ended)
+    values = {**report.values, "warnings": warnings}
     files = {"study.csv": found.csv().encode(), **report.files}
     values["winner"] = _describe_winner(found, call, report.best) if report.best else None
     report = report._replace(values=values, files=files)
     members = {
         member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
-        for member in found.members
-        if member.name in results
+        for member in ended
     }
     content = {
         "study": study.config.study.name,
