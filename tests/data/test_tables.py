@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from at_fault import golden_page
+from etils import epath
 from images import encode, smooth_image
 from table_files import make_table, save_to_disk, write_parquet
 
@@ -62,14 +63,14 @@ def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path
     assert {source.class_names for source in sources} == {of_records.class_names}
     assert all(list(read_labels(source, 0, 300)) == labels for source in sources)
     chunk = {"order_name": "chunk", "chunk_size": 40, "streams": 2}
-    for source, order in zip(sources, (chunk, {}), strict=True):
-        expected = batches(of_records, range(24), **order)
-        assert all(batch["mask"].all() for batch in expected)
-        hosts = [batches(source, rows, **order) for rows in (range(12), range(12, 24))]
-        for batch, *parts in zip(expected, *hosts, strict=True):
-            for key, value in batch.items():
-                found = np.concatenate([part[key] for part in parts])
-                np.testing.assert_array_equal(found, value, err_msg=key)
+    expected = batches(of_records, range(24), **chunk)
+    assert all(batch["mask"].all() for batch in expected)
+    host_rows = (range(12), range(12, 24))
+    hosts = [batches(s, rows, **chunk) for s, rows in zip(sources, host_rows, strict=True)]
+    for batch, *parts in zip(expected, *hosts, strict=True):
+        for key, value in batch.items():
+            found = np.concatenate([part[key] for part in parts])
+            np.testing.assert_array_equal(found, value, err_msg=key)
 
 
 IMAGES = [encode(smooth_image(32, 32, seed)) for seed in range(12)]
@@ -222,7 +223,8 @@ def test_columns_of_bytes_and_of_paths_and_several_labels(tmp_path):
 
 
 def test_large_data_are_read_in_chunks_of_row_groups(whole, monkeypatch, caplog):
-    sizes = [size for file in whole.iterdir() for size in tables.open_parquet(file).sizes]
+    files = [epath.Path(file) for file in whole.iterdir()]
+    sizes = [size for file in files for size in tables.open_parquet(file).sizes]
     monkeypatch.setattr(tables, "_KEPT_BYTES", sum(sizes) - 1)
     monkeypatch.setattr(tables, "_GROUP_BYTES", max(sizes))
     chunks = open_tables("parquet", whole).chunks
