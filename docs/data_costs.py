@@ -1,28 +1,34 @@
-"""Makes the numbers of docs/how_to/data.md: CPU time per image of every source against TFRecord.
+"""Makes the numbers of docs/how_to/data.md: what each source costs.
 
 python docs/data_costs.py imagenet_sample DIR WORK [ROUNDS]
 python docs/data_costs.py cifar10 DIR WORK [ROUNDS]
+python docs/data_costs.py start WORK
 
-DIR holds the prepared TFDS data set. The first call writes its training images below WORK as tar,
-Parquet, Arrow and arrays. Every round reads 512 images from each source in turn, in one process, so
-that a busy machine slows all of them alike.
+The first two compare CPU time per image with that of TFRecord. DIR holds the prepared TFDS data
+set. The first call writes its training images below WORK as tar, Parquet, Arrow and arrays. Every
+round reads 512 images from each source in turn, in one process, so that a busy machine slows all of
+them alike. `start` opens 10,000 tar shards of 1,280 images, which are empty but have their indexes.
 """
 
-import collections
+import functools
 import io
 import json
 import os
 import pathlib
+import resource
 import sys
 import tarfile
+import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from etils import epath
 
-from vit_jax.data import arrays, host_batches, image_batch, make_order, make_source, parse_ops
+from vit_jax.data import arrays, host_batches, image_batch, make_order, make_source, parse_ops, tar
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.diagnosis.benchmarks.input import round_calls
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 
 # Data set -> size of the images, ops, images of a batch, largest row group and images of a shard.
@@ -38,8 +44,9 @@ def open_source(name, size, **how):
 
 def write(source, root, group, shard):
     """The images of `source` in every format."""
-    examples = [source.read(tf.constant(i, tf.int64)) for i in range(source.num_examples)]
-    images = [example["image"].numpy() for example in examples]
+    ids = tf.data.Dataset.range(source.num_examples)
+    examples = [*ids.map(source.read, tf.data.AUTOTUNE).as_numpy_iterator()]
+    images = [example["image"] for example in examples]
     labels = [int(example["label"]) for example in examples]
     noted = {"image": {"_type": "Image"}}
     noted["label"] = {"names": source.class_names, "_type": "ClassLabel"}
@@ -63,7 +70,8 @@ def write(source, root, group, shard):
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     if source.name == "cifar10":
-        pixels = np.stack([to_pixels(tf.constant(image)).numpy() for image in images])
+        decoded = tf.data.Dataset.from_tensor_slices(images).map(to_pixels, tf.data.AUTOTUNE)
+        pixels = np.stack([*decoded.as_numpy_iterator()])
         names = np.array(source.class_names)
         np.savez(root / "arrays.npz", train_images=pixels, train_labels=labels, class_names=names)
 
@@ -104,19 +112,14 @@ def main(name, data_dir, work, num_rounds="7"):
     orders = {form: "record" for form in sources} | {"tfrecord in chunks": "chunk"}
     sources |= {"tfrecord in chunks": sources["tfrecord"], "parquet in chunks": sources["parquet"]}
     orders["parquet in chunks"] = "chunk"
-    count, rounds = 512 // batch, 1 + int(num_rounds)
-    ready = {}
+    rounds, makers = 1 + int(num_rounds), {}
     for form, source in sources.items():
         streams = 8 if orders[form] == "chunk" else None
         how = {"global_batch_size": batch, "chunk_size": group, "streams": streams}
         order = make_order(orders[form], source.part_sizes, 0, **how)
-        steps = [range(i * count, (i + 1) * count) for i in range(rounds)]
         where = {"seed": 0, "rows": np.arange(batch), "data_order": order}
-        ready[form] = iter([host_batches(source, spec, steps=s, **where) for s in steps])
-    calls = {
-        form: lambda batches=batches: collections.deque(next(batches), maxlen=0)
-        for form, batches in ready.items()
-    }
+        makers[form] = functools.partial(host_batches, source, spec, **where)
+    calls = round_calls(makers, 512 // batch, rounds)
     measure(calls, 1)  # warm-up
     costs = measure(calls, rounds - 1)
     cpu = {form: [1e3 * cost.cpu_s / 512 for cost in found] for form, found in costs.items()}
@@ -126,5 +129,40 @@ def main(name, data_dir, work, num_rounds="7"):
         print(f"{form:20} {spread(values)['median']:.3f} CPU ms an image; to TFRecord: {shown}")
 
 
+def start(work, num_shards=10_000, num_images=1280):
+    """Open tar shards that have indexes, and print the cost."""
+    root = pathlib.Path(work) / "start"
+    if not root.exists():
+        (root / ".vit_jax").mkdir(parents=True)
+        labels = tar.Labels.of([str(i % 1000)] for i in range(num_images))
+        places = np.zeros(num_images, tar._PLACE)
+        places["begin"], places["size"] = 512 + 110_592 * np.arange(num_images), 109_000
+        for i in range(num_shards):
+            path = root / f"train-{i:05d}.tar"
+            path.touch()
+            head = {
+                "identity": tar._identity(epath.Path(path)),
+                "sizes": [num_images] * 3,
+                "digest": str(i),
+                "names": labels.names,
+                "notes": [],
+            }
+            keys = [f"n{j % 1000:08d}_{i * num_images + j}.jpg" for j in range(num_images)]
+            tail = {"keys": keys, "captions": [[0, 0]] * num_images}
+            index = [json.dumps(head).encode() + b"\n", places, labels.codes, labels.counts]
+            content = b"".join([*map(bytes, index), json.dumps(tail).encode()])
+            (root / f".vit_jax/{path.name}.index").write_bytes(content)
+    tf.constant(0)
+    cpu, before = time.process_time(), _peak()
+    source = open_source("tar", 224, data_dir=str(root))
+    cpu = time.process_time() - cpu
+    print(f"{source.num_examples:,} images: {cpu:.1f} CPU s, {_peak() - before:.2f} GiB")
+
+
+def _peak():
+    """GiB of memory that this process has held at most, on Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    start(*sys.argv[2:]) if sys.argv[1] == "start" else main(*sys.argv[1:])
