@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from at_fault import golden_page
+from at_fault import at_fault, golden_page
 from etils import epath
 from images import encode, smooth_image
 from table_files import make_table, save_to_disk, write_parquet
@@ -241,6 +241,11 @@ def test_large_data_are_read_in_chunks_of_row_groups(whole, monkeypatch, caplog)
     written = pq.ParquetFile(whole / "NEW.parquet")
     assert [written.metadata.row_group(i).num_rows for i in range(3)] == [2, 2, 2]
     assert written.schema_arrow.metadata == pq.read_schema(command[2].split("'")[1]).metadata
+
+
+def test_arrow_in_a_bucket_is_refused():
+    with at_fault("data.data_dir"):
+        tables.open_arrow(epath.Path("gs://bucket/train/data-00000-of-00001.arrow"))
 
 
 def test_threads_read_a_group_once_and_the_last_used_stay():

@@ -103,7 +103,15 @@ def open_parquet(path: epath.Path) -> Table:
 
 
 def open_arrow(path: epath.Path) -> Table:
-    """Raises OSError or pa.ArrowInvalid if the file is no stream of Arrow, or incomplete."""
+    """Raises OSError or pa.ArrowInvalid if the file is no stream of Arrow, or incomplete.
+
+    Raises InputError if it lies in an object store.
+    """
+    if is_remote(path):
+        raise InputError(
+            f"data.data_dir: {shown(path)} is in an object store, but Arrow files are mapped into "
+            "memory; copy them to a disk, or write them as Parquet with ds.to_parquet"
+        )
     stream = pa.ipc.open_stream(pa.memory_map(os.fspath(path)))
     batches = [*stream]
 
