@@ -34,7 +34,7 @@ from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 # Data set -> size of the images, ops, images of a batch, largest row group and images of a shard.
 CASES = {
     "imagenet_sample": (224, "decode|inception_crop|flip", 64, 100, 250),
-    "cifar10": (32, "decode|pad_crop(4)|flip", 128, 1000, 10_000),
+    "cifar10": (32, "decode|resize|pad_crop(4)|flip", 128, 1000, 10_000),
 }
 
 
