@@ -98,7 +98,7 @@ def served(repositories, monkeypatch, tmp_path):
     """Serve them to huggingface_hub, which gets a new cache."""
     Hub.asked, Hub.repositories = [], repositories
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
-        threading.Thread(target=there.serve_forever, daemon=True).start()
+        threading.Thread(target=there.serve_forever, args=[0.01], daemon=True).start()
         move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         yield Hub

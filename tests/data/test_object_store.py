@@ -1,5 +1,7 @@
 """Training data on gs://, read through TensorFlow's client from a store on the loopback."""
 
+import re
+
 import numpy as np
 import pytest
 from fake_store import served
@@ -26,7 +28,9 @@ def local(tmp_path_factory):
                              reader="offsets")  # fmt: skip
     stored = [of_records.read(tf.constant(i, tf.int64)) for i in range(9)]
     images, labels = ([example[key].numpy() for example in stored] for key in ("image", "label"))
-    write_parquet(make_table(images, labels), root / "train.parquet")
+    unread = [np.random.default_rng(i).bytes(1 << 18) for i in range(9)]
+    table = make_table(images, labels).append_column("unread", [unread])
+    write_parquet(table, root / "train.parquet")
     return root
 
 
@@ -40,11 +44,20 @@ def first_batch(name, data_dir):
     return batch
 
 
+@pytest.fixture(scope="module")
+def expected(local):
+    return first_batch("tiny", str(local))
+
+
 @pytest.mark.parametrize("name", ["tiny", "parquet"])
-def test_data_in_a_bucket_give_the_batches_of_the_folder(name, local, tmp_path, monkeypatch):
-    expected = first_batch("tiny", str(local))
+def test_data_in_a_bucket_give_the_batches_of_the_folder(
+    name, local, expected, tmp_path, monkeypatch
+):
     with served(local, monkeypatch, tmp_path) as requests:
         found = first_batch(name, "gs://bucket/")
     assert any({"tiny": "tfrecord"}.get(name, name) in path for path in requests)
+    ranges = [re.search(r"parquet bytes=(\d+)-(\d+)", path) for path in requests]
+    fetched = sum(int(found[2]) - int(found[1]) + 1 for found in ranges if found)
+    assert fetched < 1 << 18  # nothing of the column that is not read
     for key in ("image", "label", "mask", "id"):
         np.testing.assert_array_equal(found[key], expected[key], err_msg=key)

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from at_fault import golden_page
+from at_fault import at_fault, golden_page
+from etils import epath
 from images import encode, smooth_image
 from table_files import make_table, save_to_disk, write_parquet
 
@@ -50,8 +51,8 @@ def batches(source, rows, order_name="record", batch=24, **how):
 def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path):
     how = {"split": "test[4900:5200]", "data_dir": str(shared_data), "image_size": SIZE}
     of_records = make_source("cifar10", **how, reader="offsets")
-    examples = [of_records.read(tf.constant(i, tf.int64)) for i in range(300)]
-    images = [example["image"].numpy() for example in examples]
+    examples = [*tf.data.Dataset.range(300).map(of_records.read).as_numpy_iterator()]
+    images = [example["image"] for example in examples]
     labels = [int(example["label"]) for example in examples]
     table = make_table(images, labels, of_records.class_names)
     for i in range(2):
@@ -62,14 +63,14 @@ def test_the_batches_of_tfrecord_on_any_host_from_any_step(shared_data, tmp_path
     assert {source.class_names for source in sources} == {of_records.class_names}
     assert all(list(read_labels(source, 0, 300)) == labels for source in sources)
     chunk = {"order_name": "chunk", "chunk_size": 40, "streams": 2}
-    for source, order in zip(sources, (chunk, {}), strict=True):
-        expected = batches(of_records, range(24), **order)
-        assert all(batch["mask"].all() for batch in expected)
-        hosts = [batches(source, rows, **order) for rows in (range(12), range(12, 24))]
-        for batch, *parts in zip(expected, *hosts, strict=True):
-            for key, value in batch.items():
-                found = np.concatenate([part[key] for part in parts])
-                np.testing.assert_array_equal(found, value, err_msg=key)
+    expected = batches(of_records, range(24), **chunk)
+    assert all(batch["mask"].all() for batch in expected)
+    host_rows = (range(12), range(12, 24))
+    hosts = [batches(s, rows, **chunk) for s, rows in zip(sources, host_rows, strict=True)]
+    for batch, *parts in zip(expected, *hosts, strict=True):
+        for key, value in batch.items():
+            found = np.concatenate([part[key] for part in parts])
+            np.testing.assert_array_equal(found, value, err_msg=key)
 
 
 IMAGES = [encode(smooth_image(32, 32, seed)) for seed in range(12)]
@@ -222,7 +223,8 @@ def test_columns_of_bytes_and_of_paths_and_several_labels(tmp_path):
 
 
 def test_large_data_are_read_in_chunks_of_row_groups(whole, monkeypatch, caplog):
-    sizes = [size for file in whole.iterdir() for size in tables.open_parquet(file).sizes]
+    files = [epath.Path(file) for file in whole.iterdir()]
+    sizes = [size for file in files for size in tables.open_parquet(file).sizes]
     monkeypatch.setattr(tables, "_KEPT_BYTES", sum(sizes) - 1)
     monkeypatch.setattr(tables, "_GROUP_BYTES", max(sizes))
     chunks = open_tables("parquet", whole).chunks
@@ -239,6 +241,11 @@ def test_large_data_are_read_in_chunks_of_row_groups(whole, monkeypatch, caplog)
     written = pq.ParquetFile(whole / "NEW.parquet")
     assert [written.metadata.row_group(i).num_rows for i in range(3)] == [2, 2, 2]
     assert written.schema_arrow.metadata == pq.read_schema(command[2].split("'")[1]).metadata
+
+
+def test_arrow_in_a_bucket_is_refused():
+    with at_fault("data.data_dir"):
+        tables.open_arrow(epath.Path("gs://bucket/train/data-00000-of-00001.arrow"))
 
 
 def test_threads_read_a_group_once_and_the_last_used_stay():

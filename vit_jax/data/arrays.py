@@ -27,11 +27,12 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
+from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
 from vit_jax.data.images.formats import as_file, to_known_format, why_unreadable
 from vit_jax.data.images.given import image_of
-from vit_jax.data.records import RecordFiles, open_by, read_one
+from vit_jax.data.records import open_in_python, read_one
 from vit_jax.data.shards import parts_of
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
@@ -253,7 +254,7 @@ class Arrays(DataSet):
         rows = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
         names = _class_names(data, split, request) if split.has_labels else None
         num_classes, multi_label = len(names or (0,)), request.multi_label
-        settled = functools.partial(_settle_labels, f"data[{split.name!r}]", num_classes)
+        settled = functools.partial(settle_labels, f"data[{split.name!r}]", num_classes)
         labels = None if names else np.zeros(len(rows), np.int32)
         if names and split.labels is not None:
             labels = settled(split.labels[rows], multi_label, rows)
@@ -310,74 +311,7 @@ def _class_names(data: Data, split: Split, request: Request) -> tuple[str, ...]:
             f"data[{split.name!r}]: the classes are unknown, as each item has its own label; name "
             'them by data["class_names"], such as ["cat", "dog"] or range(10)'
         )
-    return tuple(map(str, range(_count_classes(labels))))
-
-
-def as_labels(labels: Any, where: str) -> np.ndarray:
-    """Labels as users give them: int32 (n,), -1 for none; or bool (n, C), True for each class.
-
-    Args:
-      labels: n numbers, -1 or None for none; or n lists of numbers; or an array (n, C) of 0 and 1.
-      where: of the labels, in messages.
-
-    Raises: InputError if they are something else.
-    """
-    if not hasattr(labels, "ndim"):
-        labels = [-1 if label is None else label for label in labels]
-        if any(isinstance(label, list | tuple) for label in labels):
-            rows = [label if isinstance(label, list | tuple) else [label] for label in labels]
-            numbers = [as_labels(row, where) for row in rows]
-            shows = np.zeros((len(rows), max(map(_count_classes, numbers))), bool)
-            for i, row in enumerate(numbers):
-                shows[i, row[row >= 0]] = True
-            return shows
-    found = np.asarray(labels) if len(labels) else np.zeros(0, int)
-    if found.ndim == 2 and found.shape[1] == 1:
-        found = found[:, 0]
-    if found.ndim == 1 and found.dtype.kind in "iub" and found.min(initial=0) >= -1:
-        return found.astype(np.int32)
-    if found.ndim == 2 and found.dtype.kind in "iubf" and np.isin(found, (0, 1)).all():
-        return found.astype(bool)
-    raise InputError(
-        f"{where}: has the labels {few(map(str, found))}; needed: whole numbers from 0, -1 or None "
-        "for no label; lists of these; or an array of 0 and 1 for each image and class"
-    )
-
-
-def _count_classes(labels: np.ndarray) -> int:
-    return labels.shape[1] if labels.ndim == 2 else int(labels.max(initial=-1)) + 1
-
-
-def _settle_labels(
-    where: str,
-    num_classes: int,
-    labels: np.ndarray,
-    multi_label: bool | None,
-    rows: np.ndarray | None = None,
-) -> np.ndarray:
-    """Labels of `as_labels` as a source has them: int32 (n,), or float32 (n, C).
-
-    `multi_label` None: (n, C) if a row has several labels, or none. `rows` are the items, for
-    messages.
-
-    Raises: InputError if there are more classes, or labels are several or missing against
-      `multi_label`.
-    """
-    if (found := _count_classes(labels)) > num_classes:
-        raise InputError(f"{where}: has the label {found - 1}; needed: 0 to {num_classes - 1}")
-    counts = labels.sum(1) if labels.ndim == 2 else labels >= 0
-    others = np.flatnonzero(counts != 1)
-    if multi_label is False and len(others):
-        items = few(f"item {i}" for i in (others if rows is None else rows[others]))
-        raise InputError(
-            f"{where}: {len(others):,} images have no label, or several: {items}; give each one "
-            "label, or read them with data.multi_label=True and loss.name='sigmoid'"
-        )
-    if not (multi_label or len(others)):
-        return labels.argmax(1).astype(np.int32) if labels.ndim == 2 else labels
-    shows = np.zeros((len(labels), num_classes), np.float32)
-    shows[:, :found] = labels if labels.ndim == 2 else labels[:, None] == np.arange(found)
-    return shows
+    return tuple(map(str, range(count_classes(labels))))
 
 
 def _open_pixels(images: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
@@ -431,13 +365,6 @@ def _open_items(
         except Exception:  # of the user's code; `why` says it
             return b""
 
-    def read(ids):
-        found = tf.numpy_function(
-            lambda ids: np.array([read_item(i) for i in ids], dtype=object),
-            [ids], tf.string, stateful=False,
-        )  # fmt: skip
-        return tf.ensure_shape(found, ids.shape)
-
     def parse(stored, record_id):
         del record_id
         label = tf.io.decode_raw(tf.strings.substr(stored, 0, size), kind)
@@ -454,7 +381,7 @@ def _open_items(
             return f"{type(e).__name__}: {e}"
         return why_unreadable(image) if isinstance(image, bytes) else ""
 
-    files = RecordFiles(np.zeros(1, np.int64), open_by(read), parse, read)
+    files = open_in_python(np.zeros(1, np.int64), lambda ids: [*map(read_item, ids)], parse=parse)
     return {
         "read": lambda record_id: read_one(files, record_id, parse),
         "encoded": True,

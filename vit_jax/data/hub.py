@@ -127,6 +127,5 @@ class Hub(Parquet):
     def find(self, request: Request) -> Files:
         repository = _Repository.named(request.name)
         found = take_asked(repository.of_splits(), request.split)
-        wanted = [os.fspath(path) for paths in found.by_split.values() for path in paths]
-        root = repository.fetch(wanted)
+        root = repository.fetch([*map(os.fspath, found.paths)])
         return Files(root, {s: [root / path for path in of] for s, of in found.by_split.items()})

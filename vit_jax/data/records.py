@@ -238,14 +238,26 @@ def _open_array_record(parts) -> Callable:
     return open_stretch
 
 
-def open_by(read: Callable[[tf.Tensor], tf.Tensor]) -> Callable:
-    """Make `RecordFiles.open` of `RecordFiles.read`."""
+def open_in_python(
+    segments: np.ndarray, read_rows: Callable[[np.ndarray], Sequence[bytes]], **fields: Any
+) -> RecordFiles:
+    """Files that Python reads.
+
+    Args:
+      segments, fields: of `RecordFiles`.
+      read_rows: as `RecordFiles.read`, of arrays.
+    """
+
+    def read(ids):
+        found = tf.numpy_function(
+            lambda ids: np.array(read_rows(ids), object), [ids], tf.string, stateful=False
+        )
+        return tf.ensure_shape(found, ids.shape)
 
     def open_stretch(first, count):
-        ids = tf.range(first, first + count)
-        return tf.data.Dataset.from_tensors(ids).map(read).unbatch()
+        return tf.data.Dataset.from_tensors(tf.range(first, first + count)).map(read).unbatch()
 
-    return open_stretch
+    return RecordFiles(segments, open_stretch, read=read, **fields)
 
 
 def record_offsets(paths: Sequence[epath.PathLike]) -> list[np.ndarray]:

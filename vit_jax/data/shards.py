@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from etils import epath
@@ -30,6 +30,8 @@ from vit_jax.data.images.list import sorted_labels
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
 from vit_jax.data.sources import Request, Source, fingerprint
 from vit_jax.data.tfds import find_parts
+
+T = TypeVar("T")
 
 _WORD = re.compile(r"(?<!\w)[A-Za-z]\w*")  # the name of a split in TFDS notation, not a unit
 _NUMBERED = re.compile(r"(.*)(\d{5})-of-(\d{5})(.*)")
@@ -45,6 +47,18 @@ class Files(NamedTuple):
 
     root: epath.Path
     by_split: dict[str, list[epath.Path]]
+
+    @property
+    def paths(self) -> list[epath.Path]:
+        """All files."""
+        return [path for paths in self.by_split.values() for path in paths]
+
+    def look_up(self, found: Mapping[str, T]) -> dict[str, list[T]]:
+        """{split: what `found` has of its files}, by their paths."""
+        return {
+            split: [found[os.fspath(path)] for path in paths]
+            for split, paths in self.by_split.items()
+        }
 
     def class_names(self) -> tuple[str, ...] | None:
         """The lines of `classes.txt` in the root; None if there is no such file."""
@@ -244,51 +258,22 @@ def open_shards(
 
     Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
     """
-    parts = _choose(request.split, splits, shown(root))
-    firsts = np.cumsum([0, *(part.take for part in parts)])[:-1]
-    num_examples = sum(part.take for part in parts)
-
-    def part_of(record):
-        place = int(np.searchsorted(firsts, record, side="right")) - 1
-        part = parts[place]
-        return part, int(record - firsts[place]) + part.skip
-
-    def record_name(record):
-        part, place = part_of(record)
-        where = f"{pathlib.PurePath(part.shard.path).name} member {shown(part.shard.keys()[place])}"
-        return f"{where} (record {record} of {request.name} {request.split})"
-
-    def file_names(start, stop):
-        names: list[str] = []
-        while start + len(names) < stop:
-            part, place = part_of(start + len(names))
-            end = min(part.skip + part.take, place + stop - start - len(names))
-            names += part.shard.keys()[place:end]
-        return names
-
+    records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
-    names, codes, counts = _number_labels(where, parts, splits, class_names)
+    names, codes, counts = _number_labels(where, records.parts, splits, class_names)
     multi_label = request.multi_label
     if names is None:  # no labels at all
-        codes, multi_label = np.zeros(num_examples, np.int32), False
+        codes, counts, multi_label = np.zeros(len(counts), np.int32), np.ones_like(counts), False
     elif len(others := np.flatnonzero(counts != 1)) and multi_label is False:
         raise InputError(
             f"{where}: {len(others):,} images of {request.split} have no label, or several: "
-            f"{few(map(record_name, others))}; give each one label, or read them with "
+            f"{few(map(records.name, others))}; give each one label, or read them with "
             "--config.data.multi_label=true --config.loss.name=sigmoid"
         )
     elif multi_label is None:
         multi_label = bool(len(others))
-    ends = np.append(0, np.cumsum(counts)) if multi_label else np.arange(1)
-    codes_tensor, ends_tensor = tf.constant(codes), tf.constant(ends)
-
-    def label_of(record_id):
-        if not multi_label:
-            return tf.gather(codes_tensor, record_id)
-        start, stop = tf.unstack(tf.gather(ends_tensor, tf.stack([record_id, record_id + 1])))
-        own = codes_tensor[start:stop]
-        shown_C = tf.reduce_sum(tf.one_hot(own, len(names or ())), 0)
-        return tf.where(tf.reduce_any(own < 0), -1.0, tf.minimum(shown_C, 1.0))
+    vector_size = len(names or ()) if multi_label else None
+    label_of = _read_labels(codes, counts, vector_size)
 
     def parse(stored, record_id):
         label = label_of(record_id)
@@ -297,37 +282,83 @@ def open_shards(
         image = as_known_format(stored, request.exif)
         return {"image": image, "label": label, "mask": tf.ones([])}
 
-    files = dataclasses.replace(open_parts(parts), parse=parse, knows_labels=True)
+    files = dataclasses.replace(open_parts(records.parts), parse=parse, knows_labels=True)
 
     def why(record):
         if not np.all(label_of(tf.constant(record, tf.int64)) >= 0):
             return "its label cannot be read; write it again"
-        part, place = part_of(record)
-        if fault := part.shard.why(place):
+        shard, place = records.find(record)
+        if fault := shard.why(place):
             return fault
         stored = read_now(files, record, lambda stored, _: stored.numpy())
         changed = "its shard has changed since the run began, or cannot be read; restore it"
         return changed if stored is None else why_unreadable(stored)
 
-    identity = [[part.shard.digest, part.skip, part.take] for part in parts]
-    digests = digest_records(files, num_examples)
+    identity = [[part.shard.digest, part.skip, part.take] for part in records.parts]
+    digests = digest_records(files, len(counts))
     return Source(
         name=request.name,
         split=request.split,
-        num_examples=num_examples,
+        num_examples=len(counts),
         num_classes=len(names or (0,)),
         class_names=names,
         fingerprint=fingerprint(
             request.name, request.split, names, identity, digests, multi_label, request.exif
         ),
         read=lambda record_id: read_one(files, record_id, parse),
-        record_name=record_name,
+        record_name=records.name,
         encoded=True,
         why_unreadable=why,
         record_files=files,
-        file_names=file_names,
+        file_names=records.file_names,
         multi_label=multi_label,
     )
+
+
+class _Records:
+    """The records of some parts of shards, by their index."""
+
+    def __init__(self, parts: Sequence[Part], request: Request):
+        self.parts, self._request = parts, request
+        self._ends = np.cumsum([part.take for part in parts])
+
+    def find(self, record: int) -> tuple[Shard, int]:
+        """The shard of a record, and its place there."""
+        i = int(np.searchsorted(self._ends, record, side="right"))
+        shard, skip, take = self.parts[i]
+        return shard, int(record - self._ends[i]) + take + skip
+
+    def name(self, record: int) -> str:
+        shard, place = self.find(record)
+        where = f"{pathlib.PurePath(shard.path).name} member {shown(shard.keys()[place])}"
+        return f"{where} (record {record} of {self._request.name} {self._request.split})"
+
+    def file_names(self, start: int, stop: int) -> list[str]:
+        """Of the records start, ..., stop - 1."""
+        names: list[str] = []
+        for end, (shard, skip, take) in zip(self._ends, self.parts, strict=True):
+            first = max(start - end + take, 0)
+            if first < min(stop - end + take, take):
+                names += shard.keys()[skip + first : skip + min(stop - end + take, take)]
+        return names
+
+
+def _read_labels(
+    codes: np.ndarray, counts: np.ndarray, vector_size: int | None
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """id -> label, int32 or, with a `vector_size`, float32 (C,); negative if it cannot be read."""
+    codes_tensor = tf.constant(codes)
+    if vector_size is None:
+        return lambda record_id: tf.gather(codes_tensor, record_id)
+    ends = tf.constant(np.append(0, np.cumsum(counts)))
+
+    def label_of(record_id):
+        start, stop = tf.unstack(tf.gather(ends, tf.stack([record_id, record_id + 1])))
+        own = codes_tensor[start:stop]
+        shown_C = tf.reduce_sum(tf.one_hot(own, vector_size), 0)
+        return tf.where(tf.reduce_any(own < 0), -1.0, tf.minimum(shown_C, 1.0))
+
+    return label_of
 
 
 def _choose(split: str, splits: Mapping[str, Sequence[Shard]], where: str) -> list[Part]:

@@ -8,7 +8,6 @@ in Python, and lets other Python code run while it reads and decodes.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,19 +15,19 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from etils import epath, epy
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.config.parts import key
-from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import why_file_unreadable
 from vit_jax.data.order import Chunks
-from vit_jax.data.records import RecordFiles, open_by
+from vit_jax.data.ranges import RangedFile, is_remote, read_span
+from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.shards import Files, Labels, Part, Shard, find_files, find_splits, open_shards
 from vit_jax.data.sources import DataSet, Request, Source
 
@@ -36,6 +35,8 @@ with epy.lazy_imports():
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
+
+T, U = TypeVar("T"), TypeVar("U")
 
 _KEPT_BYTES = 1 << 30  # of decoded groups, in a process
 _GROUP_BYTES = _KEPT_BYTES >> 3  # of a group at most, where all of them are more than are kept
@@ -82,33 +83,35 @@ class Table(NamedTuple):
 def open_parquet(path: epath.Path) -> Table:
     """Raises OSError or pa.ArrowInvalid if the file is not Parquet, or incomplete."""
 
+    def opened(**how):  # by its name pyarrow reads a file without Python
+        return pq.ParquetFile(RangedFile(path) if is_remote(path) else os.fspath(path), **how)
+
+    with opened() as file:
+        metadata, schema = file.metadata, file.schema_arrow
+
     def read(groups, column, field):
         name = column if field is None else f"{column}.{field}"
-        with _opened(path) as stored, pq.ParquetFile(stored) as file:
+        with opened(metadata=metadata) as file:
             return file.read_row_groups(groups, [name], use_threads=False).column(column)
 
-    with _opened(path) as stored, pq.ParquetFile(stored) as file:
-        metadata, schema = file.metadata, file.schema_arrow
-        stored.seek(-metadata.serialized_size - 8, os.SEEK_END)
-        footer = hashlib.sha256(
-            stored.read()
-        ).hexdigest()  # has sizes and statistics of all columns
+    size = path.stat().length
+    footer = read_span(os.fspath(path), size - metadata.serialized_size - 8, size)
+    identity = hashlib.sha256(footer).hexdigest()  # of all sizes and statistics
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows, sizes = [g.num_rows for g in groups], [g.total_byte_size for g in groups]
-    return Table(path, schema, rows, sizes, footer, read)
-
-
-@contextlib.contextmanager
-def _opened(path: epath.Path) -> Iterator[Any]:
-    opened: Any = path.open("rb")
-    with opened as stored:
-        if not hasattr(stored, "closed"):  # TensorFlow's files of an object store lack it
-            stored.closed = False
-        yield stored
+    return Table(path, schema, rows, sizes, identity, read)
 
 
 def open_arrow(path: epath.Path) -> Table:
-    """Raises OSError or pa.ArrowInvalid if the file is no stream of Arrow, or incomplete."""
+    """Raises OSError or pa.ArrowInvalid if the file is no stream of Arrow, or incomplete.
+
+    Raises InputError if it lies in an object store.
+    """
+    if is_remote(path):
+        raise InputError(
+            f"data.data_dir: {shown(path)} is in an object store, but Arrow files are mapped into "
+            "memory; copy them to a disk, or write them as Parquet with ds.to_parquet"
+        )
     stream = pa.ipc.open_stream(pa.memory_map(os.fspath(path)))
     batches = [*stream]
 
@@ -151,7 +154,7 @@ class Parquet(DataSet):
             where = f"data.name={request.name!r}: {e}"
             raise InputError(f"{where}; run pip install -e '.[parquet]'") from None
         files = self.find(request)
-        tables = self._open_files([path for found in files.by_split.values() for path in found])
+        tables = self._open_files(files.paths)
         first = next(iter(tables.values()))
         image = _find_column(first, self.image_column, _IMAGES, "Image", "image_column")
         label = _find_column(first, self.label_column, _LABELS, "ClassLabel", "label_column")
@@ -165,14 +168,11 @@ class Parquet(DataSet):
             )
         _check_types(tables.values(), image, label)
         names = first.feature(label).get("names") if label else None
-        shards = {
-            split: [_shard(tables[os.fspath(path)], image, label, names) for path in found]
-            for split, found in files.by_split.items()
-        }
+        shards = _at_once(lambda table: _shard(table, image, label, names), tables.values())
         source = open_shards(
             request,
             files.root,
-            shards,
+            files.look_up(dict(zip(tables, shards, strict=True))),
             lambda parts: _open_parts(parts, tables, image),
             names or files.class_names(),
         )
@@ -187,8 +187,7 @@ class Parquet(DataSet):
             except (OSError, pa.ArrowException) as e:
                 return f"data.data_dir: {shown(path)} cannot be read ({_line(e)}); copy it again"
 
-        with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-            found = [*threads.map(opened, paths)]
+        found = _at_once(opened, paths)
         collect_faults([fault for fault in found if isinstance(fault, str)])
         return {os.fspath(table.path): table for table in found}
 
@@ -206,6 +205,12 @@ class Arrow(Parquet):
             split: [path for path in found if not path.name.startswith("cache-")]
             for split, found in by_split.items()
         })  # fmt: skip
+
+
+def _at_once(call: Callable[[T], U], values: Iterable[T]) -> list[U]:
+    """call(value) of each, several side by side."""
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        return [*threads.map(call, values)]
 
 
 def _line(error: Exception) -> str:
@@ -355,28 +360,13 @@ def _open_parts(parts: Sequence[Part], tables: Mapping[str, Table], image: str) 
         table, group, skipped, _ = places[i]
         try:
             content, path = _image(table, image, group, int(record - segments[i]) + skipped)
+            if content is None and path is not None:
+                content = (table.path.parent / path).read_bytes()
         except (OSError, pa.ArrowException):
             return b""
-        return _read_file(table, path) if content is None else content
+        return content or b""
 
-    def read(ids):
-        found = tf.numpy_function(
-            lambda ids: np.array([read_one(i) for i in ids], dtype=object),
-            [ids],
-            tf.string,
-            stateful=False,
-        )
-        return tf.ensure_shape(found, ids.shape)
-
-    return RecordFiles(segments, open_by(read), read=read)
-
-
-def _read_file(table: Table, path: str | None) -> bytes:
-    """The file of an image; empty if there is none."""
-    try:
-        return b"" if path is None else (table.path.parent / path).read_bytes()
-    except OSError:
-        return b""
+    return open_in_python(segments, lambda ids: [*map(read_one, ids)])
 
 
 def _chunks(tables: Iterable[Table]) -> Chunks | None:

@@ -11,6 +11,7 @@ size and the mtime of its file stay the same.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -20,6 +21,7 @@ import json
 import logging
 import os
 import random
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from typing import IO
@@ -33,7 +35,8 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.images.list import as_labels
-from vit_jax.data.records import RecordFiles, open_by
+from vit_jax.data.ranges import is_remote, read_span
+from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.shards import Labels, Part, Shard, find_files, find_splits, open_shards
 from vit_jax.data.sources import DataSet, Request, Source
 
@@ -72,15 +75,12 @@ class Tar(DataSet):
     def open(self, request: Request) -> Source:
         """Raises InputError naming the files that are damaged, compressed or ambiguous."""
         files = find_files(request, _SUFFIXES)
-        shards = read_shards([path for found in files.by_split.values() for path in found])
-        splits = {
-            split: [shards[os.fspath(path)] for path in found]
-            for split, found in files.by_split.items()
-        }
+        shards = read_shards(files.paths)
         if notes := [f"{path}: {note}" for path, shard in shards.items() for note in shard.notes]:
             root = f"{os.fspath(files.root)}/"
             left = few(note.removeprefix(root) for note in notes)
             warn_once(f"{shown(files.root)}: left out {len(notes):,} of the members: {left}")
+        splits = files.look_up(shards)
         return open_shards(request, files.root, splits, _open_parts, files.class_names())
 
 
@@ -141,7 +141,8 @@ def _from_index(path: epath.Path) -> TarShard | None:
                     for kind, start, size in zip(types, starts, sizes, strict=False)
                 )
                 keys = functools.partial(_read_keys, index, int(starts[-1]))
-                labels = Labels(head["names"], codes, counts)
+                names = [*map(sys.intern, head["names"])]  # shared by all shards
+                labels = Labels(names, codes, counts)
                 why = functools.partial(_why, name, places)
                 return TarShard(
                     name, labels, head["digest"], keys, why, places=places, notes=head["notes"]
@@ -159,7 +160,7 @@ def _why(path: str, places: np.ndarray, record: int) -> str:
     place = places[record]
     try:
         begin, end = place["begin"] - tarfile.BLOCKSIZE, place["begin"] + place["size"]
-        _cut(_read_span(path, begin, end), begin, place)
+        _cut(read_span(path, begin, end), begin, place)
     except (OSError, ValueError) as e:
         return f"its file has changed since it was indexed, or cannot be read ({e}); restore it"
     return ""
@@ -315,23 +316,24 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
     """See `shards.OpenParts`."""
     segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
     paths = [part.shard.path for part in parts]
-    places = np.concatenate(
-        [part.shard.places[part.skip : part.skip + part.take] for part in parts]  # type: ignore[attr-defined]
-    )
-    is_remote = any("://" in path for path in paths)
+    map_runs = _readers().map if any(map(is_remote, paths)) else map
+
+    def place_of(part, record):
+        shard, skip, _ = parts[part]
+        return shard.places[record - segments[part] + skip]  # type: ignore[attr-defined]
 
     def read_rows(ids):
-        found = np.full(len(ids), b"", object)
+        found = [b""] * len(ids)
         rows = np.flatnonzero(ids >= 0)
         part = np.searchsorted(segments, ids[rows], side="right") - 1
-        own = places[ids[rows]]
+        own = np.array([place_of(*pair) for pair in zip(part, ids[rows], strict=True)], _PLACE)
         begins, ends = own["begin"], own["begin"] + own["size"]
         near = (np.diff(part) == 0) & (np.diff(begins) >= 0) & (begins[1:] - ends[:-1] <= _GAP)
 
         def read_run(run):
             first = begins[run[0]] - tarfile.BLOCKSIZE
             try:
-                span = _read_span(paths[part[run[0]]], first, ends[run].max())
+                span = read_span(paths[part[run[0]]], first, ends[run].max())
             except OSError:
                 return
             for i in run:
@@ -339,36 +341,15 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
                     found[rows[i]] = _cut(span, first, own[i])
 
         runs = np.split(np.arange(len(rows)), np.flatnonzero(~near) + 1) if len(rows) else []
-        for _ in (_readers().map if is_remote else map)(read_run, runs):
-            pass
+        collections.deque(map_runs(read_run, runs), maxlen=0)
         return found
 
-    def read(ids):
-        found = tf.numpy_function(read_rows, [ids], tf.string, stateful=False)
-        return tf.ensure_shape(found, ids.shape)
-
-    return RecordFiles(segments, open_by(read), read=read)
+    return open_in_python(segments, read_rows)
 
 
 @functools.cache
 def _readers() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(_READS_AT_ONCE)
-
-
-def _read_span(path: str, begin: int, end: int) -> bytes:
-    """The bytes begin, ..., end - 1 of a file, and no others."""
-    if "://" in path:
-        # tf.io.gfile.GFile reads half a MiB at least.
-        from tensorflow.python.lib.io import _pywrap_file_io
-
-        stream = _pywrap_file_io.BufferedInputStream(path, int(end - begin))
-        try:
-            stream.seek(int(begin))
-            return stream.read(int(end - begin))
-        except (tf.errors.NotFoundError, tf.errors.OutOfRangeError) as e:
-            raise OSError(e.message) from e
-    with open(path, "rb", buffering=0) as file:
-        return os.pread(file.fileno(), end - begin, begin)
 
 
 def _cut(span: bytes, first: int, place: np.void) -> bytes:

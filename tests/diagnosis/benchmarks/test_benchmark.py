@@ -93,7 +93,7 @@ def one_short_round(monkeypatch):
 def pipelines(request, monkeypatch):
     """With True the pipelines are timed; with False a sum is, as building them takes seconds."""
     if not request.param:
-        monkeypatch.setattr(input_benchmark, "_round_calls", lambda makers, *_: {
+        monkeypatch.setattr(input_benchmark, "round_calls", lambda makers, *_: {
             name: lambda: sum(range(100_000)) for name in makers
         })  # fmt: skip
 

@@ -72,7 +72,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
             "unfused_float32": functools.partial(plain_load, image_size, False),
         }.items():
             makers[name] = functools.partial(plain_batches, source, load, spec.size, **where)
-    calls = _round_calls(makers, num_batches, 1 + num_rounds)
+    calls = round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
     costs = measure(calls, num_rounds)
     images = num_batches * len(rows)
@@ -92,7 +92,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     }
 
 
-def _round_calls(
+def round_calls(
     makers: dict[str, Callable[..., Iterator]], num_batches: int, num_rounds: int
 ) -> dict[str, Callable[[], object]]:
     """{name: function that reads the batches of one round}, to be called `num_rounds` times.

@@ -1,0 +1,76 @@
+"""Labels that the user has in Python, beside images or with each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vit_jax.base.errors import InputError, few
+
+
+def as_labels(labels: Any, where: str) -> np.ndarray:
+    """Labels as users give them: int32 (n,), -1 for none; or bool (n, C), True for each class.
+
+    Args:
+      labels: n numbers, -1 or None for none; or n lists of numbers; or an array (n, C) of 0 and 1.
+      where: of the labels, in messages.
+
+    Raises: InputError if they are something else.
+    """
+    if not hasattr(labels, "ndim"):
+        labels = [-1 if label is None else label for label in labels]
+        if any(isinstance(label, list | tuple) for label in labels):
+            rows = [label if isinstance(label, list | tuple) else [label] for label in labels]
+            numbers = [as_labels(row, where) for row in rows]
+            shows = np.zeros((len(rows), max(map(count_classes, numbers))), bool)
+            for i, row in enumerate(numbers):
+                shows[i, row[row >= 0]] = True
+            return shows
+    found = np.asarray(labels) if len(labels) else np.zeros(0, int)
+    if found.ndim == 2 and found.shape[1] == 1:
+        found = found[:, 0]
+    if found.ndim == 1 and found.dtype.kind in "iub" and found.min(initial=0) >= -1:
+        return found.astype(np.int32)
+    if found.ndim == 2 and found.dtype.kind in "iubf" and np.isin(found, (0, 1)).all():
+        return found.astype(bool)
+    raise InputError(
+        f"{where}: has the labels {few(map(str, found))}; needed: whole numbers from 0, -1 or None "
+        "for no label; lists of these; or an array of 0 and 1 for each image and class"
+    )
+
+
+def count_classes(labels: np.ndarray) -> int:
+    return labels.shape[1] if labels.ndim == 2 else int(labels.max(initial=-1)) + 1
+
+
+def settle_labels(
+    where: str,
+    num_classes: int,
+    labels: np.ndarray,
+    multi_label: bool | None,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """Labels of `as_labels` as a source has them: int32 (n,), or float32 (n, C).
+
+    `multi_label` None: (n, C) if a row has several labels, or none. `rows` are the items, for
+    messages.
+
+    Raises: InputError if there are more classes, or labels are several or missing against
+      `multi_label`.
+    """
+    if (found := count_classes(labels)) > num_classes:
+        raise InputError(f"{where}: has the label {found - 1}; needed: 0 to {num_classes - 1}")
+    counts = labels.sum(1) if labels.ndim == 2 else labels >= 0
+    others = np.flatnonzero(counts != 1)
+    if multi_label is False and len(others):
+        items = few(f"item {i}" for i in (others if rows is None else rows[others]))
+        raise InputError(
+            f"{where}: {len(others):,} images have no label, or several: {items}; give each one "
+            "label, or read them with data.multi_label=True and loss.name='sigmoid'"
+        )
+    if not (multi_label or len(others)):
+        return labels.argmax(1).astype(np.int32) if labels.ndim == 2 else labels
+    shows = np.zeros((len(labels), num_classes), np.float32)
+    shows[:, :found] = labels if labels.ndim == 2 else labels[:, None] == np.arange(found)
+    return shows
