@@ -21,6 +21,7 @@ from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import timm_blocks, timm_config
+from vit_jax.transfer.families import COMPUTES_OTHERWISE
 from vit_jax.transfer.fit import require_image_size, split_leaves, with_learned_positions
 from vit_jax.transfer.names import (
     LINEAR,
@@ -49,7 +50,10 @@ _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", 
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
 # Arguments that change the computation, each with its only supported value.
 _ONLY = {"pool_include_prefix": False, "in_chans": 3, "scale_attn_norm": False,
-         "scale_mlp_norm": False, "proj_bias": True, "final_norm": True}  # fmt: skip
+         "scale_mlp_norm": False, "proj_bias": True, "final_norm": True, "use_post_norm": False,
+         "rope_grid_offset": 0, "rope_grid_indexing": "ij",
+         "pos_embed_rope_normalize_coords": "separate"}  # fmt: skip
+_NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # where `norm_layer` is stated
 
 _PATCHES = "patch_embed.proj.weight"
 _DOWN = "blocks.0.mlp.fc2.weight"
@@ -150,6 +154,8 @@ def _read_vit(source: Source) -> Pretrained:
     source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
     arrays, config = source.arrays, Config(source)
     architecture = str(config.stated.get("architecture", ""))
+    if COMPUTES_OTHERWISE.match(architecture):
+        source.refuse([f"architecture={architecture!r} is not supported"])
     kind = timm_blocks.find_kind(source, architecture)
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
@@ -167,7 +173,8 @@ def _read_vit(source: Source) -> Pretrained:
     }
     pool = _read_pool(config, source, kind)
     act = config.args.get("act_layer", kind.act)
-    eps = float(config.args.get("eps", kind.eps))
+    norm_layer = config.args.get("norm_layer")
+    eps = float(config.args.get("eps", _NORM_EPS.get(norm_layer, kind.eps)))
     has_default = "model_args" in config.stated and not config.is_named
     default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
     heads = config.args.get("num_heads", default_heads)
@@ -177,6 +184,8 @@ def _read_vit(source: Source) -> Pretrained:
         faults.need(stated == value, f"{name}={stated!r} is not supported")
     faults.need_known("global_pool", pool, _POOLS)
     faults.need_known("act_layer", act, _GELU)
+    if norm_layer is not None:
+        faults.need_known("norm_layer", norm_layer, _NORM_EPS)
     faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
                 "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")

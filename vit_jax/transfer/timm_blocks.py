@@ -73,11 +73,13 @@ VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=_ROTARY_2D | {"rotary_r
 def find_kind(source: Source, architecture: str) -> Kind:
     """The kind of the model with the arrays of `source`, by them and by timm's name for it."""
     has = source.arrays.keys().__contains__
-    if is_gated(source) and not has(f"{_FIRST}.attn.qkv.bias") and has("pos_embed"):
+    separate = any(has(f"{_FIRST}.attn.{name}") for name in ("q_bias", "q_proj.weight"))
+    if is_gated(source) and separate and has("pos_embed"):
         return EVA02
     if has(f"{_FIRST}.attn.rope.freqs"):
         return VIT5
-    if has("reg_token") and not has("pos_embed"):
+    rotary = has(f"{_FIRST}.gamma_1") or has("rope_embed.periods") or "dinov3" in architecture
+    if rotary and has("cls_token") and not has("pos_embed"):
         kind = DINOV3._replace(pool="token") if has("rope_embed.periods") else DINOV3
         return kind._replace(act="silu") if is_gated(source) else kind
     if has("norm_pre.weight"):
