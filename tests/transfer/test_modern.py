@@ -213,6 +213,19 @@ def test_a_stated_norm_has_its_own_epsilon(golden, tmp_path):
         read_pretrained(source)
 
 
+def test_dinov2_of_its_authors_is_resampled_by_their_rule(golden, tmp_path):
+    def as_authors(arrays):
+        arrays["mask_token"] = np.zeros((1, 48), np.float32)
+        arrays["pos_embed"] = np.zeros((1, 17, 48), np.float32)
+        del arrays["reg_token"]
+
+    source = changed(golden, tmp_path, "timm_dinov2", as_authors)
+    source.with_suffix(".json").write_text(json.dumps({"model_args": {"num_heads": 3}}))
+    pretrained = read_pretrained(source)
+    assert pretrained.spec.resize == "half_pixel_surplus"
+    assert pretrained.spec.mean == (0.485, 0.456, 0.406)
+
+
 def test_dinov2_without_biases_is_no_eva(golden, tmp_path):
     def without_biases(arrays):
         for name in [name for name in arrays if name.endswith("qkv.bias")]:

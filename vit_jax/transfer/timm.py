@@ -53,7 +53,7 @@ _ONLY = {"pool_include_prefix": False, "in_chans": 3, "scale_attn_norm": False,
          "scale_mlp_norm": False, "proj_bias": True, "final_norm": True, "use_post_norm": False,
          "rope_grid_offset": 0, "rope_grid_indexing": "ij",
          "pos_embed_rope_normalize_coords": "separate"}  # fmt: skip
-_NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # where `norm_layer` is stated
+_NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # by `norm_layer`
 
 _PATCHES = "patch_embed.proj.weight"
 _DOWN = "blocks.0.mlp.fc2.weight"
@@ -149,7 +149,6 @@ def read(source: Source) -> Pretrained:
 
 
 def _read_vit(source: Source) -> Pretrained:
-    source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     timm_blocks.rename_to_timm(source)
     source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
     arrays, config = source.arrays, Config(source)
@@ -157,6 +156,7 @@ def _read_vit(source: Source) -> Pretrained:
     if COMPUTES_OTHERWISE.match(architecture):
         source.refuse([f"architecture={architecture!r} is not supported"])
     kind = timm_blocks.find_kind(source, architecture)
+    source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
     found = {  # timm's arguments that the arrays determine
@@ -184,8 +184,7 @@ def _read_vit(source: Source) -> Pretrained:
         faults.need(stated == value, f"{name}={stated!r} is not supported")
     faults.need_known("global_pool", pool, _POOLS)
     faults.need_known("act_layer", act, _GELU)
-    if norm_layer is not None:
-        faults.need_known("norm_layer", norm_layer, _NORM_EPS)
+    faults.need_known("norm_layer", norm_layer or "layernorm", _NORM_EPS)
     faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
                 "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")

@@ -61,6 +61,7 @@ class Kind(NamedTuple):
 _ROTARY_2D = {"rotary": "indices", "rotary_base": 1e4}
 PLAIN = Kind()
 DINOV2 = Kind(pixels=IMAGENET, heads={1536: 24})
+_OF_AUTHORS = "half_pixel_surplus"  # of DINOv2 without registers
 DINOV3 = Kind(
     1e-5, pool="avg", pixels=IMAGENET, heads={1280: 20, 4096: 32}, fields={"rotary": "normalised"}
 )
@@ -86,8 +87,10 @@ def find_kind(source: Source, architecture: str) -> Kind:
         return CLIP_TOWER._replace(act="quick_gelu" if "quickgelu" in architecture else "gelu")
     if "siglip" in architecture:
         return SIGLIP._replace(act="gelu_tanh" if re.search(_TANH, architecture) else "gelu")
-    if has("reg_token") or "dinov2" in architecture or is_gated(source):
-        return DINOV2._replace(act="silu") if is_gated(source) else DINOV2
+    of_authors = has("mask_token") and source.arrays["mask_token"].ndim == 2
+    if has("reg_token") or "dinov2" in architecture or is_gated(source) or of_authors:
+        kind = DINOV2._replace(act="silu") if is_gated(source) else DINOV2
+        return kind if has("reg_token") or not of_authors else kind._replace(resize=_OF_AUTHORS)
     return PLAIN
 
 
