@@ -226,6 +226,27 @@ def test_dinov2_of_its_authors_is_resampled_by_their_rule(golden, tmp_path):
     assert pretrained.spec.mean == (0.485, 0.456, 0.406)
 
 
+def test_positions_of_registers_are_added_to_them(golden, tmp_path):
+    """timm's models give positions to all tokens before the patches, or to none."""
+    added = np.random.default_rng(0).standard_normal((1, 5, 48)).astype(np.float32)
+
+    def place(arrays):
+        arrays["pos_embed"] = np.concatenate([added, arrays["pos_embed"]], axis=1)
+
+    source = changed(golden, tmp_path, "timm_dinov2", place)
+    own, pretrained = (read_pretrained(s) for s in (source_of(golden, "timm_dinov2"), source))
+    assert pretrained.model.pos_embed_class_token
+    np.testing.assert_array_equal(pretrained.params["pos_embedding"][:, :1], added[:, :1])
+    found = pretrained.params["register_tokens"]
+    np.testing.assert_array_equal(found, own.params["register_tokens"] + added[:, 1:])
+    # timm would give the registers positions as soon as the class token has one.
+    save_pretrained(tmp_path / "written", pretrained.model, pretrained.variables, "timm")
+    written = read_pretrained(tmp_path / "written")
+    assert not written.model.pos_embed_class_token
+    class_token = own.params["class_token"] + added[:, :1]
+    np.testing.assert_array_equal(written.params["class_token"], class_token)
+
+
 def test_dinov2_without_biases_is_no_eva(golden, tmp_path):
     def without_biases(arrays):
         for name in [name for name in arrays if name.endswith("qkv.bias")]:
