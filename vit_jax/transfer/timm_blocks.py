@@ -143,6 +143,8 @@ def block_fields(source: Source, kind: Kind) -> dict[str, Any]:
         "mlp_norm": has(f"{_FIRST}.mlp.norm.weight"),
         **kind.fields,
     }
+    if not fields["registers"]:
+        fields.pop("rotary_registers", None)
     if fields["qkv_bias"]:
         fields["key_bias"] = has(f"{attention}.qkv.bias") or has(f"{attention}.k_proj.bias")
     return fields
@@ -160,7 +162,7 @@ def check_rotary(source: Source, model: nn.Module, config: Mapping[str, Any]) ->
     model = model.clone(rotary_base=float(stated))
     if model.rotary_registers is not None:
         own = float(config.get("reg_theta", model.rotary_registers))
-        model = model.clone(rotary_registers=own if model.registers else None)
+        model = model.clone(rotary_registers=own)
     faults, rounded = [], model.clone(rotary_dtype="bfloat16")
     for name in [name for name in source.arrays if re.search(r"rope\w*\.(freqs|periods)$", name)]:
         array = source.arrays.pop(name)
