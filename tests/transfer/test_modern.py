@@ -1,10 +1,12 @@
 """Models of 2023 to 2026: what the libraries compute from their files, and the files themselves."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
@@ -109,8 +111,6 @@ def test_authors_names_give_the_same_model(golden, tmp_path):
 
 def changed(golden, tmp_path, name, change=lambda arrays: None, **args):
     """A copy of a golden in timm's form with other arrays or `model_args`."""
-    from safetensors.numpy import save_file
-
     arrays = load_file(golden / f"{name}.safetensors")
     change(arrays)
     save_file(arrays, tmp_path / "made.safetensors")
@@ -151,6 +151,111 @@ def test_a_bias_mask_of_another_form_is_refused(golden, tmp_path):
 
     with pytest.raises(InputError, match=r"bias_mask: needs zeros for the keys"):
         read_pretrained(changed(golden, tmp_path, "meta_dinov3", unmask))
+
+
+def test_models_without_registers_keep_their_kind(golden, tmp_path):
+    def unregister(arrays):
+        for name in [n for n in arrays if re.search(r"reg_token|storage_tokens|rope_reg", n)]:
+            del arrays[name]
+
+    none = {"n_storage_tokens": 0, "num_reg_tokens": 0, "num_registers": 0}
+    for name in ("timm_dinov3", "meta_dinov3", "vit5"):
+        source = changed(golden, tmp_path, name, unregister, **none)
+        model, own = read_pretrained(source).model, read_pretrained(source_of(golden, name)).model
+        assert model == own.clone(registers=0, rotary_registers=None)
+
+
+def test_empty_registers_are_none(golden, tmp_path):
+    """As transformers stores those of a Dinov2WithRegisters without any."""
+    shutil.copytree(golden / "hf_dinov2_with_registers", tmp_path / "made")
+    arrays = load_file(tmp_path / "made/model.safetensors")
+    arrays["embeddings.register_tokens"] = np.zeros((1, 0, 48), np.float32)
+    save_file(arrays, tmp_path / "made/model.safetensors")
+    config = json.loads((tmp_path / "made/config.json").read_text()) | {"num_register_tokens": 0}
+    (tmp_path / "made/config.json").write_text(json.dumps(config))
+    pretrained = read_pretrained(tmp_path / "made")
+    assert (pretrained.model.registers, pretrained.spec.resize) == (0, "antialiased")
+
+
+def test_the_classifier_of_siglip_takes_the_mean_of_the_patches(golden, tmp_path):
+    shutil.copytree(golden / "hf_siglip", tmp_path / "made")
+    arrays = load_file(tmp_path / "made/model.safetensors")
+    kernel = np.random.default_rng(0).standard_normal((7, 48)).astype(np.float32)
+    arrays |= {"classifier.weight": kernel, "classifier.bias": np.ones(7, np.float32)}
+    save_file(arrays, tmp_path / "made/model.safetensors")
+    with np.load(golden / "hf_siglip/io.npz") as expected:
+        model, variables = load_pretrained(tmp_path / "made")
+        logits = model.apply(variables, expected["image"])
+        wanted = expected["tokens"].mean(1) @ kernel.T + 1
+    assert_parity(logits, wanted, "logits")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("timm_clip", "vit_pe_core_base_patch16_224"),
+        ("timm_dinov3", "vit_mediumd_patch16_rope_reg1_gap_256"),
+        ("timm_deit3", "vit_base_patch16_rpn_224"),
+        ("timm_siglip", "eva02_enormous_patch14_clip_224"),
+    ],
+)
+def test_architectures_that_compute_otherwise_are_refused(golden, tmp_path, name, architecture):
+    source = changed(golden, tmp_path, name)
+    config = json.loads(source.with_suffix(".json").read_text()) | {"architecture": architecture}
+    source.with_suffix(".json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"{architecture}, of timm, which is not supported"):
+        read_pretrained(source)
+
+
+def test_a_stated_norm_has_its_own_epsilon(golden, tmp_path):
+    source = changed(golden, tmp_path, "meta_dinov3", norm_layer="layernorm")
+    assert read_pretrained(source).model.norm_eps == 1e-6
+    source = changed(golden, tmp_path, "meta_dinov3", norm_layer="batchnorm")
+    with pytest.raises(InputError, match="norm_layer='batchnorm'"):
+        read_pretrained(source)
+
+
+def test_dinov2_of_its_authors_is_resampled_by_their_rule(golden, tmp_path):
+    def as_authors(arrays):
+        arrays["mask_token"] = np.zeros((1, 48), np.float32)
+        arrays["pos_embed"] = np.zeros((1, 17, 48), np.float32)
+        del arrays["reg_token"]
+
+    source = changed(golden, tmp_path, "timm_dinov2", as_authors)
+    source.with_suffix(".json").write_text(json.dumps({"model_args": {"num_heads": 3}}))
+    pretrained = read_pretrained(source)
+    assert pretrained.spec.resize == "half_pixel_surplus"
+    assert pretrained.spec.mean == (0.485, 0.456, 0.406)
+
+
+def test_positions_of_registers_are_added_to_them(golden, tmp_path):
+    """timm's models give positions to all tokens before the patches, or to none."""
+    added = np.random.default_rng(0).standard_normal((1, 5, 48)).astype(np.float32)
+
+    def place(arrays):
+        arrays["pos_embed"] = np.concatenate([added, arrays["pos_embed"]], axis=1)
+
+    source = changed(golden, tmp_path, "timm_dinov2", place)
+    own, pretrained = (read_pretrained(s) for s in (source_of(golden, "timm_dinov2"), source))
+    assert pretrained.model.pos_embed_class_token
+    np.testing.assert_array_equal(pretrained.params["pos_embedding"][:, :1], added[:, :1])
+    found = pretrained.params["register_tokens"]
+    np.testing.assert_array_equal(found, own.params["register_tokens"] + added[:, 1:])
+    # timm would give the registers positions as soon as the class token has one.
+    save_pretrained(tmp_path / "written", pretrained.model, pretrained.variables, "timm")
+    written = read_pretrained(tmp_path / "written")
+    assert not written.model.pos_embed_class_token
+    class_token = own.params["class_token"] + added[:, :1]
+    np.testing.assert_array_equal(written.params["class_token"], class_token)
+
+
+def test_dinov2_without_biases_is_no_eva(golden, tmp_path):
+    def without_biases(arrays):
+        for name in [name for name in arrays if name.endswith("qkv.bias")]:
+            del arrays[name]
+
+    source = changed(golden, tmp_path, "timm_dinov2_swiglu", without_biases, qkv_bias=False)
+    assert read_pretrained(source).model.rotary is None
 
 
 @pytest.mark.parametrize(

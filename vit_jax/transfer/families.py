@@ -28,6 +28,10 @@ _READ = (
     r"clip(_vision_model)?$|eva02_|(tf_)?efficientnet|t2t"
 )
 
+# timm's models with the arrays of a ViT that compute something else with them: other rotary
+# positions, or norms after the branches.
+COMPUTES_OTHERWISE = re.compile(r"vit_(pe_|\w+_(rope|rpn)_)|eva02_enormous_")
+
 
 def name_family(source: Source) -> str | None:
     """What the weights of `source` are, by their arrays' names or else by the JSON file beside
@@ -45,6 +49,8 @@ def name_family(source: Source) -> str | None:
         return _DECODER
     for key, library in (("model_type", "Hugging Face"), ("architecture", "timm")):
         name = stated.get(key)
-        if names and isinstance(name, str) and not re.match(_READ, name):
+        if not names or not isinstance(name, str):
+            continue
+        if COMPUTES_OTHERWISE.match(name) or not re.match(_READ, name):
             return f"{name}, of {library}"
     return None

@@ -264,3 +264,14 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
         logger.info("positions: the class token's entry is written as zeros")
         model = model.clone(pos_embed_class_token=True)
     return pretrained._replace(model=model, params=params)
+
+
+def without_class_position(pretrained: Pretrained) -> Pretrained:
+    """Add the position of the class token to it, for formats that give registers one too, or none.
+
+    To the same effect, if positions are added at the stem.
+    """
+    first, patches = np.split(pretrained.params["pos_embedding"], [1], axis=1)
+    folded = {"class_token": pretrained.params["class_token"] + first, "pos_embedding": patches}
+    model = pretrained.model.clone(pos_embed_class_token=False)
+    return pretrained._replace(model=model, params={**pretrained.params, **folded})

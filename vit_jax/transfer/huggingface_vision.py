@@ -244,10 +244,13 @@ def _make_model(source: Source, name: str, stated: Mapping[str, Any]) -> ViT:
     faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
                 "to the file")  # fmt: skip
     faults.need_known("hidden_act", act, GELU)
+    has_head, has_token = "classifier.weight" in arrays, not name.startswith("siglip")
+    if has_head and not has_token:
+        source.leave_out(r"head\..*", "the pooling, which the classifier does not take, is")
+    faults.need(not has_head or name != "clip_vision_model",
+                "classifier: that of CLIP takes patches without the last norm")  # fmt: skip
     source.refuse(faults, "its architecture cannot be inferred")
-    has_pool, has_head = "head.probe" in arrays, "classifier.weight" in arrays
-    has_token = not name.startswith("siglip")
-    pool = "token" if has_token else "map" if has_pool else "gap"
+    pool = "token" if has_token else "map" if "head.probe" in source.arrays else "gap"
     return ViT(
         num_classes=source.size("classifier.weight", 0),
         image_size=_image_size(source, stated, found["patch_size"], has_token),
@@ -256,7 +259,7 @@ def _make_model(source: Source, name: str, stated: Mapping[str, Any]) -> ViT:
         depth=found["num_hidden_layers"],
         mlp_dim=mlp_dim,
         num_heads=heads,
-        pool="token_gap" if has_head else pool,
+        pool="token_gap" if has_head and has_token else pool,
         registers=found["num_register_tokens"],
         pos_embed="none" if is_v3 else "learned_1d",
         rotary="normalised" if is_v3 else None,

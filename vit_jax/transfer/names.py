@@ -150,7 +150,7 @@ def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str
         else:
             found |= dict(zip(row.ours, row.read(array, sizes), strict=True))
     known = {row.theirs for row in rows}
-    unknown = [name for name in arrays if name not in known]
+    unknown = [name for name, array in arrays.items() if name not in known and array.size]
     faults += [f"{name} {arrays[name].shape}: unknown" for name in unknown[:_SHOWN]]
     faults += [f"{len(unknown) - _SHOWN} more unknown"] * (len(unknown) > _SHOWN)
     source.refuse(faults, f"looks like a {type(model).__name__}, but is not one")

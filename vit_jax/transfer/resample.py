@@ -57,14 +57,16 @@ class ResizeConvention(NamedTuple):
       -> the weight of each old entry at each position, (positions, old entries).
     align_corners: whether the first and last patches of both grids coincide; otherwise the edges of
       the image do.
+    surplus: added to the number of new patches, whose distance it makes a little smaller.
     """
 
     weights: Callable[[np.ndarray, int, float], np.ndarray]
     align_corners: bool
+    surplus: float = 0.0
 
     def stretch(self, old: int, new: int) -> float:
         """The distance between neighbouring new patches, in old patches."""
-        return (old - 1) / max(new - 1, 1) if self.align_corners else old / new
+        return (old - 1) / max(new - 1, 1) if self.align_corners else old / (new + self.surplus)
 
     def of_patches(self, old: int, new: int) -> np.ndarray:
         """The weight of each old patch in each new one. Shapes: -> (new, old)."""
@@ -82,12 +84,13 @@ class ResizeConvention(NamedTuple):
 
 
 # The conventions of the reference code (.npz files), of Hugging Face's transformers, of timm, which
-# is also this project's, and of SigLIP 2 with images of any shape.
+# is also this project's, of SigLIP 2 with images of any shape, and of DINOv2's authors.
 CONVENTIONS = {
     "corner_aligned": ResizeConvention(_linear, align_corners=True),
     "half_pixel": ResizeConvention(_cubic_clamped, align_corners=False),
     "antialiased": ResizeConvention(partial(_widened, _cubic), align_corners=False),
     "linear_antialiased": ResizeConvention(partial(_widened, _triangle), align_corners=False),
+    "half_pixel_surplus": ResizeConvention(_cubic_clamped, align_corners=False, surplus=0.1),
 }
 
 

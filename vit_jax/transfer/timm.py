@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults, InputError
@@ -20,8 +21,8 @@ from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import timm_blocks, timm_config
-from vit_jax.transfer.fit import require_image_size, split_leaves, with_learned_positions
+from vit_jax.transfer import fit, timm_blocks, timm_config
+from vit_jax.transfer.families import COMPUTES_OTHERWISE
 from vit_jax.transfer.names import (
     LINEAR,
     NORM,
@@ -49,7 +50,10 @@ _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", 
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
 # Arguments that change the computation, each with its only supported value.
 _ONLY = {"pool_include_prefix": False, "in_chans": 3, "scale_attn_norm": False,
-         "scale_mlp_norm": False, "proj_bias": True, "final_norm": True}  # fmt: skip
+         "scale_mlp_norm": False, "proj_bias": True, "final_norm": True, "use_post_norm": False,
+         "rope_grid_offset": 0, "rope_grid_indexing": "ij",
+         "pos_embed_rope_normalize_coords": "separate"}  # fmt: skip
+_NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # by `norm_layer`
 
 _PATCHES = "patch_embed.proj.weight"
 _DOWN = "blocks.0.mlp.fc2.weight"
@@ -145,12 +149,13 @@ def read(source: Source) -> Pretrained:
 
 
 def _read_vit(source: Source) -> Pretrained:
-    source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     timm_blocks.rename_to_timm(source)
     source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
     arrays, config = source.arrays, Config(source)
     architecture = str(config.stated.get("architecture", ""))
+    source.refuse(["its architecture"] if COMPUTES_OTHERWISE.match(architecture) else [])
     kind = timm_blocks.find_kind(source, architecture)
+    source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
     found = {  # timm's arguments that the arrays determine
@@ -167,7 +172,8 @@ def _read_vit(source: Source) -> Pretrained:
     }
     pool = _read_pool(config, source, kind)
     act = config.args.get("act_layer", kind.act)
-    eps = float(config.args.get("eps", kind.eps))
+    norm_layer = config.args.get("norm_layer")
+    eps = float(config.args.get("eps", _NORM_EPS.get(norm_layer, kind.eps)))
     has_default = "model_args" in config.stated and not config.is_named
     default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
     heads = config.args.get("num_heads", default_heads)
@@ -177,6 +183,7 @@ def _read_vit(source: Source) -> Pretrained:
         faults.need(stated == value, f"{name}={stated!r} is not supported")
     faults.need_known("global_pool", pool, _POOLS)
     faults.need_known("act_layer", act, _GELU)
+    faults.need_known("norm_layer", norm_layer or "layernorm", _NORM_EPS)
     faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
                 "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")
@@ -232,23 +239,33 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
     """(image size, whether the class token has a position).
 
     The image size is the stated one, else that of the square grid that the positions fill, else
-    None.
+    None. Positions of registers are added to the registers, which have none here.
     """
     p, q = source.arrays[_PATCHES].shape[2:]
-    prefix = sum(token in source.arrays for token in ("cls_token", "dist_token"))
-    no_embed_class = config.args.get("no_embed_class")
+    named = sum(token in source.arrays for token in ("cls_token", "dist_token"))
+    registers = source.size("reg_token", 1) or 0
     image_size, num_positions = config.image_size, source.size("pos_embed", 1)
-    if num_positions is not None and prefix and no_embed_class is None:
-        # True if there are as many positions as patches; without a size, if they form a square.
+    placed = named
+    if num_positions is not None:
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
-        square = math.isqrt(num_positions) ** 2 == num_positions
-        no_embed_class = square if patches is None else num_positions == patches
+        # As many tokens as leave the number of patches; without a size, as leave a square.
+        possible = {True: (0,), False: (named, named + registers)}.get(
+            config.args.get("no_embed_class"), (0, named, named + registers)
+        )
+        rests = {number: num_positions - number for number in possible}
+        fitting = (n for n, r in rests.items() if r == (patches or math.isqrt(max(r, 0)) ** 2))
+        placed = next(fitting, named)
+    if placed > named:
+        first, added, last = np.split(source.arrays["pos_embed"], [named, placed], axis=1)
+        source.arrays["reg_token"] = source.arrays["reg_token"] + added
+        source.arrays["pos_embed"] = np.concatenate([first, last], axis=1)
+        num_positions, placed = num_positions - registers, named
     if image_size is None and num_positions is not None:
-        side = source.square_side(num_positions - (0 if no_embed_class else prefix))
+        side = source.square_side(num_positions - placed)
         image_size = (side * p, side * q)
     if image_size is not None:
         image_size = source.whole_patches(image_size, (p, q))
-    return image_size, not no_embed_class
+    return image_size, placed == named
 
 
 def _read_efficientnet(source: Source) -> Pretrained:
@@ -264,7 +281,7 @@ def _read_efficientnet(source: Source) -> Pretrained:
     source.check_agreement(config.stated, {"num_classes": num_classes or 0})
     config.say_assumed()
     model = EfficientNet(num_classes, config.image_size, *_find_factors(config, source))
-    params, model_state = split_leaves(read_rows(_efficientnet_rows(model), source, model))
+    params, model_state = fit.split_leaves(read_rows(_efficientnet_rows(model), source, model))
     spec = config.read_spec(model.image_size, num_classes, "antialiased")
     return Pretrained(str(source.path), model, params, spec, model_state=model_state)
 
@@ -325,11 +342,13 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """
     if isinstance(pretrained.model, EfficientNet):
         return _write_efficientnet(path, pretrained)
-    require_image_size(pretrained)
+    fit.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
-        pretrained = with_learned_positions(pretrained, class_token_has_one=distilled)
+        pretrained = fit.with_learned_positions(pretrained, class_token_has_one=distilled)
+    if pretrained.model.registers and pretrained.model.num_prefix_positions:
+        pretrained = fit.without_class_position(pretrained)
     model, form = pretrained.model, timm_blocks.find_form(pretrained.model)
     arrays = write_rows(vit_rows(model), pretrained.params, model)
     if form is None:

@@ -61,6 +61,7 @@ class Kind(NamedTuple):
 _ROTARY_2D = {"rotary": "indices", "rotary_base": 1e4}
 PLAIN = Kind()
 DINOV2 = Kind(pixels=IMAGENET, heads={1536: 24})
+_OF_AUTHORS = "half_pixel_surplus"  # of DINOv2 without registers
 DINOV3 = Kind(
     1e-5, pool="avg", pixels=IMAGENET, heads={1280: 20, 4096: 32}, fields={"rotary": "normalised"}
 )
@@ -73,19 +74,23 @@ VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=_ROTARY_2D | {"rotary_r
 def find_kind(source: Source, architecture: str) -> Kind:
     """The kind of the model with the arrays of `source`, by them and by timm's name for it."""
     has = source.arrays.keys().__contains__
-    if is_gated(source) and not has(f"{_FIRST}.attn.qkv.bias") and has("pos_embed"):
+    separate = any(has(f"{_FIRST}.attn.{name}") for name in ("q_bias", "q_proj.weight"))
+    if is_gated(source) and separate and has("pos_embed"):
         return EVA02
     if has(f"{_FIRST}.attn.rope.freqs"):
         return VIT5
-    if has("reg_token") and not has("pos_embed"):
+    rotary = has(f"{_FIRST}.gamma_1") or has("rope_embed.periods") or "dinov3" in architecture
+    if rotary and has("cls_token") and not has("pos_embed"):
         kind = DINOV3._replace(pool="token") if has("rope_embed.periods") else DINOV3
         return kind._replace(act="silu") if is_gated(source) else kind
     if has("norm_pre.weight"):
         return CLIP_TOWER._replace(act="quick_gelu" if "quickgelu" in architecture else "gelu")
     if "siglip" in architecture:
         return SIGLIP._replace(act="gelu_tanh" if re.search(_TANH, architecture) else "gelu")
-    if has("reg_token") or "dinov2" in architecture or is_gated(source):
-        return DINOV2._replace(act="silu") if is_gated(source) else DINOV2
+    of_authors = has("mask_token") and source.arrays["mask_token"].ndim == 2
+    if has("reg_token") or "dinov2" in architecture or is_gated(source) or of_authors:
+        kind = DINOV2._replace(act="silu") if is_gated(source) else DINOV2
+        return kind if has("reg_token") or not of_authors else kind._replace(resize=_OF_AUTHORS)
     return PLAIN
 
 
@@ -138,6 +143,8 @@ def block_fields(source: Source, kind: Kind) -> dict[str, Any]:
         "mlp_norm": has(f"{_FIRST}.mlp.norm.weight"),
         **kind.fields,
     }
+    if not fields["registers"]:
+        fields.pop("rotary_registers", None)
     if fields["qkv_bias"]:
         fields["key_bias"] = has(f"{attention}.qkv.bias") or has(f"{attention}.k_proj.bias")
     return fields
@@ -155,7 +162,7 @@ def check_rotary(source: Source, model: nn.Module, config: Mapping[str, Any]) ->
     model = model.clone(rotary_base=float(stated))
     if model.rotary_registers is not None:
         own = float(config.get("reg_theta", model.rotary_registers))
-        model = model.clone(rotary_registers=own if model.registers else None)
+        model = model.clone(rotary_registers=own)
     faults, rounded = [], model.clone(rotary_dtype="bfloat16")
     for name in [name for name in source.arrays if re.search(r"rope\w*\.(freqs|periods)$", name)]:
         array = source.arrays.pop(name)
