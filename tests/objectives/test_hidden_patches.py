@@ -1,5 +1,6 @@
 """Masked patches and masked autoencoders: published values, targets by hand, devices."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -17,13 +18,14 @@ from PIL import Image
 
 from vit_jax.base import tree
 from vit_jax.config import OBJECTIVES, base_config
+from vit_jax.devices.kernels import has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import RunFacts
+from vit_jax.objectives.contract import RunFacts, as_it_is
 from vit_jax.objectives.mae import Mae, _Mae
 from vit_jax.objectives.masked_patches import (
     Corruption,
@@ -86,9 +88,18 @@ def golden_mae(norm_pixels):
     return mae, tree.unflatten_names(params | {f"objective/{k}": v for k, v in decoder.items()})
 
 
-@pytest.mark.parametrize("suffix", [pytest.param("", marks=pytest.mark.slow), "_norm_pix"])
-def test_published_loss_of_mae(suffix):
+def by_kernels(module):
+    return module.clone(forms=tpu_forms(module, mesh_of(1)))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "in_form"),
+    [pytest.param("", as_it_is, marks=pytest.mark.slow), ("_norm_pix", by_kernels)],
+)
+def test_published_loss_of_mae(suffix, in_form, interpreted_kernels):
     mae, params = golden_mae(bool(suffix))
+    mae = dataclasses.replace(mae, in_form=in_form)
+    assert has_kernels(mae.decoder) == (in_form is by_kernels)
     order = np.argsort(GOLDEN["noise"], axis=1)
 
     @jax.jit

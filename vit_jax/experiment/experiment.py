@@ -39,7 +39,7 @@ from vit_jax.experiment.optimizers import make_config_average, make_config_optim
 from vit_jax.experiment.schedules import Schedule, make_config_schedule
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import AbstractBatch, Step, make_train_step
-from vit_jax.objectives.contract import Objective, Teacher
+from vit_jax.objectives.contract import Objective, Teacher, TokenPass
 
 Tree = TypeVar("Tree")
 
@@ -108,6 +108,11 @@ class Experiment:
     def flops_per_step(self) -> int:
         """FLOPs of a training step over all devices, including rematerialisation."""
         return program_flops(self.trace().jaxpr.jaxpr)
+
+    @property
+    def passes(self) -> tuple[TokenPass, ...]:
+        """The images of one example that pass through a model, or blocks, in a step."""
+        return self.objective.passes or (TokenPass(self.model),)
 
     @property
     def total_steps(self) -> int:

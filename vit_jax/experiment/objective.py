@@ -1,6 +1,6 @@
 """The objective of a config, with what it learns from: labels, views, teachers, an average."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import flax.linen as nn
 from ml_collections import ConfigDict
@@ -10,7 +10,7 @@ from vit_jax.config import num_microbatches
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.objectives import objective_of
-from vit_jax.objectives.contract import Objective, RunFacts, Teacher
+from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
 from vit_jax.objectives.losses import make_loss
 
 # Remedies for keys that a batch lacks.
@@ -27,9 +27,9 @@ def make_config_objective(
     durations: Mapping[str, int],
     teachers: Sequence[Teacher],
     model: nn.Module,
-    in_form: Callable[[nn.Module], nn.Module],
+    in_form: InForm,
 ) -> Objective:
-    """The objective of a config; `in_form` gives the teachers' models the form to compute in.
+    """The objective of a config; `in_form` gives what computes beside `model` its form.
 
     Raises:
       InputError: it needs what batches or the state do not hold.
@@ -45,7 +45,7 @@ def make_config_objective(
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    facts = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label)
+    facts = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label, in_form)
     objective = objective_of(config).bind(model, make_loss(**config.loss), facts)
     _check_needs(objective, config, shapes)
     return objective

@@ -174,6 +174,15 @@ class Teacher(NamedTuple):
     same_classes: bool = True
 
 
+# in_form(module) -> module, sharded and in the fastest form for the devices of a run.
+InForm = Callable[[nn.Module], nn.Module]
+
+
+def as_it_is(module: nn.Module) -> nn.Module:
+    """The `InForm` of a run whose devices are not known."""
+    return module
+
+
 class RunFacts(NamedTuple):
     """Facts about a run that an objective may use.
 
@@ -182,6 +191,7 @@ class RunFacts(NamedTuple):
     shapes: {key: shape} of a global batch.
     durations: {config key: steps} for every duration of the run.
     multi_label: whether an image may have several labels, or none.
+    in_form: gives the objective's own blocks the form to compute in.
     """
 
     mean: tuple[float, ...]
@@ -190,6 +200,7 @@ class RunFacts(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]] = {}
     durations: Mapping[str, int] = {}
     multi_label: bool = False
+    in_form: InForm = as_it_is
 
 
 class ObjectivePart(Part):

@@ -16,18 +16,20 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
-from vit_jax.models.contract import Model, SplitLayer
-from vit_jax.models.forms import unconstrained
+from vit_jax.models.contract import AttentionShape, Model, SplitLayer
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.layers import BlockFields, Encoder, split_blocks
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
+    InForm,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
     State,
     TokenPass,
+    as_it_is,
 )
 from vit_jax.objectives.patches import Reconstruction
 
@@ -77,10 +79,21 @@ class Decoder(BlockFields, nn.Module):
         head = nn.Dense(self.num_outputs, dtype=self.dtype, name="head")
         return head(x_BHW).astype(jnp.float32)
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefix + math.prod(self.grid)
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """As `Model.attention_shape`."""
+        return AttentionShape(
+            self.num_heads, self.width // self.num_heads, self.num_tokens, 0.0, relative=False
+        )
+
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         """Its blocks, which are no part of the model, and always learn."""
-        tokens = self.num_prefix + math.prod(self.grid) if tokens is None else tokens
+        tokens = self.num_tokens if tokens is None else tokens
         recomputed = self.depth if self.remat != "none" else 0
         blocks = split_blocks(self.depth, recomputed, tokens * self.width)
         return [block._replace(part=None) for block in blocks]
@@ -112,7 +125,7 @@ class Mae(ObjectivePart):
     def bind(self, model, loss, facts):
         model = patches.check_patches(model, "mae")
         collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
-        bound, prefix = _Mae(model, self), model.num_prefix_tokens
+        bound, prefix = _Mae(model, self, facts.in_form), model.num_prefix_tokens
         return Objective(
             bound.loss,
             init=bound.init,
@@ -128,10 +141,14 @@ class Mae(ObjectivePart):
 
 @dataclasses.dataclass(frozen=True)
 class _Mae:
-    """The functions of the objective `Mae` of a model."""
+    """The functions of the objective `Mae` of a model.
+
+    in_form: see `RunFacts`.
+    """
 
     model: Model
     keys: Mae
+    in_form: InForm = as_it_is
 
     @property
     def num_patches(self) -> int:
@@ -147,10 +164,10 @@ class _Mae:
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder, in the dtype of the encoder; it computes without kernels."""
+        """The decoder, in the dtype of the encoder."""
         model = self.model
         same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "grid", "scan", "remat")
-        return Decoder(
+        decoder = Decoder(
             num_heads=self.keys.decoder_heads,
             mlp_dim=self.keys.decoder_mlp_dim or 4 * self.keys.decoder_width,
             num_prefix=model.num_prefix_tokens,
@@ -159,13 +176,14 @@ class _Mae:
             num_outputs=model.patch_size[0] * model.patch_size[1] * model.channels,
             **{name: getattr(model, name) for name in same},
         )
+        return cast(Decoder, self.in_form(decoder))
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The decoder's parameters, and no state."""
         tokens = self.model.num_prefix_tokens + self.count_visible()
         tokens_1TD = jnp.zeros((1, tokens, self.model.width))
         order_1N = jnp.arange(self.num_patches)[None]
-        decoder = self.decoder.clone(constrain=unconstrained)
+        decoder = self.decoder.clone(constrain=unconstrained, forms=PLAIN)
         return decoder.init(rng, tokens_1TD, order_1N)["params"], {}
 
     def loss(

@@ -89,7 +89,7 @@ def collective_table(
     _add_teachers(exchanges, experiment, accum_steps)
     if shape["tensor"] > 1:
         still = _count_still(experiment)
-        for each in experiment.objective.passes or (TokenPass(experiment.model),):
+        for each in experiment.passes:
             _add_activations(exchanges, each, images, still)
     _add_statistics(exchanges, experiment)
     return exchanges.table(target)

@@ -73,7 +73,8 @@ def train_and_evaluate(
         logger.info(how, finished["step"])
         return finished
     describe(run)
-    check_kernels(run.experiment.model, run.mesh)
+    for model in dict.fromkeys(each.model for each in run.experiment.passes):
+        check_kernels(model, run.mesh)
     with locked(workdir, before, run.config) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock)
