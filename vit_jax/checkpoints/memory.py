@@ -220,7 +220,7 @@ def _zeros(leaf: Any) -> jax.Array:
 def _pieces(
     leaves: Mapping[str, jax.Array], distance: int
 ) -> Iterator[tuple[str, Region, np.ndarray]]:
-    """(leaf name, region, values) of the shards here, then of those of the process `distance` before.
+    """(leaf name, region, values) of the shards here, and of those of the process that this holds.
 
     Leaves move one by one, so the devices need memory for one leaf more.
     """
