@@ -70,7 +70,7 @@ def define_flags() -> argparse.ArgumentParser:
     parser.add_argument("--save_s", type=positive, default=300,
                         help="seconds for a pod to save when it is evicted")  # fmt: skip
     parser.add_argument("--xpk_cluster", metavar="NAME",
-                        help="cluster of xpk; with --dry_run, prints the command for xpk")  # fmt: skip
+                        help="with --dry_run: print the command of xpk")  # fmt: skip
     add_cluster_flags(parser, max_restarts=10)
     add_common_flags(parser, "the manifest")
     return parser

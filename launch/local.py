@@ -6,8 +6,9 @@
 Process 0 prints here; the output of every process is kept in WORKDIR/logs/process_I.log. If
 one process fails, all are stopped. A preempted job (exit code 75, or SIGTERM before training)
 restarts and resumes. So does a job that has lost a process to a signal, such as SIGKILL, at most
---max_restarts times; with checkpoint.memory_every it resumes from host memory. To stop the job, stop this command: the job saves, and the exit code is 75 on
-SIGTERM and 130 on Ctrl-C. A second Ctrl-C ends the job at once.
+--max_restarts times; with checkpoint.memory_every it resumes from host memory. To stop the job,
+stop this command: the job saves, and the exit code is 75 on SIGTERM and 130 on Ctrl-C. A second
+Ctrl-C ends the job at once.
 """
 
 import argparse
@@ -283,7 +284,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
         restarts = 0
         while True:
             code = start_and_wait(job, environments, logs, stop)
-            is_killed = code > 128 and restarts < flags.max_restarts
+            is_killed = code > 128 and code != INTERRUPTED and restarts < flags.max_restarts
             if stop.signal is not None or not (code == PREEMPTED or is_killed):
                 break
             why = "preempted"

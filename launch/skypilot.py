@@ -43,7 +43,7 @@ def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=positive, default=1)
     parser.add_argument("--accelerators", metavar="NAME:NUMBER",
-                        help="GPUs of a node, e.g. H100:8; default: none, i.e. run on CPU")  # fmt: skip
+                        help="GPUs of a node, e.g. H100:8; default: run on CPU")  # fmt: skip
     parser.add_argument("--infra", help="cloud, region or context, e.g. gcp/us-central1")
     parser.add_argument("--spot", action="store_true", help="use spot nodes")
     parser.add_argument("--max_restarts", type=int, default=3, help="limit after failures")

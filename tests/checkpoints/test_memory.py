@@ -1,6 +1,5 @@
 """Steps kept in the memory of the hosts, and restored by jobs that have lost some of it."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,10 +11,10 @@ import pytest
 from cheap_compilation import flags_for
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from started_job import free_address
 
 from vit_jax.checkpoints import memory
 from vit_jax.devices.mesh import make_mesh
-from started_job import free_address
 
 SPECS = {
     "split": P("fsdp"),
@@ -34,7 +33,7 @@ def make_state(step, **axes):
         dtype = jnp.bfloat16 if name == "half" else jnp.float32
         sharding = NamedSharding(mesh, SPECS[name])
         state[name] = jax.make_array_from_callback(
-            shape, sharding, lambda index, v=values.astype(dtype): v[index]
+            shape, sharding, values.astype(dtype).__getitem__
         )
     return state
 

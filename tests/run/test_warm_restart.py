@@ -126,7 +126,7 @@ def test_four_processes_become_three_and_four_again(tmp_path):
             assert code == (0 if until == 200 else 137), said(run)
     resumed = re.findall(r"start: resumed at step (\d+) from (\S+)", said(run))
     assert [where.startswith("/dev/shm") for _, where in resumed] == [True, True], said(run)
-    assert 40 <= int(resumed[0][0]) <= 60 and 100 <= int(resumed[1][0])
+    assert 40 <= int(resumed[0][0]) <= 60 and int(resumed[1][0]) >= 100
     logged = [row["step"] for row in rows(run) if "train/loss" in row]
     assert logged == list(range(5, 201, 5))
     assert not memory.exists()

@@ -23,7 +23,7 @@ import shutil
 import socket
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -86,22 +86,26 @@ class Memory:
           target: shapes and dtypes, with NamedShardings over one mesh.
           first: a step.
         """
-        leaves = tree.flatten_names(target)
+        leaves, me = tree.flatten_names(target), jax.process_index()
         for step, has_own in self._agree(leaves, first):
             kept, giver = _Kept(self._run, step), has_own.index(True)
             meta = processes.say_to_all(
                 "the kept meta", lambda kept=kept: kept.meta, _SAID_WITHIN_S, by=giver
             )
-            lost = {p: self._holder(p) for p, has in enumerate(has_own) if not has}
+            to = {self._holder(p): p for p, has in enumerate(has_own) if not has}
             try:
-                found = on_all(functools.partial(_read, kept, leaves, lost))
+                # Everything is read before anything is exchanged, so none waits for one that fails.
+                read_for = functools.partial(kept.read_for, leaves=leaves)
+                mine = on_all(functools.partial(read_for, me if has_own[me] else None))
+                sent = on_all(functools.partial(read_for, to.get(me)))
+                found = _place(leaves, mine, sent, to)
                 for name, value in checksums(found).items():
                     if meta["checksums"][name] != value:
                         raise InvalidError(f"leaf {name} is damaged: its checksum differs")
             except InvalidError as e:
                 logger.warning("step %d in %s is invalid: %s", step, self, e)
                 continue
-            for process, holder in lost.items():
+            for holder, process in to.items():
                 logger.info("process %d received its shards from process %d", process, holder)
             return jax.tree.unflatten(jax.tree.structure(target), found.values()), meta
         return None
@@ -174,8 +178,23 @@ class _Kept:
             for region in set(_regions(leaf.sharding, leaf.shape)[process])
         )
 
-    def read(self, name: str, region: Region, dtype: np.dtype) -> np.ndarray:
-        """The elements of `region` of the leaf `name`."""
+    def read_for(
+        self, process: int | None, leaves: Mapping[str, Any]
+    ) -> dict[str, list[np.ndarray]]:
+        """The shards of every leaf on the devices of `process`; {} for None."""
+        return (
+            {}
+            if process is None
+            else {
+                name: [
+                    self._read(name, region, np.dtype(leaf.dtype))
+                    for region in _regions(leaf.sharding, leaf.shape)[process]
+                ]
+                for name, leaf in leaves.items()
+            }
+        )
+
+    def _read(self, name: str, region: Region, dtype: np.dtype) -> np.ndarray:
         pieces = self._pieces[name]
         shape = [stop - start for start, stop in region]
         if region in pieces:
@@ -188,33 +207,29 @@ class _Kept:
         return whole
 
 
-def _read(kept: _Kept, leaves: Mapping[str, Any], lost: Mapping[int, int]) -> dict[str, jax.Array]:
-    """The leaves, read from this host; the processes `lost`, {process: holder}, receive theirs."""
-    me, found = jax.process_index(), {}
-    to = {holder: process for process, holder in lost.items()}
+def _place(
+    leaves: Mapping[str, Any],
+    mine: Mapping[str, Sequence[np.ndarray]],
+    sent: Mapping[str, Sequence[np.ndarray]],
+    to: Mapping[int, int],
+) -> dict[str, jax.Array]:
+    """Arrays with the shards `mine`; a process without them receives what its holder has `sent`.
+
+    `to`: {holder: process without shards}.
+    """
+    found = {}
     for name, leaf in leaves.items():
-        regions, devices = _regions(leaf.sharding, leaf.shape), _by_process(leaf.sharding.mesh)[me]
+        nothing = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        devices = _by_process(leaf.sharding.mesh)[jax.process_index()]
 
-        def read_for(process, name=name, leaf=leaf, regions=regions, devices=devices):
-            """The shards of `process`, on the devices here."""
-            values = [kept.read(name, region, np.dtype(leaf.dtype)) for region in regions[process]]
-            shards = list(map(jax.device_put, values, devices))
-            return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        def make(shards, leaf=leaf, devices=devices):
+            return jax.make_array_from_single_device_arrays(
+                leaf.shape, leaf.sharding, list(map(jax.device_put, shards, devices))
+            )
 
-        if me not in lost:
-            found[name] = read_for(me)
-        if lost:
-            given = read_for(to.get(me, me)) if me in to or me not in lost else _zeros(leaf)
-            received = _move(given, to)
-            found.setdefault(name, received)
+        received = _move(make(sent.get(name, [nothing] * len(devices))), to) if to else None
+        found[name] = make(mine[name]) if mine else received
     return found
-
-
-def _zeros(leaf: Any) -> jax.Array:
-    return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding,
-        lambda _: np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype),
-    )  # fmt: skip
 
 
 def _pieces(
