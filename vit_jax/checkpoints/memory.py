@@ -167,7 +167,7 @@ class _Kept:
             self.meta = self.meta or index["meta"]
             for name, region, start, stop in index["pieces"]:
                 found = self._pieces.setdefault(name, {})
-                found[tuple(map(tuple, region))] = data[start:stop]
+                found[tuple((first, last) for first, last in region)] = data[start:stop]
 
     def covers(self, leaves: Mapping[str, Any], process: int) -> bool:
         """Whether the files have every region that the devices of `process` need."""

@@ -93,7 +93,7 @@ class Loop:
     profiler: Profiler
     checkpoints: checkpoint.Checkpoints
     read_ahead: Iterator[tree.Batch]
-    memory: Memory
+    memory: Memory | None
 
     def batches(self) -> Iterator[tuple[int, tree.Batch]]:
         """(step, its batch), up to the last step or the early end."""
@@ -142,10 +142,10 @@ class Loop:
         if due.signal is None:
             self.evaluate(due, state)
             self.record.tell(state)
-        if due.keeps:
-            self.keep(due, state)
         if due.saves or self.selection.stops or self.selection.best_step == due.step:
             self.save(due, state)
+        elif due.keeps:  # so a last step is never resumed without its checkpoint
+            self.keep(due, state)
         if due.signal is not None:
             self.stop(due, state)
 
@@ -163,6 +163,7 @@ class Loop:
             self.checkpoints.save(due.step, state, meta)
 
     def keep(self, due: Due, state: TrainState) -> None:
+        assert self.memory is not None  # as `keeps` says
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
             self.memory.save(due.step, state, meta)
