@@ -14,7 +14,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm")
+LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm", "skypilot")
 
 
 def _cell(text: str) -> str:

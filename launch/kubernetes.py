@@ -7,7 +7,8 @@
 --topology runs the job on TPU slices of GKE, after checking that it fits. --nodes and
 --gpus_per_node run it on NVIDIA GPUs; --nodes without GPUs runs it on CPUs. Every node runs one
 process, which uses all its chips.
---dry_run prints the manifest, for `kubectl create -f -`.
+--dry_run prints the manifest, for `kubectl create -f -`; with --xpk_cluster=NAME it prints the same
+job on TPUs as a command of xpk, which makes a manifest of its own.
 
 All processes restart when one of them was told to stop and has saved, or has lost its node.
 They also restart after failures, at most --max_restarts times, except if the input is wrong.
@@ -41,6 +42,7 @@ from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
 
 _PORT = 8482  # port of process 0 in its pod
 _SPOT = "cloud.google.com/gke-spot"
+_KUEUE = "kueue.x-k8s.io/"
 
 
 def define_flags() -> argparse.ArgumentParser:
@@ -60,11 +62,15 @@ def define_flags() -> argparse.ArgumentParser:
         help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
     parser.add_argument("--namespace", default="default")
+    parser.add_argument("--queue", metavar="NAME", help="Kueue's LocalQueue that admits the job")
+    parser.add_argument("--priority", metavar="CLASS", help="Kueue's WorkloadPriorityClass")
     parser.add_argument("--name", type=name_of_job, help="default: last part of the workdir")
     parser.add_argument("--cpus_per_node", type=positive, help="CPUs to request per pod")
     parser.add_argument("--memory_per_node", metavar="SIZE", help="memory per pod, e.g. 64Gi")
     parser.add_argument("--save_s", type=positive, default=300,
                         help="seconds for a pod to save when it is evicted")  # fmt: skip
+    parser.add_argument("--xpk_cluster", metavar="NAME",
+                        help="with --dry_run: print the command of xpk")  # fmt: skip
     add_cluster_flags(parser, max_restarts=10)
     add_common_flags(parser, "the manifest")
     return parser
@@ -84,6 +90,9 @@ def check(flags: argparse.Namespace, job: Job) -> None:
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
             "folder on a volume, --volume=CLAIM:FOLDER"
         )
+
+    if flags.priority is not None and flags.queue is None:
+        raise InputError("--priority: only works with --queue, since Kueue reads it")
 
 
 def is_mounted(flags: argparse.Namespace, folder: str) -> bool:
@@ -141,7 +150,9 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[str, Any]:
     """Make the JobSet's manifest."""
     jobset = yaml.safe_load(_JOBSET)
-    jobset["metadata"] = {"name": flags.name, "namespace": flags.namespace}
+    # Kueue suspends a JobSet with such a label until its queue has room for all of its pods.
+    labels = {f"{_KUEUE}queue-name": flags.queue, f"{_KUEUE}priority-class": flags.priority}
+    jobset["metadata"] = {"name": flags.name, "namespace": flags.namespace, "labels": labels}
     jobset["spec"]["failurePolicy"]["maxRestarts"] = flags.max_restarts
     [group] = jobset["spec"]["replicatedJobs"]
     pod = group["template"]["spec"]["template"]["spec"]
@@ -168,6 +179,36 @@ def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[
     asked = {"cpu": flags.cpus_per_node, "memory": flags.memory_per_node}
     container["resources"]["requests"] = asked | container["resources"]["limits"]
     return without_empty(jobset)
+
+
+def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> list[str]:
+    """The command with which xpk runs the job; its cluster has a queue and priorities of its own.
+
+    Raises:
+      InputError: for what xpk cannot pass on.
+    """
+    given = {"--nodes": flags.nodes, "--volume": flags.volume, "--queue": flags.queue,
+             "--node_selector": flags.node_selector, "--env": variables.secret}  # fmt: skip
+    if wrong := [name for name, value in given.items() if value]:
+        raise InputError(f"{wrong[0]}: not with --xpk_cluster, which takes TPU slices by "
+                         "--topology, and variables that are not secret")  # fmt: skip
+    if not flags.dry_run:
+        raise InputError("--xpk_cluster: only prints a command for xpk; add --dry_run")
+    tpu = tpus.find_tpu_slice(flags)
+    kind = tpus.GENERATIONS[tpu.chip]
+    settings = [f"{name}={value}" for name, value in variables.plain.items()]
+    options = {
+        "cluster": flags.xpk_cluster, "workload": flags.name,
+        "tpu-type": f"{kind.gcloud or tpu.chip}-{tpu.name.partition(':')[2]}",
+        "num-slices": flags.num_slices, "docker-image": flags.image,
+        "max-restarts": flags.max_restarts,
+        "restart-on-exit-codes": f"{PREEMPTED},{TERMINATED}",
+        "termination-grace-period-seconds": flags.save_s,
+        # xpk passes SIGTERM on to the process that it starts, so that must not be a shell.
+        "command": shell(["exec", "env", *settings, *job.on("tpu").command()]),
+    }  # fmt: skip
+    words = ["xpk", "workload", "create", *(f"--{name}={v}" for name, v in options.items())]
+    return [*words, *(["--spot"] if flags.spot else [])]
 
 
 def add_slices(flags, job, jobset, group, pod, container) -> None:
@@ -253,6 +294,9 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
                        "give a folder on a volume, --volume=CLAIM:FOLDER")  # fmt: skip
     planned = flags.topology is not None and not flags.no_plan
     secret, at = f"{name}-env", ["--namespace", flags.namespace]
+    if flags.xpk_cluster is not None:
+        print(shell(xpk_command(flags, job, variables)))
+        return DONE
     if flags.dry_run:
         if planned and (plan := tpus.plan_command(job, flags)):
             print(f"# {shell(plan)}")

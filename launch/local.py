@@ -5,8 +5,10 @@
 
 Process 0 prints here; the output of every process is kept in WORKDIR/logs/process_I.log. If
 one process fails, all are stopped. A preempted job (exit code 75, or SIGTERM before training)
-restarts and resumes. To stop the job, stop this command: the job saves, and the exit code is 75 on
-SIGTERM and 130 on Ctrl-C. A second Ctrl-C ends the job at once.
+restarts and resumes. So does a job that has lost a process to a signal, such as SIGKILL, at most
+--max_restarts times; with checkpoint.memory_every it resumes from host memory. To stop the job,
+stop this command: the job saves, and the exit code is 75 on SIGTERM and 130 on Ctrl-C. A second
+Ctrl-C ends the job at once.
 """
 
 import argparse
@@ -44,6 +46,8 @@ def define_flags() -> argparse.ArgumentParser:
     parser.add_argument("--devices_per_process", type=positive, metavar="N",
                         help="default: 1 on CPU; GPUs: equal shares")  # fmt: skip
     parser.add_argument("--platform", choices=("cpu", "gpu"), help="default: gpu if there is one")
+    parser.add_argument("--max_restarts", type=int, default=3,
+                        help="limit of restarts after a process was ended by a signal")  # fmt: skip
     add_common_flags(parser, "the commands")
     return parser
 
@@ -183,7 +187,8 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
         now = time.monotonic()
         if deadline is None and stop.signal is None:
             ended_by = next((p for p in processes if p.code not in (None, DONE, PREEMPTED)), None)
-            deadline = now + _GRACE_S if ended_by else None
+            if ended_by is not None:  # those beside a killed process know no more than this one
+                deadline = now + (0 if ended_by.code < 0 else _GRACE_S)
         if deadline is not None and now > deadline:
             for process in processes:
                 process.send(signal.SIGKILL)
@@ -252,7 +257,7 @@ def remove_logs(job: Job, num_processes: int) -> None:
 
 
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run the job of `words`, restarting it while it is preempted; return its exit code."""
+    """Run the job of `words` until it is neither preempted nor killed; return its exit code."""
     if flags.num_processes * (flags.devices_per_process or 1) > _MOST_DEVICES:
         raise InputError(
             f"--num_processes={flags.num_processes}: needs at most {_MOST_DEVICES} devices in all"
@@ -276,10 +281,17 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     is_new = not files.absolute(job.workdir).exists()
     with Stop() as stop, contextlib.ExitStack() as stack:
         logs = open_logs(job, flags.num_processes, stack)
-        while (code := start_and_wait(job, environments, logs, stop)) == PREEMPTED:
-            if stop.signal is not None:
+        restarts = 0
+        while True:
+            code = start_and_wait(job, environments, logs, stop)
+            is_killed = code > 128 and code != INTERRUPTED and restarts < flags.max_restarts
+            if stop.signal is not None or not (code == PREEMPTED or is_killed):
                 break
-            print("preempted; running the same command again", flush=True)
+            why = "preempted"
+            if is_killed:
+                restarts += 1
+                why = f"lost a process; restart {restarts} of at most {flags.max_restarts}"
+            print(f"{why}; running the same command again", flush=True)
     if code == INPUT_WRONG and is_new:
         remove_logs(job, flags.num_processes)
     return code

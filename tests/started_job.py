@@ -11,6 +11,12 @@ from forked import ROOT, Forked
 FAULTY = ROOT / "tests" / "faulty_run.py"
 
 
+def free_address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
 class Job:
     """A context manager for the processes of one job; on exit it kills all of them.
 
@@ -22,16 +28,14 @@ class Job:
     """
 
     def __init__(self, folder, *words, num_processes=2, devices=2, own=None):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        address = free_address()
         environment = {"XLA_FLAGS": flags_for(devices)}
         self.outputs = [folder / f"process-{i}.txt" for i in range(num_processes)]
         self.processes, self.ended_at = [], {}
         for i, output in enumerate(self.outputs):
             fault, more = (own or {}).get(i, ("", ()))
             joined = (
-                f"--coordinator=localhost:{port}", f"--num_processes={num_processes}",
+                f"--coordinator={address}", f"--num_processes={num_processes}",
                 f"--process_id={i}",
             )  # fmt: skip
             program = FAULTY if fault else ("-m", "vit_jax.main")

@@ -149,7 +149,7 @@ def test_launchers_take_the_documented_flags(monkeypatch):
             if flag.startswith("-"):
                 assert flag.partition("=")[0] in known, (page, flag)
         seen.add(name)
-    assert seen == {"local", "slurm", "kubernetes", "tpu_vm"}
+    assert seen == {"local", "slurm", "kubernetes", "tpu_vm", "skypilot"}
 
 
 def test_reference_of_config_keys_has_every_key(hooks):

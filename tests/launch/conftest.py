@@ -25,7 +25,9 @@ def launcher(name):
     return pytest.fixture(scope="session", name=name)(lambda: load(name))
 
 
-local, slurm, kubernetes, tpu_vm = map(launcher, ("local", "slurm", "kubernetes", "tpu_vm"))
+local, slurm, kubernetes, tpu_vm, skypilot = map(
+    launcher, ("local", "slurm", "kubernetes", "tpu_vm", "skypilot")
+)
 
 
 @pytest.fixture

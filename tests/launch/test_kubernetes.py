@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -32,7 +33,8 @@ SHOWN = {
     ],
     "two_cpu_nodes": [
         "--nodes=2", "--cpus_per_node=8", "--memory_per_node=32Gi", "--volume=runs:/runs",
-        "--service_account=trainer", "--namespace=vision", "--name=digits",
+        "--service_account=trainer", "--namespace=vision", "--name=digits", "--queue=team",
+        "--priority=high",
     ],
 }  # fmt: skip
 
@@ -356,3 +358,17 @@ def test_image_pins_what_setup_asks_for():
             pin = pins[name.replace("_", "-").lower()]
             assert [int(n) for n in pin.split(".")] >= [int(n) for n in low.split(".")], name
     assert not any(name.startswith(("libtpu", "nvidia", "jax-cuda")) for name in pins)  # jax's own
+
+
+def test_the_command_for_xpk(kubernetes, call):
+    """As `xpk workload create --dry-run --skip-validation` of xpk 1.16 takes it."""
+    words = [IMAGE, "--topology=v5p:4x4x4", "--num_slices=2", "--spot", "--xpk_cluster=pod"]
+    code, out, err = call(kubernetes, *words, "--env=A=b c", "--dry_run", "--", *VIT_L_JOB)
+    assert (code, err) == (0, "")
+    said = shlex.split(out)
+    assert said[:5] == [
+        "xpk", "workload", "create", "--cluster=pod", "--workload=vit-l",
+    ]  # fmt: skip
+    assert {"--tpu-type=v5p-4x4x4", "--num-slices=2", "--restart-on-exit-codes=75,143"} < {*said}
+    [command] = [word for word in said if word.startswith("--command=")]
+    assert command.startswith("--command=exec env 'A=b c' python -m vit_jax.main --config=")

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -110,13 +111,22 @@ def test_one_that_fails_ends_all(local, call, scripts, tmp_path):
     assert f"full log: {tmp_path}/w/logs/process_1.log" in err
     assert (tmp_path / "w/logs/process_0.log").read_text() == "waits\n"
     assert (tmp_path / "w/logs/process_1.log").read_text() == "no such thing\n"
+    scripts(waits, "raise SystemExit(130)")  # one that a person has stopped
+    code, out, err = start(call, local, tmp_path / "w")
+    assert code == 130 and "restart" not in out
 
-    scripts(waits, "import os; os.kill(os.getpid(), 9)")
-    code, _, err = start(call, local, tmp_path / "w")
-    assert code == 128 + 9 and "process 1 was ended by SIGKILL" in err
-    assert (
-        tmp_path / "w/logs/process_0.log"
-    ).read_text() == "waits\n" * 2  # logs of earlier runs stay
+
+def test_one_that_is_killed_restarts_all(local, call, scripts, tmp_path):
+    waits = "import time; print('waits', flush=True); time.sleep(1000)"
+    waiting = f"while not open({str(tmp_path / 'w/logs/process_0.log')!r}).read(): pass"
+    scripts(waits, f"import os\n{waiting}\nos.kill(os.getpid(), 9)")
+    code, out, err = start(call, local, tmp_path / "w")
+    assert code == 128 + 9 and err.count("process 1 was ended by SIGKILL") == 4
+    assert re.findall("restart . of at most 3; running the same command again", out)[2:] == [
+        "restart 3 of at most 3; running the same command again"
+    ]
+    # The logs of earlier starts stay.
+    assert (tmp_path / "w/logs/process_0.log").read_text().startswith("waits\n")
 
 
 def test_wrong_input_leaves_nothing(local, call, scripts, tmp_path):

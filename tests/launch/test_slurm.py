@@ -232,3 +232,29 @@ def test_preempted_job_is_requeued_and_resumes(node, slurm, call, tmp_path, monk
     time.sleep(2)
     assert state(number)[:2] == ("CANCELLED", 0)
     print(log("slurm.log"), log(), sep="\n")
+
+
+def test_a_task_of_an_array_is_requeued_by_itself(
+    node, slurm, call, tmp_path, monkeypatch, request
+):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(request.config.cache.mkdir("jax")))
+    study = tmp_path / "study"
+    code, out, err = call(
+        slurm, "--time=00:10:00", "--", "study", "--config=quickstart:debug",
+        f"--workdir={study}", "--sweep=seed=0,1", "--config.duration=100 steps",
+        "--config.evals.test.every=80 steps",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    number = out.split()[2].rstrip(";")
+
+    def log(seed):
+        path = study / f"seed_{seed}/logs/process_0.log"
+        return path.read_text() if path.exists() else ""
+
+    wait_until(lambda: "step 5/100" in log(1))
+    subprocess.run(["scancel", "--signal=TERM", f"{number}_1"], check=True)
+    wait_until(lambda: all((study / f"seed_{i}/summary.json").exists() for i in range(2)))
+    wait_until(lambda: state(f"{number}_1")[0] == "COMPLETED")
+    assert state(f"{number}_1") == ("COMPLETED", 1, "0:0")
+    assert state(f"{number}_0") == ("COMPLETED", 0, "0:0")
+    assert "start: resumed at step" in log(1) and "start: resumed" not in log(0)

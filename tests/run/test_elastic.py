@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -17,7 +16,7 @@ from etils import epath
 from finished_run import final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from started_job import ROOT, Job
+from started_job import ROOT, Job, free_address
 
 import vit_jax
 from vit_jax.checkpoints import checkpoint
@@ -28,12 +27,6 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference import evaluate
 from vit_jax.run import build, loop, opener, train
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"
 
 
 def train_on(workdir, devices, *, until=None, **mesh):

@@ -37,7 +37,7 @@ def saved_steps(directory: epath.Path) -> list[int]:
     return sorted((int(p.name) for p in steps), reverse=True)
 
 
-def _steps_of_first(directory: epath.Path) -> list[int]:
+def steps_of_first(directory: epath.Path) -> list[int]:
     """`saved_steps` as seen by process 0; a shared disk may show others an older listing."""
     return processes.say_to_all("the saved steps", lambda: saved_steps(directory), _LISTED_WITHIN_S)
 
@@ -128,13 +128,13 @@ def restore_newest(
         data; nothing is moved then.
     """
     invalid: dict[int, str] = {}
-    steps = _steps_of_first(directory)
+    steps = steps_of_first(directory)
     while steps:
         step = steps.pop(0)
         try:
             state, meta = _restore(directory / str(step), abstract_state, partial)
         except InvalidError as e:
-            found = _steps_of_first(directory)
+            found = steps_of_first(directory)
             if found[:1] > [max([step, *invalid])]:  # a run saves here, and deletes old steps
                 steps, invalid = found, {}
                 continue

@@ -267,6 +267,10 @@ class Checkpoint(Section):
     keep_every: str | None = key(
         None, "interval of saves to keep for ever; None: off", form="interval"
     )
+    memory_every: str | None = key(
+        None, "interval of copies in the hosts' memory, for a quick restart; None: off",
+        form="interval",
+    )  # fmt: skip
     keep_best: str | None = key(
         None, "metric, such as val/top1, whose best step so far is saved and kept; None: off"
     )

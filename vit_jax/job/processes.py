@@ -234,22 +234,23 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     return [], differences
 
 
-def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
-    """What `find` gives on process 0, on every process; of several as JSON gives it back.
+def say_to_all(what: str, find: Callable[[], Any], timeout_s: float, by: int = 0) -> Any:
+    """What `find` gives on process `by`, on every process; of several as JSON gives it back.
 
     Args:
       what: is found, for errors.
-      find: called by process 0 only.
+      find: called by process `by` only.
       timeout_s: how long the others wait for it.
+      by: number of a process.
 
     Raises:
       InputError: on every process, if `find` raises it.
-      ProcessError: process 0 has said nothing.
+      ProcessError: process `by` has said nothing.
     """
     if jax.process_count() == 1:
         return find()
     key = f"agree/{_next_comparison()} {what}"
-    if jax.process_index() == 0:
+    if jax.process_index() == by:
         try:
             text = json.dumps({"found": find()})
         except InputError as e:
@@ -258,7 +259,7 @@ def say_to_all(what: str, find: Callable[[], Any], timeout_s: float) -> Any:
     else:
         text = _wait_for(key, timeout_s)
         if text is None:
-            raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
+            raise ProcessError(f"process {by} did not say {what} in {timeout_s:.0f} s")
     said = json.loads(text)
     if "faults" in said:
         raise InputError(*said["faults"])

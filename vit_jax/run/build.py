@@ -51,6 +51,7 @@ class Timetable:
         self._durations, self._total_steps = durations, durations["duration"]
         self._evals = [key.split(".")[1] for key in durations if key.startswith("evals.")]
         self.keep_every = durations.get("checkpoint.keep_every")
+        self._memory_every = durations.get("checkpoint.memory_every")
 
     def _is_due(self, key: str, step: int) -> bool:
         return step == self._total_steps or step % self._durations[key] == 0
@@ -67,6 +68,10 @@ class Timetable:
         """Whether the run saves at `step`; multiples of `keep_every` are always saved."""
         kept = self.keep_every is not None and step % self.keep_every == 0
         return kept or self._is_due("checkpoint.every", step)
+
+    def keeps(self, step: int) -> bool:
+        """Whether the run keeps `step` in the hosts' memory."""
+        return self._memory_every is not None and step % self._memory_every == 0
 
 
 # The user's function of (step, state, metrics); see `commands.train.train`.

@@ -14,6 +14,7 @@ from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import batch_sharding
@@ -23,6 +24,7 @@ from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run
+from vit_jax.run.host_memory import open_memory
 from vit_jax.run.record import Record, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.speed import Profiler
@@ -65,6 +67,7 @@ class Due(NamedTuple):
     logs, saves: whether a row of metrics is written, and whether the state is saved.
     evaluators: names of those that run.
     signal: that has asked the run to stop; None: none has.
+    keeps: whether the state is kept in the hosts' memory.
     """
 
     step: int
@@ -72,6 +75,7 @@ class Due(NamedTuple):
     evaluators: list[str]
     saves: bool
     signal: str | None
+    keeps: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Loop:
     profiler: Profiler
     checkpoints: checkpoint.Checkpoints
     read_ahead: Iterator[tree.Batch]
+    memory: Memory | None
 
     def batches(self) -> Iterator[tuple[int, tree.Batch]]:
         """(step, its batch), up to the last step or the early end."""
@@ -123,8 +128,8 @@ class Loop:
             signal = "Ctrl-C" if self.guard.interrupted else "SIGTERM"
         timetable = self.run.timetable
         evaluators, saves = timetable.evaluators(step), timetable.saves(step) or signal is not None
-        due = Due(step, timetable.logs(step), evaluators, saves, signal)
-        return due if due.logs or due.evaluators or due.saves else None
+        due = Due(step, timetable.logs(step), evaluators, saves, signal, timetable.keeps(step))
+        return due if due.logs or due.evaluators or due.saves or due.keeps else None
 
     def handle(self, due: Due, state: TrainState) -> None:
         """Log, evaluate, save and stop, as far as it is `due`.
@@ -139,6 +144,8 @@ class Loop:
             self.record.tell(state)
         if due.saves or self.selection.stops or self.selection.best_step == due.step:
             self.save(due, state)
+        elif due.keeps:  # so a last step is never resumed without its checkpoint
+            self.keep(due, state)
         if due.signal is not None:
             self.stop(due, state)
 
@@ -154,6 +161,12 @@ class Loop:
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
             self.checkpoints.save(due.step, state, meta)
+
+    def keep(self, due: Due, state: TrainState) -> None:
+        assert self.memory is not None  # as `keeps` says
+        with self.record.saving(due.step) as meta:
+            check_replicas(state, self.run.mesh)
+            self.memory.save(due.step, state, meta)
 
     def stop(self, due: Due, state: TrainState) -> None:
         """Wait for the save, evaluate, and raise Preempted."""
@@ -187,12 +200,13 @@ def open_loop(
         open_writer(run, start if meta else None, lock) as writer,
         Progress(total_steps, start) as progress,
         Profiler(run.config.log.profile, run.workdir / "profile") as profiler,
+        open_memory(run) as memory,
         open_checkpoints(run, selection, lock) as checkpoints,
         open_batches(run, start) as batches,
     ):
         record = Record(run, start, meta, since, writer, progress, lock)
         yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
-                   profiler, checkpoints, batches)  # fmt: skip
+                   profiler, checkpoints, batches, memory)  # fmt: skip
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:

@@ -17,6 +17,7 @@ from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.agreement import compare, compare_findings
 from vit_jax.run.build import Callback, Run, describe, prepare
+from vit_jax.run.host_memory import restore_from_memory
 from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
 from vit_jax.run.opener import ChooseLayout
@@ -136,6 +137,10 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
       InputError: if the checkpoint was made with other data or another order.
     """
     e, directory = run.experiment, run.workdir / "checkpoints"
+    if kept := restore_from_memory(run):
+        state, meta, memory = kept
+        logger.info("start: resumed at step %d from %s", meta["step"], memory)
+        return state, meta
     restored = restore.restore_newest(
         directory, e.abstract_state, fingerprint=run.fingerprint, move_aside=True
     )

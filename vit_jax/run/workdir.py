@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import importlib
 import json
 import os
@@ -220,6 +221,13 @@ def record_start(
     path = workdir / "starts.jsonl"
     before = path.read_bytes() if path.exists() else b""
     write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def run_name(workdir: epath.Path) -> str:
+    """A name for the run in `workdir` that no other run has, from its first start; "" before it."""
+    path = workdir / "starts.jsonl"
+    first = path.read_bytes().partition(b"\n")[0] if path.exists() else b""
+    return hashlib.sha256(f"{workdir}\n".encode() + first).hexdigest()[:16] if first else ""
 
 
 def _last_devices(workdir: epath.Path) -> list[int | str] | None:

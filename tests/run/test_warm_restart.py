@@ -1,0 +1,141 @@
+"""Jobs that lose a process go on from the memory of the host, without a checkpoint of the store."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cheap_compilation import flags_for
+from finished_run import final_state, rows
+from started_job import ROOT
+
+from vit_jax.run.workdir import run_name
+
+WORDS = (
+    "--config=configs/quickstart.py:debug", "--config.duration=200 steps",
+    "--config.global_batch_size=48", "--config.evals.test.batch_size=48",
+    "--config.evals.test.every=100 steps", "--config.log.every=5 steps",
+    "--config.checkpoint.every=100000 steps", "--config.checkpoint.memory_every=20 steps",
+    "--config.optimizer.eps=1e-3",
+)  # fmt: skip
+
+
+def folder_of(workdir):
+    return pathlib.Path(f"/dev/shm/vit_jax-{os.getuid()}", run_name(workdir))
+
+
+@contextlib.contextmanager
+def started(workdir, *words, num_processes=4, max_restarts=3):
+    command = [
+        sys.executable, "launch/local.py", f"--num_processes={num_processes}", "--platform=cpu",
+        f"--max_restarts={max_restarts}", "--", *WORDS, f"--workdir={workdir}", *words,
+    ]  # fmt: skip
+    with open(workdir.with_name("output"), "ab") as output:
+        job = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+            env=os.environ | {"XLA_FLAGS": flags_for(1)},
+        )  # fmt: skip
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait()
+
+
+@pytest.fixture
+def make_workdir(tmp_path):
+    """make_workdir(name) -> a workdir whose memory on this host is removed after the test."""
+    made = []
+
+    def make_workdir(name):
+        made.append(tmp_path / name / "run")
+        made[-1].parent.mkdir()
+        return made[-1]
+
+    yield make_workdir
+    for workdir in made:
+        shutil.rmtree(folder_of(workdir), ignore_errors=True)
+
+
+def last_step(workdir):
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def wait_for_step(workdir, step):
+    until = time.monotonic() + 300
+    while last_step(workdir) < step:
+        assert time.monotonic() < until, workdir.with_name("output").read_text()
+        time.sleep(0.02)
+
+
+def kill(workdir, process):
+    """SIGKILL to the process of this number; returns the time."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"vit_jax.main.*--workdir={workdir} .*--process_id={process}$"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+    return time.monotonic()
+
+
+def said(workdir):
+    return workdir.with_name("output").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_process_ends_with_the_same_bits(make_workdir):
+    whole, killed = make_workdir("whole"), make_workdir("killed")
+    mesh = ("--config.mesh.fsdp=2", "--config.mesh.data=2")
+    since = time.monotonic()
+    with started(whole, *mesh) as job:
+        wait_for_step(whole, 5)
+        start_s = time.monotonic() - since
+        assert job.wait(300) == 0, said(whole)
+    with started(killed, *mesh) as job:
+        wait_for_step(killed, 70)
+        since = kill(killed, 1)
+        shutil.rmtree(folder_of(killed) / "process-1")
+        seen = last_step(killed)
+        wait_for_step(killed, seen + 5)
+        restart_s = time.monotonic() - since
+        assert job.wait(300) == 0, said(killed)
+    assert "lost a process; restart 1 of at most 3" in said(killed)
+    resumed = re.search(r"start: resumed at step (\d+) from /dev/shm", said(killed))
+    assert resumed, said(killed)
+    print(f"start {start_s:.1f} s; SIGKILL to next step {restart_s:.1f} s; "
+          f"row {seen}, resumed at {resumed[1]}")  # fmt: skip
+    assert 60 <= int(resumed[1]) <= seen + 5
+    (step, state), (last, expected) = final_state(killed), final_state(whole)
+    assert step == last == 200
+    for name, leaf in expected.items():
+        assert state[name].tobytes() == leaf.tobytes(), name
+    assert rows(killed) == rows(whole)
+    assert not folder_of(killed).exists()
+
+
+@pytest.mark.slow
+def test_four_processes_become_three_and_four_again(make_workdir):
+    run = make_workdir("run")
+    for num_processes, until in ((4, 50), (3, 120), (4, None)):
+        with started(run, num_processes=num_processes, max_restarts=0) as job:
+            if until is not None:
+                wait_for_step(run, until)
+                kill(run, num_processes - 1)
+            assert job.wait(300) == (0 if until is None else 137), said(run)
+        memory = folder_of(run)
+    resumed = re.findall(r"start: resumed at step (\d+) from (\S+)", said(run))
+    assert [where.startswith("/dev/shm") for _, where in resumed] == [True, True], said(run)
+    assert 40 <= int(resumed[0][0]) <= 60 and int(resumed[1][0]) >= 100
+    logged = [row["step"] for row in rows(run) if "train/loss" in row]
+    assert logged == list(range(5, 201, 5))
+    assert not memory.exists()

@@ -1,0 +1,54 @@
+"""The copies of a run's state in the memory of its hosts; see `checkpoints.memory`."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from vit_jax.base.errors import RaisedByAll
+from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.memory import Memory
+from vit_jax.experiment.state import TrainState
+from vit_jax.job import processes
+from vit_jax.run.build import Run
+from vit_jax.run.workdir import run_name
+
+logger = logging.getLogger("vit_jax")
+
+
+def _open(run: Run) -> Memory | None:
+    """The memory of a run that has begun and keeps steps there; None: there is none."""
+    if run.config.checkpoint.memory_every is None:
+        return None
+    timeout_s = run.config.job.compile_deadline_s
+    name = processes.say_to_all("the run's name", lambda: run_name(run.workdir), timeout_s)
+    return Memory(name) if name else None
+
+
+def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] | None:
+    """(state, meta, where) of a kept step that is newer than the store's; None: there is none."""
+    if (memory := _open(run)) is None:
+        return None
+    saved = max(restore.steps_of_first(run.workdir / "checkpoints"), default=0)
+    found = memory.restore(run.experiment.abstract_state, saved)
+    if found is not None and found[1]["data_fingerprint"] != run.fingerprint:
+        found = None  # the store's step has the same fault, and says it
+    memory.drop_after(found[1]["step"] if found else saved)
+    return None if found is None else (*found, memory)
+
+
+@contextlib.contextmanager
+def open_memory(run: Run) -> Iterator[Memory | None]:
+    """The memory for the steps of a run; removed when the run ends on all processes together.
+
+    It stays when a process is lost, or fails by itself.
+    """
+    memory = _open(run)
+    try:
+        yield memory
+    except RaisedByAll:
+        if memory is not None:
+            memory.remove()
+        raise
+    if memory is not None:
+        memory.remove()
