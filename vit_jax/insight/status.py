@@ -5,11 +5,9 @@ import datetime
 import os
 from collections.abc import Sequence
 
-from vit_jax.config.stored import read_config
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.insight.runs import Run, read_all
-from vit_jax.job.lock import STALE_S, silence
 from vit_jax.run import replay, spikes
+from vit_jax.run.workdir import count_steps, say_holder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ def _status(run: Run) -> Status:
     def last(metric: str) -> float | None:
         return run.curves[metric][-1][1] if metric in run.curves else None
 
-    total_steps = parse_durations(read_config(run.workdir))["duration"]
+    total_steps = count_steps(run.workdir)
     wall_s, is_done = last("time/wall_s"), bool(run.summary) or run.diverged is not None
     eta_s = None
     if wall_s is not None and run.step and not is_done:
@@ -78,10 +76,7 @@ def _health(run: Run) -> str:
     elif run.summary:
         said = "finished"
     else:
-        silent_s = silence(run.workdir)
-        said = "stopped" if silent_s is None else "training"
-        if silent_s is not None and silent_s > STALE_S:
-            said = f"not heard of for {datetime.timedelta(seconds=round(silent_s))}"
+        said = say_holder(run.workdir)
     for folder, what in ((spikes.FOLDER, "spikes"), (replay.FOLDER, "wrong bits")):
         files = (run.workdir / folder).glob("*.json") if (run.workdir / folder).exists() else ()
         if number := len([*files]):
