@@ -167,10 +167,12 @@ def test_smoothing_is_a_centred_mean():
 
 def test_times_by_kind(tmp_path):
     times = [(1, 4.0), (2, 9.0), (3, 11.0)]  # of training, also before a restart
-    rows = [{"step": s, "time/seconds": t, "time/images_per_s": 1.0} for s, t in times]
+    rows = [{"step": s, "time/seconds": t, "time/wall_s": t + 3.0} for s, t in times]
     rows[1]["time/save_s"] = rows[2]["time/save_s"] = 0.75
+    rows += [{"step": 3, "time/save_s": 0.25, "time/wall_s": 15.0, "time/input_wait_s": 1.0}]
     record = runs.read_all([write_run(tmp_path / "run", rows)])[0][0]
-    assert runs.seconds_by_kind(record) == {"training": 11.0, "save": 1.5}
+    found = {kind: seconds for kind, seconds in record.seconds.items() if seconds}
+    assert found == {"step": 10.0, "input_wait": 1.0, "save": 1.75, "other": 2.25}
 
 
 def test_a_diverged_run_is_in_no_mean(tmp_path):

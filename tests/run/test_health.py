@@ -19,8 +19,10 @@ from vit_jax.config.text import load_config
 from vit_jax.job.lock import NoLock
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
-from vit_jax.run.guards import Health
+from vit_jax.run.guards import Health, Stalls
+from vit_jax.run.ledger import NO_PAST
 from vit_jax.run.record import Record
+from vit_jax.run.spikes import Spikes
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.writers import MetricWriter
 
@@ -80,6 +82,22 @@ def test_objectives_that_cannot_collapse_are_not_watched():
     assert feed(Health(Collapse("raise a"), [], {}), rows) == []  # no teacher
 
 
+def test_long_waits_are_named_once_until_they_are_over():
+    stalls = Stalls(base_config())
+
+    def add(wall_s, **seconds):
+        return stalls.add({"time/wall_s": wall_s} | {f"time/{k}": v for k, v in seconds.items()})
+
+    assert stalls.add({"test/top1": 1.0}) == add(5.0, input_wait_s=5.0) == []  # before it
+    assert add(10.0, input_wait_s=3.0) == []  # too short to judge
+    (text,) = add(16.0, save_s=1.0)
+    assert text.startswith("3.0 of the last 11.0 s: the devices wait for images")
+    (text,) = add(30.0, input_wait_s=9.0, save_s=2.0)
+    assert "checkpoint.every='1000 steps'" in text
+    assert add(50.0, input_wait_s=1.0) == []
+    assert len(add(70.0, input_wait_s=3.0)) == 1
+
+
 def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     c = base_config()
     c.evals.few = rank(split="train", every="1 epochs")
@@ -95,7 +113,8 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     )
     c.global_batch_size, c.data.num_examples = 8, 100
     silent = types.SimpleNamespace(update=lambda *_: None)
-    record = Record(run, 0, {}, 0.0, MetricWriter("", writes=False), silent, NoLock())
+    writer, spikes = MetricWriter("", writes=False), Spikes(run, (), {})
+    record = Record(run, 0, {}, 0.0, writer, silent, NoLock(), NO_PAST, spikes)
     state = types.SimpleNamespace(step=5, ema={}, replace=lambda **_: None)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for step in range(1, 6):

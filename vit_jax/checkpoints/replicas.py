@@ -21,7 +21,7 @@ _NAMED_AT_MOST = 10
 
 
 class DivergedError(RuntimeError, RaisedByAll):
-    """Copies of an array differ between devices."""
+    """Devices hold different copies of an array, or compute different ones from one input."""
 
 
 def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
@@ -98,13 +98,13 @@ def _describe(
         by_value = by_place.setdefault(str(place), {})
         by_value.setdefault(int(by_device[device]), []).append(device)
     return [
-        f"{name}: {' / '.join(map(_devices, sorted(by_value.values(), key=len)))}"
+        f"{name}: {' / '.join(map(name_devices, sorted(by_value.values(), key=len)))}"
         for by_value in by_place.values()
         if len(by_value) > 1
     ]
 
 
-def _devices(devices: list[jax.Device]) -> str:
+def name_devices(devices: list[jax.Device]) -> str:
     """Devices with equal copies: by name if few, since a minority is likely wrong; else a count."""
     if len(devices) > 8:
         return f"{len(devices)} others"

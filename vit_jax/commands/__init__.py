@@ -9,8 +9,8 @@ import importlib
 import types
 
 COMMANDS = ("train", "branch", "evaluate", "predict", "export", "benchmark", "plan", "study",
-            "label", "report", "figures", "check", "doctor", "configs", "models",
-            "keys")  # fmt: skip
+            "label", "report", "status", "figures", "check", "doctor", "configs",
+            "models", "keys")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

@@ -206,6 +206,12 @@ class Optimizer(Section):
         "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
         within=POSITIVE,
     )
+    on_spike: str | None = key(
+        None,
+        "when a loss or gradient norm is not finite or far above the last ones: skip the batch, or "
+        "also lower (halve) the rate from there on; None: only what is not finite ends the run",
+        choices=("skip", "lower"),
+    )
     sam_radius: float | None = key(
         None,
         "SAM, for any optimizer, with two gradients in a step: the second is taken at this "
@@ -295,7 +301,7 @@ class Log(Section):
 
 
 class Job(Section):
-    """Deadlines of a run's processes, in seconds."""
+    """A run's processes: their deadlines, in seconds, and checks of the hardware."""
 
     join_deadline_s: int = key(1800, "until all processes have started")
     heartbeat_s: int = key(
@@ -308,6 +314,15 @@ class Job(Section):
     evaluation_deadline_s: float = key(3600.0, "each evaluator", within=POSITIVE)
     save_deadline_s: float = key(
         3600.0, "each save, and stopping the threads that read ahead", within=POSITIVE
+    )
+    replay_every: str | None = key(
+        None,
+        "between two replays: steps whose gradients are computed twice, on two devices, and "
+        "compared bit by bit; None: off",
+        form="interval",
+    )
+    inject: str | None = key(
+        None, "a fault on purpose, for tests: flip:weight:device=3:step=12; None: none"
     )
 
 

@@ -194,6 +194,21 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+class HostCopy:
+    """A copy of this process's shards of an array in host memory, each once."""
+
+    def __init__(self, array: jax.Array):
+        self._shape, self._sharding = array.shape, array.sharding
+        shards = {str(shard.index): shard.data for shard in array.addressable_shards}
+        self._shards = {index: np.array(data) for index, data in shards.items()}
+
+    def restore(self) -> jax.Array:
+        """The array on the devices again, in new memory."""
+        return jax.make_array_from_callback(
+            self._shape, self._sharding, lambda index: self._shards[str(index)].copy()
+        )
+
+
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Constrain an activation's sharding over the mesh of `jax.set_mesh`; a model's `constrain`.
 

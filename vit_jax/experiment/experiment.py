@@ -4,13 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.base import tree
@@ -36,9 +37,11 @@ from vit_jax.experiment.model import (
 )
 from vit_jax.experiment.objective import make_config_objective
 from vit_jax.experiment.optimizers import make_config_average, make_config_optimizer
+from vit_jax.experiment.replay import make_replay
+from vit_jax.experiment.row_losses import make_row_losses
 from vit_jax.experiment.schedules import Schedule, make_config_schedule
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import AbstractBatch, Step, make_train_step
+from vit_jax.experiment.step import AbstractBatch, Step, make_train_step, skip_step
 from vit_jax.objectives.contract import Objective, Teacher, TokenPass
 
 Tree = TypeVar("Tree")
@@ -56,6 +59,9 @@ class Experiment:
     init: () -> TrainState, jitted and sharded.
     train_step: (state, batch, *frozen) -> (state, metrics), jitted; donates the state.
     layer_norms: (state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state.
+    replay: (digest, flip) -> as `make_replay` makes, jitted; keeps the state.
+    row_losses: as `make_row_losses` makes, jitted; keeps the state.
+    skip_step: as `step.skip_step`, jitted; donates the state.
     abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
     abstract_frozen: the same for the frozen arrays, the step's third argument: a tuple of one tree;
       () if the objective has none.
@@ -76,6 +82,9 @@ class Experiment:
     layer_norms: jax.stages.Wrapped
     abstract_state: TrainState
     abstract_batch: AbstractBatch
+    replay: Callable[..., jax.stages.Wrapped]
+    row_losses: jax.stages.Wrapped
+    skip_step: jax.stages.Wrapped
     objective: Objective
     watched_step: Step
     plain_step: Callable[[str | None], Step]
@@ -196,23 +205,30 @@ def make_experiment(
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
     transform = make_transform(config, preprocessing)
+    drawn: dict[str, Any] = {"transform": transform, "seed": config.seed}
     make_step = partial(
         make_train_step, transform=transform, seed=config.seed, sam_radius=o.sam_radius
     )
+    in_parts: dict[str, Any] = {"freeze": o.freeze, "accum_steps": num_microbatches(config)}
     step_with = partial(
         make_step,
         objective,
-        freeze=o.freeze,
-        accum_steps=num_microbatches(config),
+        **in_parts,
         join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
         shardings=gradient_shardings(shardings[0].params, mesh),
     )
 
+    plain = objective_of(in_plain_form(model), in_plain_form)
+
     def plain_step(freeze: str | None) -> Step:
-        plain = objective_of(in_plain_form(model), in_plain_form)
         return make_step(plain, optax.identity(), freeze=freeze)
 
+    def replay(**how: Any) -> jax.stages.Wrapped:
+        function = make_replay(objective, mesh=mesh, **drawn, **in_parts, **how)
+        return whole(function, in_shardings=(*shardings[:2], None, *shardings[2:]))
+
     jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
+    whole = partial(jit, out_shardings=NamedSharding(mesh, P()))
     train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
     return Experiment(
         model=model,
@@ -224,6 +240,9 @@ def make_experiment(
             train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
         ),
         layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
+        replay=replay,
+        row_losses=whole(make_row_losses(plain, **drawn), in_shardings=shardings),
+        skip_step=jit(skip_step, out_shardings=(shardings[0], None), donate_argnums=0),
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,

@@ -11,6 +11,7 @@ from vit_jax.base.tree import Batch, ModelState, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.sharding import constrain_params
 from vit_jax.experiment.accumulation import Sums, accumulate
+from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.schedules import Keep
 from vit_jax.experiment.state import TrainState
@@ -60,14 +61,12 @@ def make_train_step(
         decides. `sharding.gradient_shardings` makes it.
     """
 
+    inputs_of = make_inputs(transform, seed)
+
     def train_step(
         state: TrainState, batch: Batch, frozen: PyTree = None
     ) -> tuple[TrainState, Metrics]:
-        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
-        transform_key, model_key = jax.random.split(step_key)
-        rows = jnp.arange(batch["mask"].shape[0])
-        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
-        inputs = transform(batch, row_keys)
+        inputs, model_key = inputs_of(state, batch)
 
         def sums_of(params, state, inputs, key):
             params = stop_gradients(constrain_params(params, shardings), freeze)
@@ -107,6 +106,40 @@ def make_train_step(
         return state, metrics
 
     return train_step
+
+
+def make_inputs(
+    transform: DeviceTransform, seed: int
+) -> Callable[[TrainState, Batch], tuple[Batch, jax.Array]]:
+    """Make inputs_of(state, batch) -> (what the objective takes, its key) of the step from `state`.
+
+    The arguments are those of `make_train_step`.
+    """
+
+    def inputs_of(state, batch):
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        transform_key, model_key = jax.random.split(step_key)
+        rows = jnp.arange(batch["mask"].shape[0])
+        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
+        return transform(batch, row_keys), model_key
+
+    return inputs_of
+
+
+def skip_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """A step that leaves its batch out: counters advance, so the schedule goes on; pure.
+
+    All else stays, except for `optimizers.LOWERED`, which is halved where the optimizer has it.
+    """
+
+    def advance(x: jax.Array) -> jax.Array:
+        return x + 1 if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    opt_state = jax.tree.map(advance, state.opt_state)
+    if LOWERED in opt_state:
+        opt_state = opt_state | {LOWERED: opt_state[LOWERED] / 2}
+    metrics = {"masked": (1.0 - batch["mask"]).sum()}
+    return state.replace(step=state.step + 1, opt_state=opt_state), metrics
 
 
 def climb(params: optax.Params, grads: optax.Updates, radius: float) -> optax.Params:

@@ -31,9 +31,9 @@ from vit_jax.insight.runs import (
     differences,
     evaluated,
     group_seeds,
-    seconds_by_kind,
     short_names,
 )
+from vit_jax.run.ledger import add_up
 
 if TYPE_CHECKING:
     import markupsafe
@@ -73,7 +73,7 @@ def write(
     folders = dict(zip(dict.fromkeys(figures), short_names([*dict.fromkeys(figures)]), strict=True))
     present = [name for name in _SPEEDS if any(name in run.curves for run in runs)]
     speeds = plots.chart_curves(runs, present)
-    times = {run.name: found for run in runs if (found := seconds_by_kind(run))}
+    times = {run.name: run.seconds for run in runs if any(run.seconds.values())}
     drawn = [*curves, *speeds]
     divs, script, library = plots.embed(drawn)
     loader = jinja2.PackageLoader("vit_jax.insight", "page")
@@ -97,7 +97,7 @@ def write(
         divs={chart.title: Markup(div) for chart, div in zip(drawn, divs, strict=True)},
         left_out=len({*known} - {*chosen}),
         times=times,
-        kinds=list(dict.fromkeys(kind for seconds in times.values() for kind in seconds)),
+        kinds=[kind for kind in add_up(()) if any(seconds[kind] for seconds in times.values())],
         differences=differences(runs),
         figures=read_figures(runs, folders),
         classes=read_classes(runs, folders),

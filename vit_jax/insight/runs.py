@@ -14,6 +14,7 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
 from vit_jax.config.stored import read_values
 from vit_jax.evaluators.metric_names import guess_direction
+from vit_jax.run.ledger import add_up
 from vit_jax.run.terminal import is_accuracy, is_of_class
 from vit_jax.run.writers import read_history
 
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     step: the last step with a row; 0 without rows.
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
     starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
+    seconds: where the wall time went, as `ledger.add_up` gives it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Run(NamedTuple):
     diverged: str | None
     starts: Sequence[Mapping[str, Any]]
     teachers: str
+    seconds: Mapping[str, float]
 
     @property
     def state(self) -> str:
@@ -130,7 +133,9 @@ def short_names(paths: Sequence[epath.Path]) -> list[str]:
 def _read_run(name: str, workdir: epath.Path) -> Run:
     points: dict[str, dict[int, float]] = {}
     step = 0
-    for row in read_history(workdir):
+    history = read_history(workdir)
+    seconds = add_up(history)
+    for row in history:
         at = int(row.pop("step") or 0)
         step = max(step, at)
         for metric, value in row.items():
@@ -150,6 +155,7 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         _read_json(diverged).get("error", "") if diverged.exists() else None,
         [line for _, line in files.json_lines(workdir / "starts.jsonl")],
         teachers.read_text() if teachers.exists() else "",
+        seconds,
     )
 
 
@@ -302,14 +308,3 @@ def show_mean(name: str, values: Sequence[float]) -> str:
         return f"{mean:{digits}}{unit}"
     deviation = scale * statistics.stdev(values)
     return f"{mean:{digits}} ± {deviation:{'.2f' if unit else '.2g'}}{unit}"
-
-
-def seconds_by_kind(run: Run) -> dict[str, float]:
-    """{"training": seconds of steps, "evaluation": ..., "save": ...} as far as rows say."""
-    clock = run.curves.get("time/seconds")
-    found = {"training": clock[-1][1]} if clock else {}
-    for name, points in run.curves.items():
-        kind = re.fullmatch(r"time/(\w+)_s", name)
-        if kind and not kind[1].endswith("_per"):
-            found[kind[1]] = sum(value for _, value in points)
-    return found

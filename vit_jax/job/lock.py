@@ -84,6 +84,17 @@ def is_held(workdir: epath.Path, token: str) -> bool:
     return holder is not None and holder.token == token
 
 
+def silence(workdir: epath.Path) -> float | None:
+    """Seconds since the last heartbeat of a job in `workdir`, by this machine's clock; None: none.
+
+    It writes nothing, so anyone may ask.
+    """
+    try:
+        return max(time.time() - (workdir / _FILE).stat().mtime, 0.0)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _heartbeat_age(workdir: epath.Path) -> float:
     """Seconds since the file was written or touched, by the disk's own clock; inf: it is gone."""
     probe = workdir / f".clock-{uuid.uuid4().hex}"

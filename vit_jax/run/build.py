@@ -16,6 +16,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Batch
 from vit_jax.config import SplitKey
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
@@ -26,6 +27,7 @@ from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.changes import check_unchanged
 from vit_jax.run.opener import ChooseLayout, Files
@@ -45,12 +47,14 @@ class Timetable:
       durations: {key: steps} for every duration of the config, from `parse_durations`.
 
     keep_every: interval, in steps, of the checkpoints that are kept for ever; None: none are.
+    replay_every: interval of the replays; None: there are none.
     """
 
     def __init__(self, durations: Mapping[str, int]):
         self._durations, self._total_steps = durations, durations["duration"]
         self._evals = [key.split(".")[1] for key in durations if key.startswith("evals.")]
         self.keep_every = durations.get("checkpoint.keep_every")
+        self.replay_every = durations.get("job.replay_every")
         self._memory_every = durations.get("checkpoint.memory_every")
 
     def _is_due(self, key: str, step: int) -> bool:
@@ -73,6 +77,10 @@ class Timetable:
         """Whether the run keeps `step` in the hosts' memory."""
         return self._memory_every is not None and step % self._memory_every == 0
 
+
+# A step of a run, (number, state, batch) -> (new state, metrics), and what wraps it.
+RunStep = Callable[[int, TrainState, Batch], tuple[TrainState, Metrics]]
+Watcher = Callable[[RunStep], RunStep]
 
 # The user's function of (step, state, metrics); see `commands.train.train`.
 Callback = Callable[[int, TrainState, Mapping[str, float]], object]

@@ -1,11 +1,9 @@
 """What ends a run, or warns of it: non-finite values, corrupt records, collapsed features."""
 
-import collections
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import RaisedByAll
@@ -18,11 +16,12 @@ _EXAMPLES_TO_JUDGE_BY = 10_000
 _LEAST_SHARE = 0.05  # of the width that the effective rank of healthy features fills
 _NEAR = 0.01  # of the greatest entropy: as near to 0 or to it counts as there
 _ROWS = 5  # one after another, so that a single row warns of nothing
+_STALL_S, _STALL_SHARE = 10.0, 0.1
 _MORE = "docs/explanation/does_it_learn.md shows healthy and sick runs"
 
 
 class NonFiniteError(RuntimeError, RaisedByAll):
-    """A loss or a gradient is infinite or NaN, so the run cannot continue."""
+    """A loss or a gradient is infinite or NaN, or spikes too often: the run cannot continue."""
 
 
 class CorruptDataError(RuntimeError, RaisedByAll):
@@ -34,13 +33,12 @@ def say_saved(saved: int | None) -> str:
     return "nothing is saved" if saved is None else f"last save: step {saved}"
 
 
-def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
-    """Check that the metrics of all pending steps are finite; return those of the last step.
+def check_finite(steps: Sequence[tuple[int, Mapping[str, Any]]], saved: int | None) -> None:
+    """Check that the metrics of all `steps`, (number, {name: value}), are finite.
 
     `saved`: step of the newest checkpoint; None: there is none.
     """
-    values: dict[str, float] = {}
-    for (step, _), values in zip(pending, jax.device_get([m for _, m in pending]), strict=True):
+    for step, values in steps:
         bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
         if bad:
             norms = {k: v for k, v in values.items() if k.startswith("grad_norm/")}
@@ -51,8 +49,6 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
                 f"step {step}: {', '.join(bad)}; {say_saved(saved)}. Lower optimizer.peak_lr, "
                 "lengthen schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir"
             )
-    pending.clear()
-    return {name: float(value) for name, value in values.items()}
 
 
 class CorruptRecords:
@@ -71,12 +67,12 @@ class CorruptRecords:
         self._max_fraction = config.data.max_corrupt_fraction
         self._at_least = min(config.data.num_examples, _EXAMPLES_TO_JUDGE_BY)
 
-    def count(self, by_step: Sequence[jax.Array], step: int, saved: int | None) -> None:
+    def count(self, by_step: Sequence[float], step: int, saved: int | None) -> None:
         """Add the counts of the last steps, up to `step`; `saved` is as in `check_finite`.
 
         Raises CorruptDataError if there are too many among all examples so far.
         """
-        self.total += round(math.fsum(jax.device_get(by_step)))
+        self.total += round(math.fsum(by_step))
         seen = step * self._global_batch_size
         if self.total > self._max_fraction * max(seen, self._at_least):
             raise CorruptDataError(
@@ -142,3 +138,37 @@ class Health:
         if not any(self._rows.values()) and not self._said:
             return {}
         return {"health": {"rows": self._rows.copy(), "said": sorted(self._said)}}
+
+
+class Stalls:
+    """Names the cause of long waits in the rows of a run, once until it is over; see `add`."""
+
+    def __init__(self, config: ConfigDict):
+        self._remedies = {
+            "input_wait": "the devices wait for images: take simpler data.ops, another data.reader "
+            "or more CPU cores; `vit_jax benchmark --what=input` measures the input",
+            "save": f"the run waits for saves: raise checkpoint.every={config.checkpoint.every!r}, "
+            "or give --workdir a faster disk",
+        }
+        self._since: float | None = None
+        self._seconds = dict.fromkeys(self._remedies, 0.0)
+        self._said: set[str] = set()
+
+    def add(self, row: Mapping[str, float]) -> list[str]:
+        """Add a row; return a warning of each new wait for more than a tenth of 10 s or more."""
+        if (wall_s := row.get("time/wall_s")) is None:
+            return []
+        if self._since is None:
+            self._since = wall_s
+            return []
+        for kind in self._seconds:
+            self._seconds[kind] += row.get(f"time/{kind}_s", 0.0)
+        if (passed := wall_s - self._since) < _STALL_S:
+            return []
+        new = []
+        for kind, seconds in self._seconds.items():
+            if (stalls := seconds > _STALL_SHARE * passed) and kind not in self._said:
+                new.append(f"{seconds:.1f} of the last {passed:.1f} s: {self._remedies[kind]}")
+            (self._said.add if stalls else self._said.discard)(kind)
+        self._since, self._seconds = wall_s, dict.fromkeys(self._seconds, 0.0)
+        return new

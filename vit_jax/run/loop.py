@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -23,13 +24,16 @@ from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.run.agreement import compare
-from vit_jax.run.build import Run
+from vit_jax.run.build import Run, RunStep
 from vit_jax.run.host_memory import open_memory
+from vit_jax.run.ledger import read_past
 from vit_jax.run.record import Record, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.speed import Profiler
+from vit_jax.run.spikes import Spikes
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
+from vit_jax.run.watchers import watched_step
 
 logger = logging.getLogger("vit_jax")
 
@@ -58,7 +62,42 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
             state, step_metrics = r.step(step, state, batch)
             r.record.add(step, step_metrics)
             if due := r.due(step):
-                r.handle(due, state)
+                state = r.handle(due, state)
+
+
+class Batches(Iterator[tuple[int, tree.Batch]], contextlib.AbstractContextManager):
+    """(step, its batch) for the steps after `start`.
+
+    On exit, stops the threads that read ahead, however long that takes.
+    """
+
+    def __init__(self, run: Run, start: int):
+        self._run = run
+        self._read_from(start)
+
+    def _read_from(self, start: int) -> None:
+        self._steps = itertools.count(start + 1)
+        self._batches = data.train_batches(
+            self._run.train_source,
+            self._run.experiment.batch,
+            steps=range(start, self._run.experiment.total_steps),
+            seed=self._run.config.seed,
+            sharding=batch_sharding(self._run.mesh),
+            data_order=self._run.order,
+        )
+
+    def __next__(self) -> tuple[int, tree.Batch]:
+        batch = next(self._batches)
+        return next(self._steps), batch
+
+    def rewind(self, step: int) -> None:
+        """Go on with the batch after `step`."""
+        self.__exit__()
+        self._read_from(step)
+
+    def __exit__(self, *_: object) -> None:
+        with watchdog.phase("leave"):
+            self._batches.close()
 
 
 class Due(NamedTuple):
@@ -80,45 +119,28 @@ class Due(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The open parts of a loop, and a handler for each thing that is due."""
+    """The open parts of a loop, and a handler for each thing that is due.
+
+    step: (number, state, batch) -> (new state, metrics), watched; see `watched_step`.
+    """
 
     run: Run
-    first: int
     selection: Selection
-    train_step: jax.stages.Compiled
-    layer_norms: jax.stages.Compiled | None
-    frozen: tuple[tree.PyTree, ...]
+    step: RunStep
     guard: PreemptionGuard
     record: Record
-    profiler: Profiler
+    spikes: Spikes
     checkpoints: checkpoint.Checkpoints
-    read_ahead: Iterator[tree.Batch]
+    read_ahead: Batches
     memory: Memory | None
 
     def batches(self) -> Iterator[tuple[int, tree.Batch]]:
         """(step, its batch), up to the last step or the early end."""
-        steps = range(self.first, self.run.experiment.total_steps + 1)
-        for step, batch in zip(steps, self.read_ahead, strict=False):
+        for step, batch in self.record.waits(self.read_ahead):
             watchdog.arrive(step)
             yield step, batch
             if self.selection.stops:
                 return
-
-    def step(
-        self, step: int, state: TrainState, batch: tree.Batch
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """(new state, metrics); the norms by layer are those of a step that is logged."""
-        self.profiler.before(step)
-        norms: dict[str, jax.Array] = {}
-        if self.layer_norms is not None and self.run.timetable.logs(step):
-            norms = self.layer_norms(state, batch, *self.frozen)
-        is_first = step == self.first  # also loads the program and connects the devices
-        with watchdog.phase("compile") if is_first else contextlib.nullcontext():
-            state, step_metrics = self.train_step(state, batch, *self.frozen)
-            if is_first:
-                jax.block_until_ready(step_metrics)
-        self.profiler.after(step, step_metrics)
-        return state, step_metrics | norms
 
     def due(self, step: int) -> Due | None:
         """What is due after `step`; None: nothing. All processes call it at every step."""
@@ -131,12 +153,15 @@ class Loop:
         due = Due(step, timetable.logs(step), evaluators, saves, signal, timetable.keeps(step))
         return due if due.logs or due.evaluators or due.saves or due.keeps else None
 
-    def handle(self, due: Due, state: TrainState) -> None:
-        """Log, evaluate, save and stop, as far as it is `due`.
+    def handle(self, due: Due, state: TrainState) -> TrainState:
+        """Log, evaluate, save and stop, as far as it is `due`; return the state to go on from.
 
         After a signal the process may be killed soon, so the state is saved before evaluations.
         """
-        self.record.check(due.step)
+        if not self.record.check(due.step):
+            step, state = self.spikes.restore()
+            self.read_ahead.rewind(step)
+            return state
         if due.logs:
             self.record.log(due.step)
         if due.signal is None:
@@ -148,6 +173,8 @@ class Loop:
             self.keep(due, state)
         if due.signal is not None:
             self.stop(due, state)
+        self.spikes.keep(due.step, state)
+        return state
 
     def evaluate(self, due: Due, state: TrainState) -> None:
         """Run the evaluators that are due, and all others if the run then ends early."""
@@ -189,24 +216,22 @@ def open_loop(
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
     since, total_steps = time.perf_counter(), run.experiment.total_steps
-    train_step = compile_step(run)
-    layer_norms = None
-    if run.config.log.by_layer:
-        with watchdog.phase("compile"):
-            layer_norms = run.experiment.layer_norms.lower(*run.experiment.arguments).compile()
+    past = read_past(run.workdir, start if meta else None)
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
+    spikes = Spikes(run, frozen, meta)
+    step = watched_step(run, compile_step(run), frozen, start + 1)
     with (
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,
         Progress(total_steps, start) as progress,
         Profiler(run.config.log.profile, run.workdir / "profile") as profiler,
         open_memory(run) as memory,
+        Record(run, start, meta, since, writer, progress, lock, past, spikes) as record,
         open_checkpoints(run, selection, lock) as checkpoints,
-        open_batches(run, start) as batches,
+        Batches(run, start) as batches,
     ):
-        record = Record(run, start, meta, since, writer, progress, lock)
-        yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
-                   profiler, checkpoints, batches, memory)  # fmt: skip
+        step = spikes.watch(profiler.watch(step))
+        yield Loop(run, selection, step, guard, record, spikes, checkpoints, batches, memory)
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:
@@ -271,24 +296,3 @@ def open_checkpoints(
         if not alone:
             with watchdog.phase("save"):
                 checkpoints.close()
-
-
-@contextlib.contextmanager
-def open_batches(run: Run, start: int) -> Iterator[Iterator[tree.Batch]]:
-    """Batches for the steps after `start`.
-
-    On exit, stops the threads that read ahead, however long that takes.
-    """
-    batches = data.train_batches(
-        run.train_source,
-        run.experiment.batch,
-        steps=range(start, run.experiment.total_steps),
-        seed=run.config.seed,
-        sharding=batch_sharding(run.mesh),
-        data_order=run.order,
-    )
-    try:
-        yield batches
-    finally:
-        with watchdog.phase("leave"):
-            batches.close()

@@ -7,8 +7,9 @@ import collections
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,19 +19,23 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, check_finite
-from vit_jax.run.speed import Throughput, chip_hours
+from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
+from vit_jax.run.ledger import Past
+from vit_jax.run.speed import Results, Throughput, chip_hours
+from vit_jax.run.spikes import Spikes
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
 from vit_jax.run.writers import MetricWriter, values_at
 
 logger = logging.getLogger("vit_jax")
 
+T = TypeVar("T")
+
 _STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
 _STEPS_TIMED = 20  # after the first, for an early estimate of the time left
 
 
-class Record:
+class Record(contextlib.AbstractContextManager):
     """The metrics of a run since the step that it continues from.
 
     Args:
@@ -40,6 +45,9 @@ class Record:
       since: `time.perf_counter` at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
       lock: the lock on the workdir; checked before rows and saves.
+
+      past: what came before `since`.
+      spikes: finds spikes in the metrics.
 
     saved: step of the newest checkpoint; None before the first.
     """
@@ -53,11 +61,14 @@ class Record:
         writer: MetricWriter,
         progress: Progress,
         lock: Lock | NoLock,
+        past: Past,
+        spikes: Spikes,
     ):
         config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = start if meta else None
         self._start = start
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
+        self._spikes, self._stalls, self._results = spikes, Stalls(config), Results()
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
@@ -73,10 +84,23 @@ class Record:
             device_kind=devices[0].device_kind,
             num_chips=count_chips(devices),
             total_s=meta.get("train_s", 0.0),
+            past=past.after_compiling(time.perf_counter() - since),
         )
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Write the seconds since the last row; after an error, the next start counts them."""
+        self._results.__exit__()
+        if kind is None:
+            self._writer.write(self._last_step, self._throughput.read_pauses())
+
+    def waits(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches, and note how long the devices wait for each."""
+        return self._throughput.waits(batches, self._results)
 
     def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
         """Add the metrics of a dispatched step; wait while too many steps are in flight."""
+        self._last_step = step
+        self._results.add(step_metrics)
         self._pending.append((step, step_metrics))
         if len(self._pending) > _STEPS_IN_FLIGHT:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
@@ -95,19 +119,29 @@ class Record:
             logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
                         "measured", left, step_s)  # fmt: skip
 
-    def check(self, step: int) -> None:
-        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
+    def check(self, step: int) -> bool:
+        """Wait for all steps so far; False: `spikes` has found one, and has their last good state.
 
-        Raises LostLockError if the last heartbeat has found another job in the workdir.
+        Raises:
+          NonFiniteError, CorruptDataError: they failed.
+          LostLockError: the last heartbeat has found another job in the workdir.
         """
-        corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
+        numbers, values = zip(*self._pending, strict=True) if self._pending else ((), ())
+        steps = list(zip(numbers, jax.device_get(values), strict=True))
+        self._pending.clear()
+        self._lock.check(fresh=False)
         try:
-            self._last = check_finite(self._pending, self.saved)
+            if (spiked := self._spikes.find(steps)) is not None:
+                self._writer.write(spiked, self._spikes.row(spiked))
+                return False
+            corrupt = [metrics.pop("masked") for _, metrics in steps]
+            check_finite(steps, self.saved)
         except NonFiniteError as e:
             write_diverged(self._run, e)
             raise
+        self._last = {name: float(value) for name, value in steps[-1][1].items()} if steps else {}
         self._corrupt.count(corrupt, step, self.saved)
-        self._lock.check(fresh=False)
+        return True
 
     def log(self, step: int) -> None:
         """Write the training row of `step`, which must have been checked."""
@@ -137,7 +171,7 @@ class Record:
 
     def _note(self, step: int, row: Mapping[str, float]) -> None:
         self._untold |= row
-        for warning in self._health.add(row):
+        for warning in [*self._health.add(row), *self._stalls.add(row)]:
             logger.warning("step %d: %s", step, warning)
 
     @contextlib.contextmanager
@@ -152,7 +186,7 @@ class Record:
             self.saved = step
             self._writer.flush()
             own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}
-            yield facts | self._health.read() | own
+            yield facts | self._health.read() | self._spikes.read() | own
 
 
 def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> MetricWriter:

@@ -1,11 +1,14 @@
-"""The speed of a run: throughput without pauses, chip-hours, and traces of some steps."""
+"""The speed of a run: throughput, pauses, waits for input, chip-hours, and traces of some steps."""
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
@@ -13,8 +16,12 @@ from etils import epath
 from vit_jax.config import step_range
 from vit_jax.devices.chips import count_chips
 from vit_jax.devices.flops import mfu
+from vit_jax.run.build import RunStep
+from vit_jax.run.ledger import NO_PAST, Past
 
 logger = logging.getLogger("vit_jax")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -29,6 +36,7 @@ class Throughput:
     flops_per_image: forward and backward.
     device_kind, num_chips: arguments of `flops.mfu`.
     total_s: seconds of training up to that step.
+    past: what came before, see `ledger`.
     clock: returns seconds.
     """
 
@@ -38,11 +46,13 @@ class Throughput:
     device_kind: str
     num_chips: int
     total_s: float = 0.0
+    past: Past = NO_PAST
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self):
-        self._paused_s: dict[str, float] = {}
-        self._since = self.clock()
+        self._noted_s = dict(self.past.seconds)
+        self._waited_s = self.past.input_wait_s
+        self._began = self._since = self.clock()
 
     @contextlib.contextmanager
     def pause(self, what: str) -> Iterator[None]:
@@ -53,7 +63,23 @@ class Throughput:
         finally:
             passed = self.clock() - start
             self._since += passed
-            self._paused_s[what] = self._paused_s.get(what, 0.0) + passed
+            self._note(what, passed)
+
+    def _note(self, what: str, seconds: float) -> None:
+        self._noted_s[what] = self._noted_s.get(what, 0.0) + seconds
+
+    def waits(self, batches: Iterator[T], results: "Results") -> Iterator[T]:
+        """Yield the `batches`; note the waits for them while no device computes `results`."""
+        while True:
+            since = self.clock()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            if (idle_since := results.idle_since()) is not None:
+                waited = self.clock() - max(since, idle_since)
+                self._waited_s += waited
+                self._note("input_wait", waited)
+            yield batch
 
     def seconds(self) -> float:
         """Seconds of training so far; must not be called during a pause."""
@@ -63,8 +89,7 @@ class Throughput:
         """Metrics since the last reading; `step` is the number of steps done.
 
         `time/seconds`: training so far; `time/images_per_s`: over all devices;
-        `time/mfu`: a fraction, absent if the chip's peak is unknown; `time/save_s`
-        and so on: duration of each kind of pause since the last reading.
+        `time/mfu`: a fraction, absent if the chip's peak is unknown; and those of `read_pauses`.
         """
         now = self.clock()
         seconds = now - self._since
@@ -72,11 +97,52 @@ class Throughput:
         self.step, self._since = step, now
         self.total_s += seconds
         scalars = {"time/seconds": self.total_s, "time/images_per_s": images_per_s}
-        scalars |= {f"time/{what}_s": paused for what, paused in self._paused_s.items()}
-        self._paused_s = {}
+        scalars |= self.read_pauses()
         flops_per_s = self.flops_per_image * images_per_s
         share = mfu(flops_per_s, device_kind=self.device_kind, num_chips=self.num_chips)
         return scalars if share is None else scalars | {"time/mfu": share}
+
+    def read_pauses(self) -> dict[str, float]:
+        """`time/save_s` and so on: seconds since the last reading of each kind in `ledger.KINDS`.
+
+        And `time/wall_s`: since the run first started; `time/goodput`: the share of steps in it.
+        """
+        scalars = {f"time/{what}_s": seconds for what, seconds in self._noted_s.items()}
+        self._noted_s = {}
+        wall_s = self.past.wall_s + self.clock() - self._began
+        share = (self.total_s - self._waited_s) / wall_s if wall_s else 0.0
+        return scalars | {"time/wall_s": wall_s, "time/goodput": share}
+
+
+class Results(contextlib.AbstractContextManager):
+    """Notes, by a thread, when the devices have computed the newest of the results added."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock, self._added, self._ended = clock, 0, (0, clock())
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._keep_waiting, name="results", daemon=True).start()
+
+    def add(self, result: Any) -> None:
+        """Add a result that is being computed."""
+        self._added += 1
+        self._queue.put(result)
+
+    def idle_since(self) -> float | None:
+        """Since when all results are there; None: one is being computed."""
+        number, at = self._ended
+        return at if number == self._added else None
+
+    def _keep_waiting(self) -> None:
+        for number in itertools.count(1):
+            if (result := self._queue.get()) is None:
+                return
+            with contextlib.suppress(Exception):  # the main thread meets it too
+                jax.block_until_ready(result)
+            del result
+            self._ended = number, self._clock()
+
+    def __exit__(self, *_) -> None:
+        self._queue.put(None)
 
 
 def rented_chips(devices: Sequence[jax.Device]) -> int:
@@ -104,6 +170,17 @@ class Profiler(contextlib.AbstractContextManager):
         self._steps = step_range(steps, "log.profile") if steps else range(0)
         self._directory = directory
         self._tracing = False
+
+    def watch(self, step: RunStep) -> RunStep:
+        """`step`, traced where it is asked for."""
+
+        def watched(number, state, batch):
+            self.before(number)
+            state, metrics = step(number, state, batch)
+            self.after(number, metrics)
+            return state, metrics
+
+        return watched
 
     def before(self, step: int) -> None:
         """Call before the step numbered `step` is dispatched."""

@@ -8,12 +8,13 @@ import jax
 
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints import restore
+from vit_jax.run import ledger
 from vit_jax.run.build import Run
 from vit_jax.run.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run.selection import read_selection
 from vit_jax.run.speed import rented_chips
 from vit_jax.run.terminal import readable
-from vit_jax.run.writers import values_at
+from vit_jax.run.writers import read_history, values_at
 
 logger = logging.getLogger("vit_jax")
 
@@ -59,6 +60,8 @@ def write_summary(run: Run) -> dict[str, Any]:
         "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / meta["train_s"],
     }
+    seconds = ledger.add_up(read_history(run.workdir))
+    summary |= {"goodput": ledger.goodput(seconds), "seconds": seconds}
     if rented_chips(run.mesh.devices.flatten().tolist()):
         summary["chip_hours"] = meta["chip_hours"]
     summary |= read_selection(run, step).summary()
@@ -67,5 +70,6 @@ def write_summary(run: Run) -> dict[str, Any]:
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
+    logger.info(ledger.say(seconds))
     logger.info("summary: %s", run.workdir / "summary.json")
     return summary

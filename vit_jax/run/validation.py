@@ -13,6 +13,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
+from vit_jax.base import faults as injected
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import (
     REQUIRED,
@@ -65,6 +66,7 @@ CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
     mesh.check_config,
     checkpoints.check_config,
     watchdog.check_config,
+    injected.check_config,
     evals.check_config,
     data.check_eval_ops,
     check_run,

@@ -25,11 +25,12 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.config.plugins import store_plugins
-from vit_jax.config.stored import StoredConfig, parse_stored
+from vit_jax.config.stored import StoredConfig, parse_stored, read_config
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
+from vit_jax.experiment.durations import parse_durations
 from vit_jax.job import processes
-from vit_jax.job.lock import Lock, NoLock, check_free, is_held
+from vit_jax.job.lock import STALE_S, Lock, NoLock, check_free, is_held, silence
 from vit_jax.job.software import software
 from vit_jax.run.agreement import compare
 from vit_jax.run.resolve import Resolved
@@ -75,6 +76,19 @@ def _find_run(workdir: epath.Path) -> dict[str, Any]:
 def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
     text = found["text"]
     return StoredRun(stored=parse_stored(text, workdir) if text else None, **found)
+
+
+def count_steps(workdir: epath.Path) -> int:
+    """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
+    return parse_durations(read_config(workdir))["duration"]
+
+
+def say_holder(workdir: epath.Path) -> str:
+    """Whether a job trains in `workdir`, by its heartbeat: "training", "stopped" or since when."""
+    silent_s = silence(workdir)
+    if silent_s is None or silent_s <= STALE_S:
+        return "stopped" if silent_s is None else "training"
+    return f"not heard of for {datetime.timedelta(seconds=round(silent_s))}"
 
 
 def check_store(workdir: epath.Path) -> None:

@@ -42,6 +42,7 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 import functools
 import itertools
 
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -52,12 +53,15 @@ from vit_jax.experiment.optimizers.optimizers import Optimizer
 from vit_jax.experiment.schedules import Keep, half_cosine, make_ema_decay
 
 __all__ = [
+    "LOWERED",
     "Optimizer",
     "make_config_average",
     "make_config_optimizer",
     "make_optimizer",
     "over_layers",
 ]
+
+LOWERED = "lowered_rate"  # part of the chain; its state is a factor of the learning rate
 
 
 def make_config_optimizer(
@@ -97,14 +101,15 @@ def make_optimizer(
     weight_decay_end: float | None = None,
     head_decay: float | None = None,
     embedding_rate: float | None = None,
+    on_spike: str | None = None,
     total_steps: int = 1,
     **own: float | str | None,
 ) -> optax.GradientTransformation:
     """Make the update at the top of this module, as a chain of named parts.
 
     The parts: l2 (if it is not 0), frozen_gradients, clip, direction, weight_decay, layer_decay,
-    learning_rate, frozen_updates; and after_PART for what the optimizer does after a PART of them.
-    A part that is turned off does nothing.
+    learning_rate, LOWERED (if on_spike is "lower"), frozen_updates; and after_PART for what the
+    optimizer does after a PART of them. A part that is turned off does nothing.
 
     Args:
       name: a key of `OPTIMIZERS`, which gives the direction.
@@ -123,6 +128,7 @@ def make_optimizer(
       weight_decay_end: weight decay at the end of the run; None: it stays the same.
       head_decay: weight decay of the heads' kernels, relative to that of the others; None: 1.
       embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
+      on_spike: "lower": updates are also multiplied by the number LOWERED in the state, at first 1.
       total_steps: length of the run, for `weight_decay_end`.
       **own: keys of the optimizer itself; None selects its default.
 
@@ -149,6 +155,7 @@ def make_optimizer(
     # Left out if they do nothing, since states are stored with the names of all parts.
     regularise = [("l2", masks.decay_weights(l2, weight_decay_on))] if l2 else []
     slow = [] if embedding_rate is None else [("embedding_rate", scale_embedding(embedding_rate))]
+    lowered = [(LOWERED, _scale_by_state())] if on_spike == "lower" else []
     chain = [
         *regularise,
         ("frozen_gradients", drop_frozen),
@@ -158,7 +165,16 @@ def make_optimizer(
         ("layer_decay", optax.identity() if layer_decay is None else scale_layers(layer_decay)),
         *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
+        *lowered,
         ("frozen_updates", drop_frozen),
     ]
     followed = [[(k, tx), *([(f"after_{k}", after[k])] if k in after else [])] for k, tx in chain]
     return optax.named_chain(*itertools.chain(*followed))
+
+
+def _scale_by_state() -> optax.GradientTransformation:
+    """Multiplies updates by its state, a float32 scalar; 1 at first."""
+    return optax.GradientTransformation(
+        lambda params: jnp.ones(()),
+        lambda updates, scale, params=None: (optax.tree.scale(scale, updates), scale),
+    )

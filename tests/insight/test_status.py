@@ -1,0 +1,63 @@
+"""The table of runs."""
+
+import json
+import os
+import time
+
+import pytest
+from at_fault import at_fault
+from opened import config_json
+
+from vit_jax.config.text import load_config
+from vit_jax.insight.status import read_status
+from vit_jax.main import main
+
+
+def write_run(workdir, rows):
+    config = load_config("quickstart:debug")
+    config.data.num_examples, config.data.num_classes = 1437, 10
+    workdir.mkdir(parents=True)
+    (workdir / "config.json").write_text(config_json(config))
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hardware = {"host": "node7", "devices": 8, "device_kind": "TPU v5 lite"}
+    (workdir / "starts.jsonl").write_text(json.dumps({"hardware": hardware}) + "\n")
+    return workdir
+
+
+@pytest.fixture
+def folder(tmp_path):
+    row = {"step": 10, "train/loss": 1.25, "time/images_per_s": 64.0, "time/wall_s": 20.0,
+           "time/goodput": 0.75}  # fmt: skip
+    for name in ("a", "b", "c", "d"):
+        write_run(tmp_path / name, [row])
+    write_run(tmp_path / "e", [])
+    (tmp_path / "a/summary.json").write_text(json.dumps({"step": 10, "goodput": 0.5}))
+    (tmp_path / "b/held_by.json").write_text("{}")
+    (tmp_path / "c/held_by.json").write_text("{}")
+    os.utime(tmp_path / "c/held_by.json", (time.time() - 3600,) * 2)
+    for name in ("spikes/7.json", "spikes/9.json", "replay/4.json"):
+        (tmp_path / "d" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "d" / name).write_text("{}")
+    return tmp_path
+
+
+def test_status_is_read_from_the_files(folder, capsys):
+    a, b, c, d, e = read_status([folder])
+    assert (a.health, a.eta_s, a.goodput) == ("finished", None, 0.5)
+    assert (b.health, b.eta_s, b.goodput) == ("training", 60.0, 0.75)
+    assert c.health.startswith("not heard of for 1:00:0")
+    assert d.health == "stopped; spikes: 2; wrong bits: 1"
+    assert (e.health, e.step, e.loss) == ("stopped", 0, None)
+    assert b.cells() == {
+        "run": "b", "step": "10/40", "images/s": "64", "ETA": "0:01:00", "train/loss": "1.25",
+        "health": "training", "where": "node7, 8 x TPU v5 lite", "goodput": "75%",
+    }  # fmt: skip
+    assert main(["status", str(folder), "--format=json"]) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == [*"abcde"]
+    assert main(["status", str(folder)]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_a_folder_without_runs_is_named(tmp_path):
+    with at_fault(str(tmp_path)):
+        read_status([tmp_path])

@@ -1,0 +1,57 @@
+"""Where wall time goes, from rows made by hand."""
+
+import datetime
+import json
+import logging
+import time
+
+import pytest
+from etils import epath
+
+from vit_jax.run import ledger
+
+ROWS = [
+    {"step": 5, "time/seconds": 4.0, "time/wall_s": 9.0, "time/restart_s": 1.0,
+     "time/compile_s": 3.0, "time/input_wait_s": 0.5},
+    {"step": 5, "test/top1": 0.5},
+    {"step": 10, "time/seconds": 8.0, "time/wall_s": 15.0, "time/save_s": 2.0},
+    {"step": 15, "time/seconds": 12.0, "time/wall_s": 20.0, "time/evaluation_s": 1.0},
+]  # fmt: skip
+
+
+def write_run(workdir, rows, began_s):
+    began = datetime.datetime.fromtimestamp(time.time() - began_s, datetime.UTC)
+    (workdir / "starts.jsonl").write_text(json.dumps({"time": began.isoformat()}) + "\n")
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return epath.Path(workdir)
+
+
+def test_kinds_add_up_to_the_wall_time():
+    seconds = ledger.add_up(ROWS)
+    assert {kind: s for kind, s in seconds.items() if s} == {
+        "step": 11.5, "input_wait": 0.5, "compile": 3.0, "evaluation": 1.0, "save": 2.0,
+        "restart": 1.0, "other": 1.0,
+    }  # fmt: skip
+    assert sum(seconds.values()) == 20.0 and ledger.goodput(seconds) == 0.575
+    assert ledger.say(seconds).startswith("goodput 57.5% of 20.0 s: step 11.5 s, input wait 0.5 s")
+    assert ledger.goodput(ledger.add_up([])) == 0
+
+
+def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vit_jax")
+    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), 10)
+    assert past.seconds["lost"] == 5.0
+    assert caplog.messages == ["lost: 5 steps and more that have no row, 5.0 s"]
+    assert past.after_compiling(2.0).seconds["compile"] == 2.0
+    assert past.seconds["restart"] == pytest.approx(30.0, abs=5)
+    assert past.wall_s == pytest.approx(50.0, abs=5) and past.input_wait_s == 0.5
+
+
+def test_a_run_that_stopped_in_order_has_lost_nothing(tmp_path):
+    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), 15)
+    assert "lost" not in past.seconds
+
+
+def test_a_run_that_never_saved_has_lost_all(tmp_path):
+    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), None)
+    assert past.seconds["lost"] == 20.0

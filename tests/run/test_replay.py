@@ -1,0 +1,82 @@
+"""Replays: flipped bits on virtual devices."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax import data
+from vit_jax.checkpoints.replicas import DivergedError
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.run.build import prepare
+from vit_jax.run.validation import validate
+from vit_jax.run.watchers import watched_step
+
+QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+
+
+def prepare_run(workdir, **overrides):
+    config = load_config(QUICKSTART)
+    words = {"job.replay_every": "2 steps", "global_batch_size": "16", **overrides}
+    validate(config, apply_overrides(config, list(words.items())), "config")
+    return prepare(config, workdir)
+
+
+def take_steps(run, number=2):
+    """The numbers of the steps that were not stopped by a replay."""
+    done = []
+    with jax.set_mesh(run.mesh):
+        state = run.experiment.init()  # with a head of zeros, which passes no gradients
+        state = state.replace(params=jax.tree.map(lambda p: p + 0.01, state.params))
+        batches = data.train_batches(
+            run.train_source, run.experiment.batch, steps=range(number), seed=0,
+            sharding=batch_sharding(run.mesh), data_order=run.order,
+        )  # fmt: skip
+        step = watched_step(run, lambda *args: (args[0], {"loss": np.float32(0)}), (), 0)
+        for i, batch in enumerate(batches, 1):
+            step(i, state, batch)
+            done.append(i)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh", "pairs", "fewest"),
+    [
+        (None, "", [], 0),
+        # The parameter stays where it is: device 3 computes its own rows and those of device 2.
+        ("weight", "", [[2, 3], [3, 4]], 5),
+        ("activation", "", [[3, 4]], 5),
+        ("gradient", "", [[3, 4]], 1),
+        # A place is a group of two devices; devices 2 and 3 are the second.
+        ("activation", "fsdp", [[2, 3, 4, 5]], 5),
+    ],
+)
+def test_a_flipped_bit_is_caught_and_its_device_named(what, mesh, pairs, fewest, tmp_path):
+    words = {"mesh.fsdp": "2"} if mesh else {}
+    if what is None:
+        assert take_steps(prepare_run(tmp_path)) == [1, 2]
+        assert not (tmp_path / "replay").exists()
+        return
+    words["job.inject"] = f"flip:{what}:device=3:step=2"
+    with pytest.raises(DivergedError, match=r"^step 2: a gradient computed twice differs") as error:
+        take_steps(prepare_run(tmp_path, **words))
+    evidence = json.loads((tmp_path / "replay/2.json").read_text())
+    found = [
+        [int(word.split()[1]) for group in difference["devices"] for word in group.split(", ")]
+        for difference in evidence["differences"]
+    ]
+    assert found == pairs
+    for difference in evidence["differences"]:
+        leaves = difference["leaves"]
+        assert len(leaves) >= fewest and (fewest > 1 or len(leaves) == 1)
+        assert all(len({*leaf["checksums"]}) == 2 for leaf in leaves.values())
+    is_named = "device 3 of process 0 takes part in all of them" in str(error.value)
+    assert is_named == (len(pairs) > 1)
+
+
+def test_other_steps_are_not_replayed(tmp_path):
+    run = prepare_run(tmp_path, **{"job.inject": "flip:weight:device=3:step=1"})
+    assert take_steps(run, number=1) == [1]

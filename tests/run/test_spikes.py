@@ -1,0 +1,121 @@
+"""Spikes: the rule by hand, and runs with a poisoned batch."""
+
+import io
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from finished_run import final_state, rows
+from PIL import Image
+
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.run import loop, spikes
+from vit_jax.run.guards import NonFiniteError
+from vit_jax.run.train import train_and_evaluate
+
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
+QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+POISONED = 27  # the step, in the second epoch
+
+
+def make_config(rule, **overrides):
+    """40 steps, rows each 5, saves each 10."""
+    config = load_config(QUICKSTART)
+    words = {"optimizer.on_spike": rule, **overrides}
+    assert not apply_overrides(config, list(words.items()))
+    return config
+
+
+def poisoned(loss, step=POISONED):
+    """In the place of `compile_step`: the update of a batch with one record is `loss`."""
+
+    def compiled(run):
+        size = run.config.global_batch_size
+        record = int(np.asarray(run.order(np.arange(step * size - 1, step * size)))[0])
+
+        @jax.jit
+        def train_step(state, batch):
+            mean = batch["id"].mean() / 1e4
+            found = jnp.where((batch["id"] == record).any() & (state.step > 22), loss, 1 + mean)
+            moved = found * state.opt_state.get("lowered_rate", 1.0)
+            params = jax.tree.map(lambda p: p + moved, state.params)
+            state = state.replace(step=state.step + 1, params=params)
+            return state, {"loss": found, "grad_norm": mean, "masked": jnp.float32(0)}
+
+        return train_step
+
+    return compiled
+
+
+def test_the_limit_by_hand():
+    assert spikes.limit([1.0] * 19) == math.inf
+    assert spikes.limit([2.0] * 20) == pytest.approx(2 + 8 * 0.02 * 2)
+    # The median is 1.5; half of the values lie within 0.5 of it.
+    assert spikes.limit([1.0, 2.0] * 15) == pytest.approx(1.5 + 8 * 1.4826 * 0.5)
+
+
+@pytest.mark.parametrize(("rule", "loss"), [("lower", "nan"), ("skip", "50")])
+def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
+    rule, loss, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "compile_step", poisoned(float(loss)))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    summary = train_and_evaluate(make_config(rule), whole)
+    assert summary["step"] == 40
+    (row,) = [row for row in rows(whole) if "train/spike_loss" in row]
+    assert row["step"] == POISONED
+    assert row["train/spike_loss"] == (None if loss == "nan" else 50)
+    step, state = final_state(whole)
+    assert step == state["step"] == 40 and np.isfinite(state["params/head/bias"]).all()
+    if rule == "lower":
+        assert state["opt_state/lowered_rate"] == 0.5
+
+    evidence = json.loads((whole / f"spikes/{POISONED}.json").read_text())
+    assert len(evidence["rows"]["id"]) == len(evidence["losses"]) == 64
+    assert np.isfinite(evidence["losses"]).all() and "grad_norm/head" in evidence["norms"]
+    assert evidence["losses"][evidence["shown"][0]] == max(evidence["losses"])
+    image = Image.open(io.BytesIO((whole / f"spikes/{POISONED}.png").read_bytes()))
+    assert image.size == (64, 64)  # 8 x 8 digits of 8 x 8 pixels
+
+    class KilledError(Exception):
+        pass
+
+    # Once before the spike, whose window is saved at step 20, and once after it.
+    for until in (25, 35):
+
+        def kill(step, *_, until=until):
+            if step == until:
+                raise KilledError
+
+        with pytest.raises(KilledError):
+            train_and_evaluate(make_config(rule), killed, callbacks=[kill])
+    train_and_evaluate(make_config(rule), killed)
+    assert rows(killed) == rows(whole)
+    for name, leaf in final_state(killed)[1].items():
+        assert np.asarray(leaf).tobytes() == np.asarray(state[name]).tobytes(), name
+
+
+def test_without_a_rule_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "compile_step", poisoned(float("nan")))
+    with pytest.raises(NonFiniteError, match=f"^step {POISONED}: loss is nan"):
+        train_and_evaluate(make_config("None"), tmp_path)
+
+
+def test_spikes_that_follow_each_other_end_the_run():
+    class Run:
+        config = make_config("skip")
+        workdir = epath.Path("runs/a")
+
+    found = spikes.Spikes(Run, (), {})
+    found._kept = 0, None
+    bad = {"loss": math.nan, "grad_norm": 1.0}
+    for step in range(1, 11):
+        assert found.find([(step, bad)]) == step
+    with pytest.raises(NonFiniteError, match="11 spikes in 100 steps"):
+        found.find([(11, bad)])
+    assert found.find([(step, bad) for step in range(1, 11)]) is None  # decided already
