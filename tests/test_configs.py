@@ -35,6 +35,8 @@ from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.models import create_model, fields_of, token_stride
+from vit_jax.models.fields import field_names
+from vit_jax.models.variants import Variant
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
@@ -44,8 +46,8 @@ from vit_jax.run.resolve import resolve
 from vit_jax.run.sources import check_images, find_absent
 from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
 from vit_jax.run.validation import find_faults
-from vit_jax.studies.engine import parse_entries
-from vit_jax.transfer import huggingface_images, timm_config, workdir
+from vit_jax.studies.engine import Study, parse_entries
+from vit_jax.transfer import huggingface_images, read_pretrained, timm_config, workdir
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, ops_for
 from vit_jax.transfer.source import Source
 
@@ -781,6 +783,22 @@ def test_cells_of_the_ablation_are_those_of_table_8_and_more():
         ("relative", "every layer"), ("relative", "every layer, shared"),
         ("sine-cosine", "stem"), ("sine-cosine", "every layer"),
     }  # fmt: skip
+
+
+def test_blocks_of_today_are_the_published_ones_and_cost_the_same(golden):
+    c = load("blocks_of_today")
+    study, costs = Study.of(c), {}
+    for (name, _), changes in study.entries["cells"].items():
+        own = study.config_of(changes)
+        model = create_model(own.model.name, 10, 32, **model_fields(own))
+        assert (name == "plain ViT") == (model.layer_scale is None)
+        if published := {"DeiT III": "timm_deit3", "ViT-5": "vit5"}.get(name):
+            theirs = read_pretrained(golden / f"{published}.safetensors").model
+            sizes = {"num_classes", "image_size", "patch_size", *Variant._fields, "layer_scale"}
+            of_blocks = {*field_names(type(model))} - sizes  # the start of the scale is in no file
+            assert {f for f in of_blocks if getattr(model, f) != getattr(theirs, f)} == set()
+        costs[name] = model.flops_by_sizes * int(own.duration.partition(" ")[0])
+    assert max(costs.values()) < 1.001 * min(costs.values())
 
 
 def test_head_only_trains_the_head():

@@ -213,6 +213,8 @@ def test_lamb_lets_a_head_leave_0():
 def test_muon_is_the_published_one(variant, lr, own):
     arrays, numbers = golden("muon")
     assert numbers["aux"]["lr"] == pytest.approx(0.015 * lr)
+    eps = OPTIMIZERS.find("muon").declared()["eps"]  # no step shows it: gradients are far larger
+    assert eps.default == numbers["aux"]["eps"]
     tx = make_optimizer("muon", schedule=lambda step: lr, weight_decay=numbers["weight_decay"],
                         weight_decay_on=".*", **own)  # fmt: skip
     same_with_golden(tx, arrays, variant)
