@@ -89,9 +89,8 @@ class Memory:
         leaves, me = tree.flatten_names(target), jax.process_index()
         for step, has_own in self._agree(leaves, first):
             kept, giver = _Kept(self._run, step), has_own.index(True)
-            meta = processes.say_to_all(
-                "the kept meta", lambda kept=kept: kept.meta, _SAID_WITHIN_S, by=giver
-            )
+            say_meta = functools.partial(getattr, kept, "meta")
+            meta = processes.say_to_all("the kept meta", say_meta, _SAID_WITHIN_S, by=giver)
             to = {self._holder(p): p for p, has in enumerate(has_own) if not has}
             try:
                 # Everything is read before anything is exchanged, so none waits for one that fails.
@@ -217,7 +216,7 @@ def _place(
 
     `to`: {holder: process without shards}.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, leaf in leaves.items():
         nothing = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         devices = _by_process(leaf.sharding.mesh)[jax.process_index()]
@@ -276,7 +275,8 @@ def _move(leaf: jax.Array, to: Mapping[int, int]) -> jax.Array:
 
     The n-th device of a process receives the shard of the n-th device of the other.
     """
-    moved = _mover(leaf.sharding.mesh, leaf.sharding.spec, tuple(to.items()))(leaf)
+    sharding = _named_sharding(leaf)
+    moved = _mover(sharding.mesh, sharding.spec, tuple(to.items()))(leaf)
     return jax.block_until_ready(moved)  # on CPUs two exchanges at once can block each other
 
 
@@ -320,7 +320,12 @@ def _regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, list[
 def _local_shards(leaf: jax.Array) -> list[jax.Array]:
     """The shards of this process's devices, as in `_by_process`."""
     by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-    return [by_device[d] for d in _by_process(leaf.sharding.mesh)[jax.process_index()]]
+    return [by_device[d] for d in _by_process(_named_sharding(leaf).mesh)[jax.process_index()]]
+
+
+def _named_sharding(leaf: jax.Array) -> NamedSharding:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding
 
 
 def _overlap(a: Region, b: Region) -> Region:

@@ -278,9 +278,13 @@ class ThreeAugment(ColourOp):
 
     def change(self, image, key):
         choice_key, own_key, chosen_key = jax.random.split(key, 3)
-        changes = [op(probability=1.0).change for op in (Greyscale, Solarize, Blur)]
-        which = jax.random.randint(choice_key, (), 0, len(changes))
-        changed = jax.lax.switch(which, changes, image, own_key)
+        ops = (
+            Greyscale(probability=1.0),
+            Solarize(probability=1.0, threshold=128),
+            Blur(probability=1.0, sigma_min=0.1, sigma_max=2.0),
+        )
+        which = jax.random.randint(choice_key, (), 0, len(ops))
+        changed = jax.lax.switch(which, [op.change for op in ops], image, own_key)
         return jnp.where(jax.random.uniform(chosen_key) < self.probability, changed, image)
 
 

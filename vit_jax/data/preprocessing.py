@@ -25,7 +25,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import image_hw
 from vit_jax.data.batch import BatchSpec, Crops
 from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
-from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
+from vit_jax.data.ops import DeviceOp, HostOp, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 
 _FIRST_LOCAL = 512  # number of the first local view
@@ -73,7 +73,7 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
     return found
 
 
-def _keeps_colours(op: HostOp | DeviceOp) -> bool:
+def _keeps_colours(op: Op) -> bool:
     return not (op.of_colours or isinstance(op, ColourOp))
 
 

@@ -267,7 +267,7 @@ def open_shards(
     elif len(others := np.flatnonzero(counts != 1)) and multi_label is False:
         raise InputError(
             f"{where}: {len(others):,} images of {request.split} have no label, or several: "
-            f"{few(map(records.name, others))}; give each one label, or read them with "
+            f"{few(map(records.name, others.tolist()))}; give each one label, or read them with "
             "--config.data.multi_label=true --config.loss.name=sigmoid"
         )
     elif multi_label is None:

@@ -36,7 +36,8 @@ with epy.lazy_imports():
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 _KEPT_BYTES = 1 << 30  # of decoded groups, in a process
 _GROUP_BYTES = _KEPT_BYTES >> 3  # of a group at most, where all of them are more than are kept

@@ -320,7 +320,7 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
 
     def place_of(part, record):
         shard, skip, _ = parts[part]
-        return shard.places[record - segments[part] + skip]  # type: ignore[attr-defined]
+        return shard.places[record - segments[part] + skip]
 
     def read_rows(ids):
         found = [b""] * len(ids)

@@ -220,7 +220,8 @@ def _check_views(model: Model, facts: RunFacts, keys: SelfDistillation) -> None:
         _, _, height, width, _ = facts.shapes[LOCAL]
         check_size(model, (height, width), "data.local_size")
     if GRAM in facts.shapes:
-        check_size(model, facts.shapes[GRAM][2:4], "objective.gram_size")
+        _, _, height, width, _ = facts.shapes[GRAM]
+        check_size(model, (height, width), "objective.gram_size")
     num = model.grid[0] * model.grid[1]
     for name, hidden in (
         ("masked_views", round(number * keys.masked_views)), ("mask_max", int(num * keys.mask_max)),
