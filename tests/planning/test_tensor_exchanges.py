@@ -20,7 +20,7 @@ from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.contract import about
 from vit_jax.models.hybrid import Bottleneck
-from vit_jax.objectives.contract import RunFacts
+from vit_jax.objectives.contract import RunFacts, TokenPass
 from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.exchanges import collective_table
@@ -204,6 +204,7 @@ def test_of_other_families_it_is_unknown():
         abstract_frozen=(),
         freeze=None,
         num_gradients=1,
+        passes=(TokenPass(model),),
     )
     target = Target(find_slice("H100:8"))
     with pytest.raises(InputError, match=r"model Other: .*mesh.tensor=1"):

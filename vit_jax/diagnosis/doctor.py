@@ -358,10 +358,10 @@ def estimate_time(run: "Run") -> Finding:
     from vit_jax.devices.flops import format_bytes
     from vit_jax.diagnosis.benchmarks.rounds import measure
     from vit_jax.diagnosis.benchmarks.step import compile_steps
-    from vit_jax.run.loop import open_batches
+    from vit_jax.run.loop import Batches
 
     number, device = run.experiment.total_steps, run.mesh.devices.flat[0]
-    with jax.set_mesh(run.mesh), open_batches(run, 0) as batches:
+    with jax.set_mesh(run.mesh), Batches(run, 0) as batches:
         take_steps, _, memory = compile_steps(run.experiment, run.config.data.num_classes)
         free = (device.memory_stats() or {}).get("bytes_limit")
         free = free or psutil.virtual_memory().available // run.mesh.size

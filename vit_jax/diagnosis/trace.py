@@ -1,6 +1,7 @@
 """Trains short runs without a workdir and keeps their numbers."""
 
 import functools
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from vit_jax.base import tree
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.run.build import Run, prepare
-from vit_jax.run.loop import compile_step, open_batches
+from vit_jax.run.loop import Batches, compile_step
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
 
@@ -78,8 +79,8 @@ def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, f
     gradient_norms = e.layer_norms.lower(*e.arguments).compile() if num_detailed else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
-    with open_batches(run, 0) as batches:
-        for step, batch in zip(range(1, total + 1), batches, strict=False):
+    with Batches(run, 0) as batches:
+        for step, batch in itertools.islice(batches, total):
             numbers = {}
             if step <= num_detailed:
                 norms = gradient_norms(state, batch, *frozen)
