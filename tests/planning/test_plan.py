@@ -616,6 +616,20 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
     assert any("global_batch_size" in remedy["change"] for remedy in tried)
 
 
+def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
+    config, planned = tiny_config(global_batch_size=4 * 400), planning.search.plan
+
+    def plan(config, target):
+        if (config.optimizer.accum_steps or 1) > 1:
+            raise InputError("the loss of an image depends on the others of its batch")
+        return planned(config, target)
+
+    monkeypatch.setattr("vit_jax.planning.search.plan", plan)
+    *others, last = find_remedies(config, FOUR, plan(config, FOUR))
+    assert others and last["fits"] and "global_batch_size" in last["change"]
+    assert not any("optimizer.accum_steps" in remedy["change"] for remedy in others)
+
+
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
     words = (TINY, "--topology=H100:8", "--config.model.depth=8", "--config.auto=false")

@@ -119,7 +119,10 @@ def find_remedies(
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
-            tried.append(_try(config, change, target, calculate))
+            try:
+                tried.append(_try(config, change, target, calculate))
+            except InputError:  # such as microbatches of rows that depend on each other
+                continue
             if tried[-1]["fits"]:
                 return tried
     saving = with_values(config, both)
@@ -151,8 +154,6 @@ def _changes(
     }  # fmt: skip
     share, accum = figures["images_per_way"], num_microbatches(config)
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
-    if model_of(config).has_batch_statistics:
-        parts = []
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
     return both, tries
