@@ -119,11 +119,8 @@ def find_remedies(
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
-            try:
-                tried.append(_try(config, change, target, calculate))
-            except InputError:  # such as microbatches of rows that depend on each other
-                continue
-            if tried[-1]["fits"]:
+            tried += _try(config, change, target, calculate)
+            if tried and tried[-1]["fits"]:
                 return tried
     saving = with_values(config, both)
     if calculate:
@@ -132,10 +129,10 @@ def find_remedies(
         largest = largest_batch(saving, target)
         batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
     least = batch_ways(figures["mesh"]) * num_microbatches(config)
-    tried.append(_try(config, both | {"global_batch_size": batch or least}, target, calculate))
+    tried += _try(config, both | {"global_batch_size": batch or least}, target, calculate)
     same = [other for other in SLICES.values() if other.chip == target.slice.chip]
     larger = next((other.name for other in same if other.num_chips > target.slice.num_chips), None)
-    if larger is not None and not tried[-1]["fits"]:
+    if larger is not None and not any(each["fits"] for each in tried):
         tried.append({"change": {"topology": larger}, "peak_bytes": None, "fits": None})
     return tried
 
@@ -159,14 +156,23 @@ def _changes(
     return both, tries
 
 
-def _try(config: ConfigDict, change: Changes, target: Target, calculate: bool) -> dict[str, Any]:
-    """A remedy's row: planned, or calculated if that is asked for or says that it cannot fit."""
+def _try(
+    config: ConfigDict, change: Changes, target: Target, calculate: bool
+) -> list[dict[str, Any]]:
+    """A remedy's row: planned, or calculated if that is asked for or says that it cannot fit.
+
+    There is none if the run would refuse the change, such as microbatches of an objective that
+    couples rows.
+    """
     changed = with_values(config, change)
-    memory = calculate_memory(changed, target)
-    if not calculate and memory["fits"]:
-        memory = plan(changed, target)["memory_bytes"]
+    try:
+        memory = calculate_memory(changed, target)
+        if not calculate and memory["fits"]:
+            memory = plan(changed, target)["memory_bytes"]
+    except InputError:
+        return []
     fits = memory["fits"] and not (calculate and memory["may_not_fit"])
-    return {"change": change, "peak_bytes": memory["peak"], "fits": fits}
+    return [{"change": change, "peak_bytes": memory["peak"], "fits": fits}]
 
 
 def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
