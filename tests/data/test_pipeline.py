@@ -150,6 +150,9 @@ def test_crops_of_the_gram_teacher_are_those_of_the_global_views(digits):
 
     assert alike(pooled, original).min() > 0.9
     assert alike(pooled[:, :, ::-1], original).min() < 0.7
+    c.data.global_ops = "inception_crop(area_min=0.4)|greyscale(0.5)|flip"
+    with at_fault("data.global_ops"):
+        parse_views(c)
 
 
 def test_views_of_another_size_are_refused_before_the_first_batch(digits):

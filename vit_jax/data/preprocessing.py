@@ -16,8 +16,8 @@ Source: Caron et al. 2020 (arXiv:2006.09882), section 3.3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -27,6 +27,8 @@ from vit_jax.data.batch import BatchSpec, Crops
 from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
+
+OpKind = TypeVar("OpKind", HostOp, DeviceOp)
 
 _FIRST_LOCAL = 512  # number of the first local view
 VIEWS = {"global_views": "global", "local_views": "local"}
@@ -67,7 +69,7 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
         size = image_hw(gram_size, sized)
         ops = parse_view_ops(config.data.global_ops, size, num_global, key)
         # They have the numbers of the global views, and so what is left of their ops draws alike.
-        left = [[tuple(itertools.takewhile(_keeps_colours, kind)) for kind in both] for both in ops]
+        left = [[_before_colours(kind, key) for kind in both] for both in ops]
         host_ops, device_ops = zip(*left, strict=True)
         found["gram_views"] = Views(Crops(key, size, host_ops, 0, sized), device_ops)
     return found
@@ -75,6 +77,18 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
 
 def _keeps_colours(op: Op) -> bool:
     return not (op.of_colours or isinstance(op, ColourOp))
+
+
+def _before_colours(ops: Sequence[OpKind], key: str) -> tuple[OpKind, ...]:
+    """The ops before the first one of colours; InputError if a later one may move pixels."""
+    left = tuple(itertools.takewhile(_keeps_colours, ops))
+    if moving := [op.text for op in ops[len(left) :] if not isinstance(op, ColourOp)]:
+        raise InputError(
+            f"{key}: {', '.join(moving)} may move pixels after colours have changed, so the crops "
+            "of objective.gram_size would show other places; write ops that move pixels first, or "
+            "set --config.objective.gram_size=None"
+        )
+    return left
 
 
 def parse_view_ops(
