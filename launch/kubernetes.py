@@ -188,7 +188,8 @@ def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> 
       InputError: for what xpk cannot pass on.
     """
     given = {"--nodes": flags.nodes, "--volume": flags.volume, "--queue": flags.queue,
-             "--node_selector": flags.node_selector, "--env": variables.secret}  # fmt: skip
+             "--node_selector": flags.node_selector, "--cpus_per_node": flags.cpus_per_node,
+             "--memory_per_node": flags.memory_per_node, "--env": variables.secret}  # fmt: skip
     if wrong := [name for name, value in given.items() if value]:
         raise InputError(f"{wrong[0]}: not with --xpk_cluster, which takes TPU slices by "
                          "--topology, and variables that are not secret")  # fmt: skip

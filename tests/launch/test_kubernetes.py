@@ -372,3 +372,5 @@ def test_the_command_for_xpk(kubernetes, call):
     assert {"--tpu-type=v5p-4x4x4", "--num-slices=2", "--restart-on-exit-codes=75,143"} < {*said}
     [command] = [word for word in said if word.startswith("--command=")]
     assert command.startswith("--command=exec env 'A=b c' python -m vit_jax.main --config=")
+    code, _, err = call(kubernetes, *words, "--cpus_per_node=4", "--dry_run", "--", *VIT_L_JOB)
+    assert code != 0 and "--cpus_per_node: not with --xpk_cluster" in err
