@@ -115,17 +115,18 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     silent = types.SimpleNamespace(update=lambda *_: None)
     writer, spikes = MetricWriter("", writes=False), Spikes(run, (), {})
     record = Record(run, 0, {}, 0.0, writer, silent, NoLock(), NO_PAST, spikes)
-    state = types.SimpleNamespace(step=5, ema={}, replace=lambda **_: None)
+    state = types.SimpleNamespace(step=5, ema={}, opt_state={}, replace=lambda **_: None)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for step in range(1, 6):
             record.add(step, {"teacher_entropy": 0.0, "masked": 0.0})
             record.check(step)
-            record.log(step)
+            record.log(step, state)
         record.evaluate(state, ["few"])
     first, second = (r.getMessage() for r in caplog.records)
     assert first.startswith("step 5: train/teacher_entropy=0:") and "few/rank=1" in second
-    with record.saving(5) as meta:
+    with record.saving(5) as meta:  # in host memory
         assert meta["health"]["said"] == ["entropy_low", "few"]
+    assert record.saved is None
     record._throughput.clock = clock = FakeClock()
     with caplog.at_level(logging.INFO, "vit_jax"):
         for step in range(1, 40):

@@ -14,6 +14,8 @@ from finished_run import final_state, rows
 from PIL import Image
 
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.run import loop, spikes
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.train import train_and_evaluate
@@ -72,6 +74,12 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     assert row["train/spike_loss"] == (None if loss == "nan" else 50)
     step, state = final_state(whole)
     assert step == state["step"] == 40 and np.isfinite(state["params/head/bias"]).all()
+    rates = {row["step"]: row["train/lr"] for row in rows(whole) if "train/lr" in row}
+    config = make_config(rule)
+    plain = make_config_schedule(config, parse_durations(config))
+    lowered = 0.5 if rule == "lower" else 1.0
+    assert rates[25] == pytest.approx(float(plain(24)))
+    assert rates[30] == pytest.approx(lowered * float(plain(29)))
     if rule == "lower":
         assert state["opt_state/lowered_rate"] == 0.5
 

@@ -16,6 +16,8 @@ from cheap_compilation import flags_for
 from finished_run import final_state, rows
 from started_job import ROOT
 
+from vit_jax.config.text import load_config
+from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.workdir import run_name
 
 WORDS = (
@@ -90,6 +92,29 @@ def kill(workdir, process):
 
 def said(workdir):
     return workdir.with_name("output").read_text()
+
+
+@pytest.mark.usefixtures("one_device", "never_with_checks")
+def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_workdir, caplog):
+    """Steps 16 and 24 are kept, and 10 and 20 are saved; the save of 20 does not end."""
+
+    class KilledError(Exception):
+        pass
+
+    def kill(step, *_):
+        if step == 25:
+            raise KilledError
+
+    run, config = make_workdir("run"), load_config(f"{ROOT}/configs/quickstart.py:debug")
+    config.checkpoint.memory_every = "8 steps"
+    with pytest.raises(KilledError):
+        train_and_evaluate(config, run, callbacks=[kill])
+    shutil.rmtree(run / "checkpoints/20")
+    with caplog.at_level("INFO", "vit_jax"):
+        assert train_and_evaluate(config, run)["step"] == 40
+    assert "step 24 in /dev/shm" in caplog.text and "the store has no step 20" in caplog.text
+    assert "start: resumed at step 16 from /dev/shm" in caplog.text
+    assert not folder_of(run).exists()
 
 
 @pytest.mark.slow

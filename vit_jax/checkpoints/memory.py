@@ -23,7 +23,7 @@ import shutil
 import socket
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,18 +79,23 @@ class Memory:
             for _ in pieces:  # exchanged by all processes, so also by one that cannot write
                 pass
 
-    def restore(self, target: Any, first: int) -> tuple[Any, dict] | None:
+    def restore(
+        self, target: Any, first: int, accepts: Callable[[dict], bool] = lambda meta: True
+    ) -> tuple[Any, dict] | None:
         """(state, meta) of the newest kept step from `first` on; None: no step is whole and valid.
 
         Args:
           target: shapes and dtypes, with NamedShardings over one mesh.
           first: a step.
+          accepts: whether a step with this meta is wanted; the same on all processes.
         """
         leaves, me = tree.flatten_names(target), jax.process_index()
         for step, has_own in self._agree(leaves, first):
             kept, giver = _Kept(self._run, step), has_own.index(True)
             say_meta = functools.partial(getattr, kept, "meta")
             meta = processes.say_to_all("the kept meta", say_meta, _SAID_WITHIN_S, by=giver)
+            if not accepts(meta):
+                continue
             to = {self._holder(p): p for p, has in enumerate(has_own) if not has}
             try:
                 # Everything is read before anything is exchanged, so none waits for one that fails.
@@ -120,6 +125,15 @@ class Memory:
         """Remove all steps of the run on this host."""
         shutil.rmtree(self._run, ignore_errors=True)
 
+    def _folders(self) -> list[pathlib.Path]:
+        """Of the processes that kept steps on this host; none if another user can write them."""
+        try:
+            _check_private(self._run.parent)
+        except OSError as e:
+            logger.warning("%s is not read: %s", self, e.strerror or e)
+            return []
+        return sorted(self._run.glob("process-*"))
+
     def _holder(self, process: int) -> int:
         """The process that keeps a copy of the pieces of `process`."""
         return (process + self._distance) % jax.process_count()
@@ -130,7 +144,7 @@ class Memory:
         Only steps in which the holders have the regions of all other processes.
         """
         me, n = jax.process_index(), jax.process_count()
-        here = {step for folder in self._run.glob("process-*") for step in _steps_in(folder)}
+        here = {step for folder in self._folders() for step in _steps_in(folder)}
         offers = np.full((_STEPS_OFFERED, 3), -1, np.int32)
         newest = sorted((step for step in here if step >= first), reverse=True)[:_STEPS_OFFERED]
         for row, step in enumerate(newest):

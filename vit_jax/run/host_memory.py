@@ -29,11 +29,18 @@ def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] |
     """(state, meta, where) of a kept step that is newer than the store's; None: there is none."""
     if (memory := _open(run)) is None:
         return None
-    saved = max(restore.steps_of_first(run.workdir / "checkpoints"), default=0)
-    found = memory.restore(run.experiment.abstract_state, saved)
-    if found is not None and found[1]["data_fingerprint"] != run.fingerprint:
-        found = None  # the store's step has the same fault, and says it
-    memory.drop_after(found[1]["step"] if found else saved)
+    in_store = restore.steps_of_first(run.workdir / "checkpoints")
+
+    def accepts(meta: dict[str, Any]) -> bool:
+        if (saved := meta["saved"]) not in (None, *in_store):  # that one may be the best
+            logger.warning("step %d in %s is not taken, since the store has no step %d, which was "
+                           "saved before it", meta["step"], memory, saved)  # fmt: skip
+            return False
+        return meta["data_fingerprint"] == run.fingerprint  # a step in the store says the fault
+
+    newest = max(in_store, default=0)
+    found = memory.restore(run.experiment.abstract_state, newest, accepts)
+    memory.drop_after(found[1]["step"] if found else newest)
     return None if found is None else (*found, memory)
 
 

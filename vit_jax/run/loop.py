@@ -163,7 +163,7 @@ class Loop:
             self.read_ahead.rewind(step)
             return state
         if due.logs:
-            self.record.log(due.step)
+            self.record.log(due.step, state)
         if due.signal is None:
             self.evaluate(due, state)
             self.record.tell(state)
@@ -188,12 +188,13 @@ class Loop:
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
             self.checkpoints.save(due.step, state, meta)
+        self.record.saved = due.step
 
     def keep(self, due: Due, state: TrainState) -> None:
         assert self.memory is not None  # as `keeps` says
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
-            self.memory.save(due.step, state, meta)
+            self.memory.save(due.step, state, meta | {"saved": self.record.saved})
 
     def stop(self, due: Due, state: TrainState) -> None:
         """Wait for the save, evaluate, and raise Preempted."""

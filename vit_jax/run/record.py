@@ -15,6 +15,7 @@ import jax
 
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
+from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
@@ -45,11 +46,10 @@ class Record(contextlib.AbstractContextManager):
       since: `time.perf_counter` at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
       lock: the lock on the workdir; checked before rows and saves.
-
       past: what came before `since`.
       spikes: finds spikes in the metrics.
 
-    saved: step of the newest checkpoint; None before the first.
+    saved: step of the newest checkpoint in the store; None before the first.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Record(contextlib.AbstractContextManager):
         spikes: Spikes,
     ):
         config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
-        self.saved = start if meta else None
+        self.saved = meta.get("saved", start) if meta else None
         self._start = start
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._spikes, self._stalls, self._results = spikes, Stalls(config), Results()
@@ -143,11 +143,12 @@ class Record(contextlib.AbstractContextManager):
         self._corrupt.count(corrupt, step, self.saved)
         return True
 
-    def log(self, step: int) -> None:
-        """Write the training row of `step`, which must have been checked."""
+    def log(self, step: int, state: TrainState) -> None:
+        """Write the training row of `step`, which must have been checked, and led to `state`."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
-        row["train/lr"] = float(self._schedule(step - 1))
+        lowered = float(state.opt_state.get(LOWERED, 1.0))
+        row["train/lr"] = float(self._schedule(step - 1)) * lowered
         row |= self._throughput.read(step)
         self._writer.write(step, row)
         self._progress.update(step, row)
@@ -183,7 +184,6 @@ class Record(contextlib.AbstractContextManager):
         self._lock.check(fresh=True)
         facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
-            self.saved = step
             self._writer.flush()
             own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}
             yield facts | self._health.read() | self._spikes.read() | own
