@@ -50,8 +50,10 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if number % every == 0:
                 program = faulty if flip and faulty and flip.step == number else replay
-                found = [program(state, batch, np.bool_(turned), *frozen) for turned in (0, 1)]
-                check(run, number, *jax.device_get(found))
+                check(run, number, *(
+                    jax.device_get(program(state, batch, np.bool_(turned), *frozen))
+                    for turned in (0, 1)  # one by one: on CPUs exchanges can block each other
+                ))  # fmt: skip
             return step(number, state, batch)
 
         return watched

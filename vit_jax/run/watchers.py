@@ -20,7 +20,7 @@ def watched_step(
 ) -> RunStep:
     """The training step of a run, wrapped by what watches it.
 
-    A watcher takes a step and returns one: it may act before and after it, add metrics, or raise.
+    `first`: number of the first step.
     """
 
     def step(number, state, batch):
