@@ -71,8 +71,8 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     check_config_travels(job, "a node")
     variables = read_environment(flags, job)
     check_data_travels(job, "a node", variables.all, lambda folder: False, "use a bucket")
-    print(yaml.dump(render(flags, job, variables.plain, sorted(variables.secret)), Dumper=_Dumper,
-                         sort_keys=False, width=100), end="")  # fmt: skip
+    task = render(flags, job, variables.plain, sorted(variables.secret))
+    print(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=100), end="")
     return DONE
 
 

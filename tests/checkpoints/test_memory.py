@@ -91,10 +91,13 @@ def test_a_damaged_step_gives_way_to_the_one_before(kept, tmp_path, caplog):
     assert kept.restore(target_of(state), 0) is None
 
 
-def test_without_room_a_step_is_not_kept(kept, tmp_path, caplog, monkeypatch):
-    root = tmp_path / f"vit_jax-{os.getuid()}"
-    root.mkdir(mode=0o755)
-    kept.save(10, make_state(10, data=4, fsdp=2), {})
+def test_a_folder_that_others_can_open_is_neither_read_nor_written(kept, tmp_path, caplog):
+    state = make_state(10, data=4, fsdp=2)
+    kept.save(10, state, {})
+    (tmp_path / f"vit_jax-{os.getuid()}").chmod(0o755)
+    assert kept.restore(target_of(state), 0) is None
+    assert "is not read" in caplog.text
+    kept.save(10, state, {})
     assert "step 10 is not kept in" in caplog.text and "only this user can open" in caplog.text
 
 
