@@ -190,8 +190,8 @@ def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> 
     given = {"--nodes": flags.nodes, "--volume": flags.volume, "--queue": flags.queue,
              "--node_selector": flags.node_selector, "--env": variables.secret}  # fmt: skip
     if wrong := [name for name, value in given.items() if value]:
-        raise InputError(f"{wrong[0]}: not with --xpk_cluster, which takes TPU slices by "
-                         "--topology, and variables that are not secret")  # fmt: skip
+        raise InputError(f"{wrong[0]}: not with --xpk_cluster; the command of xpk takes TPU slices "
+                         "by --topology, and no queue, volume or secret")  # fmt: skip
     if not flags.dry_run:
         raise InputError("--xpk_cluster: only prints a command for xpk; add --dry_run")
     tpu = tpus.find_tpu_slice(flags)

@@ -83,7 +83,9 @@ def test_objectives_that_cannot_collapse_are_not_watched():
 
 
 def test_long_waits_are_named_once_until_they_are_over():
-    stalls = Stalls(base_config())
+    c = base_config()
+    c.checkpoint.memory_every = "10 steps"
+    stalls = Stalls(c)
 
     def add(wall_s, **seconds):
         return stalls.add({"time/wall_s": wall_s} | {f"time/{k}": v for k, v in seconds.items()})
@@ -93,7 +95,7 @@ def test_long_waits_are_named_once_until_they_are_over():
     (text,) = add(16.0, save_s=1.0)
     assert text.startswith("3.0 of the last 11.0 s: the devices wait for images")
     (text,) = add(30.0, input_wait_s=9.0, save_s=2.0)
-    assert "checkpoint.every='1000 steps'" in text
+    assert "checkpoint.every='1000 steps' and checkpoint.memory_every='10 steps'" in text
     assert add(50.0, input_wait_s=1.0) == []
     assert len(add(70.0, input_wait_s=3.0)) == 1
 
@@ -126,6 +128,8 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     assert first.startswith("step 5: train/teacher_entropy=0:") and "few/rank=1" in second
     with record.saving(5) as meta:
         assert meta["health"]["said"] == ["entropy_low", "few"]
+    with record.saving(6, in_store=False):
+        assert record.saved == 5  # an error removes what only host memory has
     record._throughput.clock = clock = FakeClock()
     with caplog.at_level(logging.INFO, "vit_jax"):
         for step in range(1, 40):

@@ -191,7 +191,7 @@ class Loop:
 
     def keep(self, due: Due, state: TrainState) -> None:
         assert self.memory is not None  # as `keeps` says
-        with self.record.saving(due.step) as meta:
+        with self.record.saving(due.step, in_store=False) as meta:
             check_replicas(state, self.run.mesh)
             self.memory.save(due.step, state, meta)
 

@@ -175,15 +175,18 @@ class Record(contextlib.AbstractContextManager):
             logger.warning("step %d: %s", step, warning)
 
     @contextlib.contextmanager
-    def saving(self, step: int) -> Iterator[dict[str, Any]]:
+    def saving(self, step: int, in_store: bool = True) -> Iterator[dict[str, Any]]:
         """Wrap the saving of `step`: flush the rows, yield the facts to save with the state.
+
+        `in_store`: the step outlives an error of this run, as one in host memory does not.
 
         Raises LostLockError if another job trains in the workdir now.
         """
         self._lock.check(fresh=True)
         facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
-            self.saved = step
+            if in_store:
+                self.saved = step
             self._writer.flush()
             own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}
             yield facts | self._health.read() | self._spikes.read() | own
