@@ -1,4 +1,4 @@
-"""LeJEPA (arXiv:2511.08544): views of a image predict each other, and embeddings stay normal.
+"""LeJEPA (arXiv:2511.08544): views of an image predict each other, and embeddings stay normal.
 
 python -m vit_jax.main --config=configs/lejepa.py --config.data.data_dir=DIR --workdir=$W
 About 11 CPU minutes: --config=configs/lejepa.py:cifar10 --config.data.data_dir=DIR

@@ -191,8 +191,8 @@ def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> 
              "--node_selector": flags.node_selector, "--cpus_per_node": flags.cpus_per_node,
              "--memory_per_node": flags.memory_per_node, "--env": variables.secret}  # fmt: skip
     if wrong := [name for name, value in given.items() if value]:
-        raise InputError(f"{wrong[0]}: not with --xpk_cluster, which takes TPU slices by "
-                         "--topology, and variables that are not secret")  # fmt: skip
+        raise InputError(f"{wrong[0]}: not with --xpk_cluster; the command of xpk takes TPU slices "
+                         "by --topology, and no queue, volume or secret")  # fmt: skip
     if not flags.dry_run:
         raise InputError("--xpk_cluster: only prints a command for xpk; add --dry_run")
     tpu = tpus.find_tpu_slice(flags)

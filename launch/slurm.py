@@ -105,8 +105,10 @@ export PYTHONUNBUFFERED=1
 code=$?
 
 # Told to stop, after saving or before training: run again, to resume.
+# Slurm calls the last task of an array by the number of the array, which would requeue all tasks.
 if [ $code = {preempted} ] || [ $code = {terminated} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  task=${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+  scontrol requeue "${{task:-$SLURM_JOB_ID}}"
 fi
 exit $code
 """

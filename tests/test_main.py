@@ -316,7 +316,7 @@ def test_list_of_configs(capsys):
     for path in (ROOT / "configs").glob("*.py"):
         head, _, _ = path.read_text().removeprefix('"""').partition("\n")
         assert f"{path.stem}: {head}\n" in out
-    assert "\n    headline        512 px and averaged weights, for imagenet2012\n" in out
+    assert "\n    headline            512 px and averaged weights, for imagenet2012\n" in out
     assert out.count("\n    debug  ") == len(list((ROOT / "configs").glob("*.py")))
 
 

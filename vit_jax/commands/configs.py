@@ -34,5 +34,5 @@ def main(flags: argparse.Namespace) -> int:
                 )
             )
         for word, meaning in config.WORDS.items():
-            print(f"    {word:<16}{meaning}")
+            print(f"    {word:<20}{meaning}")
     return exit_codes.DONE

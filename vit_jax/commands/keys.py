@@ -166,5 +166,6 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
     ):
         if found := [row for row in rows if fits(row)]:
             return found
-    names += [row.key.rpartition(".")[2] for row in rows]
+    names += [name for row in rows for name in (*row.key.split("."), row.key)]
+    names = [*dict.fromkeys(names)]
     raise InputError(f"{word}: no part, section, key or meaning has it; {nearest(word, names)}")

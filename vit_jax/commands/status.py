@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
 _WATCH_S = 5.0
+_WIDE = 10_000  # columns of a pipe, which cuts nothing
 _COLUMNS = ("run", "step", "images/s", "ETA", "train/loss", "health", "where", "goodput")
 
 
@@ -37,7 +39,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     from vit_jax.insight.status import read_status
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
     if flags.format == "json":
         found = [dataclasses.asdict(status) for status in read_status(flags.runs)]
         print(json.dumps(found, indent=2))

@@ -31,7 +31,7 @@ class RotaryFields:
       their side: Fang et al. 2023 (arXiv:2303.11331).
     """
 
-    rotary: str | None = key(None, "rotary positions, by these coordinates", choices=KINDS)
+    rotary: str | None = key(None, "rotary positions (RoPE), by these coordinates", choices=KINDS)
     rotary_base: float = key(100.0, "ratio of longest and shortest period", within="(1, inf)")
     rotary_side: float | None = key(
         None, "each side of the grid counts so many indices; None: its patches", within=POSITIVE

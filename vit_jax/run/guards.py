@@ -144,13 +144,12 @@ class Stalls:
     """Names the cause of long waits in the rows of a run, once until it is over; see `add`."""
 
     def __init__(self, config: ConfigDict):
-        in_memory = config.checkpoint.memory_every
-        memory = f" or checkpoint.memory_every={in_memory!r}" if in_memory else ""
+        saves = {key: config.checkpoint[key] for key in ("every", "memory_every")}
+        given = " and ".join(f"checkpoint.{key}={value!r}" for key, value in saves.items() if value)
         self._remedies = {
             "input_wait": "the devices wait for images: take simpler data.ops, another data.reader "
             "or more CPU cores; `vit_jax benchmark --what=input` measures the input",
-            "save": f"the run waits for saves: raise checkpoint.every={config.checkpoint.every!r}"
-            f"{memory}, or give --workdir a faster disk",
+            "save": f"the run waits for saves: raise {given}, or give --workdir a faster disk",
         }
         self._since: float | None = None
         self._seconds = dict.fromkeys(self._remedies, 0.0)

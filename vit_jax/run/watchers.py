@@ -57,8 +57,8 @@ def inject(run: Run) -> Watcher:
     """Flip a bit of a weight before a step, if `job.inject` asks for it."""
     flip = parse_fault(run.config.job.inject)
     if flip is not None and flip.device >= run.mesh.size:
-        raise SharedInputError(f"job.inject={run.config.job.inject!r}: the mesh has "
-                               f"{run.mesh.size} devices; name one from 0 on")  # fmt: skip
+        raise SharedInputError(f"job.inject={run.config.job.inject!r}: needed: a "
+                               f"device of the mesh, 0 to {run.mesh.size - 1}")  # fmt: skip
     if flip is None or flip.what != "weight":
         return lambda step: step
     device = run.mesh.devices.flat[flip.device]
