@@ -69,7 +69,7 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
         size = image_hw(gram_size, sized)
         ops = parse_view_ops(config.data.global_ops, size, num_global, key)
         # They have the numbers of the global views, and so what is left of their ops draws alike.
-        left = [[_before_colours(kind, key) for kind in both] for both in ops]
+        left = [(_before_colours(host, key), _before_colours(device, key)) for host, device in ops]
         host_ops, device_ops = zip(*left, strict=True)
         found["gram_views"] = Views(Crops(key, size, host_ops, 0, sized), device_ops)
     return found

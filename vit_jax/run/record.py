@@ -147,8 +147,8 @@ class Record(contextlib.AbstractContextManager):
         """Write the training row of `step`, which must have been checked, and led to `state`."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
-        lowered = float(state.opt_state.get(LOWERED, 1.0))
-        row["train/lr"] = float(self._schedule(step - 1)) * lowered
+        of_parts: Any = state.opt_state
+        row["train/lr"] = float(self._schedule(step - 1)) * float(of_parts.get(LOWERED, 1.0))
         row |= self._throughput.read(step)
         self._writer.write(step, row)
         self._progress.update(step, row)
