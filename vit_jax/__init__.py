@@ -22,7 +22,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
         f"vit_jax needs Python 3.11 or newer; this is {platform.python_version()}, {sys.executable}"
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "branch": "vit_jax.run.branch",
