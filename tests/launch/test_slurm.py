@@ -234,6 +234,7 @@ def test_preempted_job_is_requeued_and_resumes(node, slurm, call, tmp_path, monk
     print(log("slurm.log"), log(), sep="\n")
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_is_requeued_by_itself(
     node, slurm, call, tmp_path, monkeypatch, request
 ):

@@ -77,6 +77,7 @@ def test_a_flipped_bit_is_caught_and_its_device_named(what, mesh, pairs, fewest,
     assert is_named == (len(pairs) > 1)
 
 
-def test_other_steps_are_not_replayed(tmp_path):
-    run = prepare_run(tmp_path, **{"job.inject": "flip:weight:device=3:step=1"})
-    assert take_steps(run, number=1) == [1]
+def test_other_steps_are_not_replayed_and_one_group_of_devices_is_said(tmp_path, caplog):
+    words = {"job.inject": "flip:weight:device=3:step=1", "mesh.fsdp": "8"}
+    assert take_steps(prepare_run(tmp_path, **words), number=1) == [1]
+    assert "the same devices compute both gradients" in caplog.text

@@ -5,6 +5,7 @@ A replay comes before the step's update, so that nothing of a faulty step is sav
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from vit_jax.base.faults import Flip, parse_fault
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.checksums import checksum
 from vit_jax.checkpoints.replicas import DivergedError, name_devices
+from vit_jax.experiment.replay import axes_of_places
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, Watcher
@@ -35,6 +37,9 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
     every, e = run.timetable.replay_every, run.experiment
     if every is None:
         return lambda step: step
+    if math.prod(run.mesh.shape[axis] for axis in axes_of_places(run.mesh)) == 1:
+        logger.warning("job.replay_every=%r: the same devices compute both gradients, so replays "
+                       "find only passing faults", run.config.job.replay_every)  # fmt: skip
     fault = parse_fault(run.config.job.inject)
     flip = fault if fault and fault.what != "weight" else None
 
