@@ -97,9 +97,10 @@ def test_a_study_is_one_array(slurm, call, tmp_path):
     assert shlex.split(made) == ["mkdir", "-p", *logs]
     assert "#SBATCH --array=0-2" in script and "#SBATCH --job-name=my-sweep" in script
     assert f"#SBATCH --output='{workdir}/logs/slurm_%a.log'" in script
-    array = "export SLURM_ARRAY_TASK_ID=2\n" + "\n".join(script)
+    # The last task of an array has the array's number, so that alone would requeue all tasks.
+    array = "export SLURM_ARRAY_JOB_ID=5000 SLURM_ARRAY_TASK_ID=2\n" + "\n".join(script)
     _, srun, requeued = run_script(array, tmp_path, srun_ends_with=75)
-    assert requeued == ["5000"]  # of this task alone
+    assert requeued == ["5000_2"]
     assert f"--output={workdir}/{names[2]}/logs/process_%t.log" in srun
     assert srun[srun.index("task") + 1 :] == [
         sys.executable, "-m", "vit_jax.main", QUICKSTART, "--config.optimizer.peak_lr=3e-3",
