@@ -7,8 +7,8 @@ A few seconds, on handwritten digits: --config=configs/dinov3.py:debug
 
 DIR holds imagenet2012/VERSION as TFDS prepares it. The first stage is the published code's
 vitl_im1k_lin834.yaml: the recipe of the config dinov2 with its words own_head and sinkhorn, and
-rotary positions of base 100 in place of learned ones. Its rate of 1e-3 by the rule sqrt_wrt_1024 is
-4e-3 x sqrt(batch / 1,024), that of DINOv2, as the rule has a factor of 4.
+rotary positions of base 100 in place of learned ones. Its rate is 1e-3, which the
+code's rule sqrt_wrt_1024 multiplies by 4 x sqrt(batch / 1,024): DINOv2's rate.
 
 gram, of --config.init_from: the stage after it, published for the model of 7 billion parameters
 (dinov3_vit7b16_gram_anchor.yaml). The similarities of the student's patches in an image stay those

@@ -4,7 +4,7 @@ python docs/data_costs.py imagenet_sample DIR WORK [ROUNDS]
 python docs/data_costs.py cifar10 DIR WORK [ROUNDS]
 python docs/data_costs.py start WORK
 
-The first two compare CPU time per image with that of TFRecord. DIR holds the prepared TFDS data
+The first two compare the CPU time of an image with TFRecord. DIR holds the prepared TFDS data
 set. The first call writes its training images below WORK as tar, Parquet, Arrow and arrays. Every
 round reads 512 images from each source in turn, in one process, so that a busy machine slows all of
 them alike. `start` opens 10,000 tar shards of 1,280 images, which are empty but have their indexes.

@@ -175,7 +175,7 @@ class Optimizer(Section):
     )
     head_decay: float | None = key(
         None,
-        "weight decay of the head's kernel / that of other parameters; None: 1",
+        "weight decay of the head's kernel / weight decay of other parameters; None: 1",
         within=FROM_0,
     )
     embedding_rate: float | None = key(

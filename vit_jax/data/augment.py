@@ -84,7 +84,7 @@ def solarize_add(image: tf.Tensor, addition: int | tf.Tensor) -> tf.Tensor:
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """Change the contrast: factor 0 gives the image's mean grey everywhere, 1 the image.
 
-    `published_contrast` is what the reference release (see OPERATIONS) has in its place.
+    The reference release (see OPERATIONS) has `published_contrast` in its place.
     """
     luma = tf.cast(_luma(image, copies=1), tf.int64)
     mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)

@@ -126,7 +126,7 @@ def make_optimizer(
         gradients do not count towards the clipped norm; leaves frozen as a whole have no optimizer
         state. None: nothing is frozen.
       weight_decay_end: weight decay at the end of the run; None: it stays the same.
-      head_decay: weight decay of the heads' kernels, relative to that of the others; None: 1.
+      head_decay: weight decay of the heads' kernels, relative to the other parameters; None: 1.
       embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
       on_spike: "lower": updates are also multiplied by the number LOWERED in the state, at first 1.
       total_steps: length of the run, for `weight_decay_end`.
