@@ -61,7 +61,9 @@ def test_the_limit_by_hand():
     assert spikes.limit([1.0, 2.0] * 15) == pytest.approx(1.5 + 8 * 1.4826 * 0.5)
 
 
-@pytest.mark.parametrize(("rule", "loss"), [("lower", "nan"), ("skip", "50")])
+@pytest.mark.parametrize(
+    ("rule", "loss"), [("lower", "nan"), pytest.param("skip", "50", marks=pytest.mark.slow)]
+)
 def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     rule, loss, tmp_path, monkeypatch
 ):
