@@ -1,7 +1,7 @@
 """Upgrades of config.json, one function from each format to the next.
 
 FORMAT goes up when config.json changes; UPGRADES then gets the function from the last format.
-Format 3 is that of version 0.2.0, whose runs every later version resumes.
+Version 0.2.0 writes format 3; every later version resumes its runs.
 """
 
 from collections.abc import Callable, Mapping

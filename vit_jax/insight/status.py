@@ -12,7 +12,7 @@ from vit_jax.run.workdir import count_steps, say_holder
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """A run: None is what its files do not say yet.
+    """A run, by its files; fields that they do not say yet are None.
 
     step, total_steps: of its last row, and of its end.
     images_per_s, loss: in its last row.

@@ -248,7 +248,7 @@ def _make_model(source: Source, name: str, stated: Mapping[str, Any]) -> ViT:
     if has_head and not has_token:
         source.leave_out(r"head\..*", "the pooling, which the classifier does not take, is")
     faults.need(not has_head or name != "clip_vision_model",
-                "classifier: that of CLIP takes patches without the last norm")  # fmt: skip
+                "classifier: CLIP's takes patches without the last norm")  # fmt: skip
     source.refuse(faults, "its architecture cannot be inferred")
     pool = "token" if has_token else "map" if "head.probe" in source.arrays else "gap"
     return ViT(

@@ -27,7 +27,7 @@ def decay_weights(
       weight_decay: factor of the parameters.
       weight_decay_on: regex over their names.
       schedule: number of the update, from 0 -> decay; None: `weight_decay` always.
-      head_share: decay of the heads' kernels / that of the others; None: 1.
+      head_share: decay of the heads' kernels / decay of other parameters; None: 1.
     """
 
     def decaying(params):
