@@ -84,7 +84,7 @@ def test_each_kind_is_a_line(parts):
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
         "MyMixer", "my_consistency", "my_poly1", "my_worst_class", "my_rings",
-        "my_noise", "my_adan", "my_msgpack",
+        "my_posterize", "my_adan", "my_msgpack",
     ]  # fmt: skip
 
 

@@ -206,6 +206,16 @@ def test_beside_the_config_file(tmp_path, here):
     assert fault.startswith("plugins: 'other.py' has not been imported; list it in base_config(")
 
 
+def test_a_config_file_with_parts(here, ran):
+    """It is its own plug-in, and runs once for each time that it is loaded."""
+    body = "from vit_jax.config import base_config\n\n\ndef get_config(arg):\n"
+    (here / "own.py").write_text(f"{PART}\n{body}    return base_config(plugins=[__file__])\n")
+    for _ in range(2):
+        config = load_config("own.py")
+        assert (config.plugins, config.data.notes, ran()) == (("own.py",), None, 1)
+    assert plugins.find_plugin("own.py").content == (here / "own.py").read_bytes()
+
+
 def test_command_line(here, capsys):
     (here / "part.py").write_text(PART)
     (here / "other.py").write_text(OTHER)

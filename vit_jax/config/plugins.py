@@ -99,6 +99,11 @@ def has_devices() -> bool:
     return bridge is not None and bridge.backends_are_initialized()
 
 
+def module_of_file(name: str) -> str:
+    """Name of the module that the file `name` becomes, as a plug-in or as a config file."""
+    return f"vit_jax_plugins.{name.removesuffix('.py')}"
+
+
 def find_plugin(name: str) -> Plugin:
     """The imported plug-in with this name in `config.plugins`.
 
@@ -138,7 +143,7 @@ def import_plugins(names: Sequence[str]) -> tuple[str, ...]:
 def _import(text: str) -> Plugin:
     if text.endswith(".py"):
         file = _find_file(text)
-        name, module_name = file.name, f"vit_jax_plugins.{file.stem}"
+        name, module_name = file.name, module_of_file(file.name)
     else:
         file = _find_module(text)
         name = module_name = text
@@ -285,7 +290,7 @@ def _execute_copy(name: str, digest: str | None, copy: epath.Path) -> None:
         raise InputError(f"{copy}: cannot be read ({e}); give --config.plugins=FILE") from None
     if _digest(content) != digest:
         raise InputError(f"{copy}: damaged, its digest differs; give --config.plugins=FILE")
-    _execute(name, f"vit_jax_plugins.{name.removesuffix('.py')}", os.fspath(copy), content)
+    _execute(name, module_of_file(name), os.fspath(copy), content)
 
 
 def _read_digests(path: epath.Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import logging
 import operator
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -53,11 +54,18 @@ def find_config(name: str) -> pathlib.Path:
 
 def import_config(path: pathlib.Path) -> types.ModuleType:
     """Import a config file; raises whatever the file raises, InputError if it is not Python."""
-    spec = importlib.util.spec_from_file_location("vit_jax_config", path.absolute())
+    # The module gets the name of a plug-in: a file that is both does not run twice.
+    name = plugins.module_of_file(path.name)
+    spec = importlib.util.spec_from_file_location(name, path.absolute())
     if spec is None or spec.loader is None:
         raise InputError(f"{str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
