@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
 
-from vit_jax.base.errors import InputError  # noqa: E402
+from vit_jax.base.errors import InputError, nearest  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
 
 
@@ -21,6 +21,11 @@ def launcher_main(
     """Call launch(flags before `--`, words after it); return the exit code, 2 for wrong input."""
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
+    known = re.findall(r"^  (--\w+)", parser.format_help(), re.MULTILINE)
+    given = [word.partition("=")[0] for word in argv[:split] if word.startswith("--")]
+    hints = [f"{word}: {nearest(word, known)}" for word in given if word not in [*known, "--help"]]
+    if hints:
+        parser.error(f"{'; '.join(hints)} (arguments of the job go after --)")
     flags, unknown = parser.parse_known_args(argv[:split])
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}; arguments of the job go after --")

@@ -137,11 +137,13 @@ LABELS = [0, 1, 2, 0, 1, 2]
 REFUSED = {
     "no dict": [1],
     "no length": {"train": (i for i in LABELS)},
+    "a dict of arrays": {"train": {"images": PIXELS, "labels": LABELS}},
     "no images": {"train": []},
     "another number of labels": {"train": (PIXELS, LABELS[1:])},
     "fractions of pixels": {"train": (PIXELS / 255, LABELS)},
     "channels first": {"train": (PIXELS.transpose(0, 3, 1, 2), LABELS)},
     "labels in words": {"train": (PIXELS, ["cat", "dog"] * 3)},
+    "images for labels": {"train": (PIXELS, PIXELS)},
     "labels in fractions": {"train": (PIXELS, np.full(6, 0.5))},
     "a label without class": {"train": (PIXELS, LABELS), "class_names": ["cat", "dog"]},
     "no label, or several": {"train": (PIXELS, [0, [1, 2], 2, 0, None, 2])},

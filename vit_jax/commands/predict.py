@@ -17,7 +17,7 @@ a threshold. It is 1/2; --thresholds gives another number, or the classes.csv th
 --features=FILE.npz saves the features before the head, or with --tokens=patches the features of
 every patch.
 
---neighbours=FOLDER prints, instead of classes, the --top pictures of a folder that are most like
+--neighbours=FOLDER prints, instead of classes, the --top images of a folder that are most like
 each image, with the cosine of the angle between their features; --sheet=FILE.png shows them.
 """
 
@@ -53,8 +53,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
-    parser.add_argument("--neighbours", metavar="FOLDER", help="print its most similar pictures")
-    parser.add_argument("--sheet", metavar="FILE", help=".png file of these pictures to write")
+    parser.add_argument("--neighbours", metavar="FOLDER", help="print its most similar images")
+    parser.add_argument("--sheet", metavar="FILE", help=".png file of these images to write")
     define_format_flag(parser, "csv")
     parser.add_argument(
         "--top", type=positive_int, help="classes or neighbours to print per image; default: 5, or "

@@ -63,9 +63,10 @@ class Split:
         """Raises InputError if `given` is no split."""
         where = f"data[{name!r}]"
         images, labels = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        if not (hasattr(images, "__len__") and hasattr(images, "__getitem__")):
-            what = f"{type(images).__name__}, which has no length or no index"
-            raise InputError(f"{where}: got {what}; needed: {_NEEDED}")
+        has_index = hasattr(images, "__len__") and hasattr(images, "__getitem__")
+        if isinstance(images, Mapping) or not has_index:
+            what = "" if has_index else ", which has no length or no index"
+            raise InputError(f"{where}: got {type(images).__name__}{what}; needed: {_NEEDED}")
         if not len(images):
             raise InputError(f"{where}: has no images; needed: {_NEEDED}")
         if labels is not None:

@@ -34,8 +34,9 @@ def as_labels(labels: Any, where: str) -> np.ndarray:
         return found.astype(np.int32)
     if found.ndim == 2 and found.dtype.kind in "iubf" and np.isin(found, (0, 1)).all():
         return found.astype(bool)
+    got = few(map(str, found)) if found.ndim < 3 else f"of shape {found.shape}"
     raise InputError(
-        f"{where}: has the labels {few(map(str, found))}; needed: whole numbers from 0, -1 or None "
+        f"{where}: has the labels {got}; needed: whole numbers from 0, -1 or None "
         "for no label; lists of these; or an array of 0 and 1 for each image and class"
     )
 

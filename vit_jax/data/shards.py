@@ -115,7 +115,8 @@ def find_splits(data_dir: str | None, suffixes: tuple[str, ...]) -> Files:
     for pattern in patterns:
         found = {pattern} if pattern in below else {*fnmatch.filter(below, pattern)}
         if not found:
-            raise InputError(f"{where}: no file {shown(root / pattern)}; needed: {needed}")
+            missing = shown(root / pattern) if pattern != "*" else f"in it ends in {suffixes[0]}"
+            raise InputError(f"{where}: no file {missing}; needed: {needed}")
         chosen |= found
     return sort_files(root, {name: below[name] for name in chosen})
 

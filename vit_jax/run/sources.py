@@ -327,9 +327,9 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
     if source.class_names is None and SOURCES.find(source.name).is_own:
         raise InputError(
             f"data.name={source.name!r}: has no labels, which "
-            f"objective.name={config.objective.name!r} learns; give it some, as a folder for each "
-            "class does (data.name=folder), or choose another objective, such as distillation with "
-            "--config.objective.weight=1"
+            f"objective.name={config.objective.name!r} learns; give it some: a folder for each "
+            'class (data.name=folder), or in Python data={"train": (images, labels)}; or choose '
+            "another objective, such as distillation with --config.objective.weight=1"
         )
     if SOURCES.find(source.name).is_own and source.num_classes < 2:
         raise InputError(

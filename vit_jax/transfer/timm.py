@@ -189,7 +189,10 @@ def _read_vit(source: Source) -> Pretrained:
     source.refuse(faults, "cannot be read")
     if not config.exists:
         config.take_pixels(kind.pixels)
-    config.say_assumed(act_layer=act, global_pool=pool, num_heads=heads, eps=eps)
+    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
+    if not config.exists:  # else timm's architecture decides it
+        assumed["eps"] = eps
+    config.say_assumed(**assumed)
     defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
     if fields["gated_mlp"]:  # whose ratio counts both layers or one, or is rounded
         config.args.pop("mlp_ratio", None)
