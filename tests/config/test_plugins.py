@@ -214,6 +214,9 @@ def test_a_config_file_with_parts(here, ran):
         config = load_config("own.py")
         assert (config.plugins, config.data.notes, ran()) == (("own.py",), None, 1)
     assert plugins.find_plugin("own.py").content == (here / "own.py").read_bytes()
+    (here / "own.py").write_text(f"{PART}\n{body}    return base_config()\n")
+    with pytest.raises(InputError, match=r"adds parts.*plugins=\[__file__\]"):
+        load_config("own.py")
 
 
 def test_command_line(here, capsys):

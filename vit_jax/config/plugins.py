@@ -118,6 +118,11 @@ def find_plugin(name: str) -> Plugin:
     return _PLUGINS[name]
 
 
+def path_of(name: str) -> str:
+    """What names an imported plug-in on a command line in any folder: its file, or its module."""
+    return find_plugin(name).file if name.endswith(".py") else name
+
+
 def digests(names: Sequence[str]) -> dict[str, str]:
     """{"plug-in NAME": digest} for imported plug-ins."""
     return {f"plug-in {name}": find_plugin(name).digest for name in names}

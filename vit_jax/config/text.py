@@ -97,7 +97,19 @@ def load_config(spec: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise InputError(f"--config={spec}: get_config returned {got}; it must return a ConfigDict")
+    parts = [part for registry in (*REGISTRIES, EVALUATORS, OPS) for part in registry.values()]
+    if path.name not in config.plugins and any(part in parts for part in _classes_of(module)):
+        raise InputError(
+            f"--config={spec}: {path} adds parts, which its run has to keep; name the file itself "
+            "in it: base_config(plugins=[__file__])"
+        )
     return config
+
+
+def _classes_of(module: types.ModuleType) -> list[type]:
+    """The classes that `module` defines."""
+    found = [value for value in vars(module).values() if isinstance(value, type)]
+    return [value for value in found if value.__module__ == module.__name__]
 
 
 def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False) -> Any:

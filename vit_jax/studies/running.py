@@ -25,6 +25,7 @@ from rich.text import Text
 from vit_jax import config as config_lib
 from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
+from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.job import exit_codes
@@ -336,12 +337,15 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
                and all(row.get(name) is not None for row in rows)]  # fmt: skip
     place = next(without_seed(m) for m in found.members if m.name == names[0])
     workdir = [f"--workdir={call.workdir / names[0]}"]
-    of_best = ["--best"] * (found.study.config.study.point == "best")
+    config = found.study.config
+    of_best = ["--best"] * (config.study.point == "best")
+    files = ",".join(plugins.path_of(name) for name in config.plugins)
+    of_plugins = [f"--config.plugins={files}"] * bool(files)
     return {
         "place": {key: value for key, value in place.items() if value != ""},
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
         "workdirs": [str(call.workdir / name) for name in names],
-        "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best]),
+        "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best, *of_plugins]),
     }
 
 
