@@ -13,8 +13,8 @@ and temperature 0.04 to 0.07 over 30 epochs, 65,536 prototypes that do not learn
 2 global and 10 local views, stochastic depth 0.1.
 
 dino:folder is smaller: 1,024 prototypes, the teacher's momentum 0.99 to 1, a rate of 5e-4. It adds
-KoLeo of DINOv2 and keeps the teacher's temperature at 0.04: without them it did not learn from
-5,000 images in a few hundred steps.
+KoLeo of DINOv2 and keeps the teacher's temperature at 0.04: with a rising temperature, a rate of
+1e-3 and no KoLeo all targets became nearly uniform within 100 steps on 5,000 images.
 
 Our choices: the rate ends at 0 instead of 1e-5; crops resize bilinearly, with antialiasing, not
 bicubically; the blur has a kernel of 9 pixels; prototypes have the fixed length 1; bfloat16.
@@ -82,8 +82,7 @@ def follow_paper(c):
 def make_own(c):
     """A ViT of 1.2 million parameters on own images, from scratch.
 
-    In a short run on few images plain DINO's features lose their rank, and all targets become
-    uniform. KoLeo keeps the features apart, and the targets stay as sharp as they begin.
+    KoLeo and a low temperature keep the features apart and the targets sharp, also in short runs.
     """
     use_own_images(c, "1000 steps")
     use_small_views(c, "scaled_inception_crop")
@@ -116,10 +115,11 @@ def make_small(c):
 def make_tiny(c):
     """20 steps of a tiny model, on own images or handwritten digits."""
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 32, 16, 8
-    c.objective.temperature_warmup, c.objective.freeze_prototypes = "10 steps", "5 steps"
+    c.objective.freeze_prototypes = "5 steps"
     if c.data.name == "unlabelled":
         debug_on_own_images(c)
         return
+    c.objective.temperature_warmup = "10 steps"
     debug_on_digits(c, eval_every="10 steps", eval_batch_size=256)
     set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
     c.model.dtype, c.model.stochastic_depth = "float32", None
