@@ -11,7 +11,7 @@ from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.commands.study import _make_sweep
-from vit_jax.config import base_config, classification, knn, multilabel
+from vit_jax.config import base_config, classification, knn, multilabel, plugins
 from vit_jax.main import main
 from vit_jax.studies import running
 from vit_jax.studies.engine import Result
@@ -128,11 +128,17 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
         return 0, "", False
 
     monkeypatch.setattr(running, "_execute", execute)
+    monkeypatch.setattr(plugins, "_PLUGINS", {})
+    own = tmp_path / "own.py"
+    own.touch()
     flags = ("--sweep=optimizer.peak_lr=1e-3,3e-3", "--sweep=seed=0,1",
              "--sweep=data.ops=[bold] decode|flip")  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(running, "check_members", lambda *args: None)
         assert study("w", *flags) == 0
+        assert study("own", *flags, f"--config.plugins={own}") == 0
+    winner = json.loads((tmp_path / "own/study.json").read_text())["winner"]
+    assert winner["next"].endswith(f" --config.plugins={own}")
     out = "".join(capsys.readouterr().out.split())
     assert "[bold]decode|flip" in out  # a cell is no markup
     best = [f"{tmp_path}/w/peak_lr_3e-3__ops__bold_decode_flip__seed_{seed}" for seed in (0, 1)]
