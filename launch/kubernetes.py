@@ -61,6 +61,8 @@ def define_flags() -> argparse.ArgumentParser:
         "--volume", type=pair(":"), action="append", default=[], metavar="CLAIM:FOLDER",
         help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
+    parser.add_argument("--local_disk", metavar="FOLDER",
+                        help="a node's own disk, for checkpoint.memory_dir")  # fmt: skip
     parser.add_argument("--namespace", default="default")
     parser.add_argument("--queue", metavar="NAME", help="Kueue's LocalQueue that admits the job")
     parser.add_argument("--priority", metavar="CLASS", help="Kueue's WorkloadPriorityClass")
@@ -176,6 +178,10 @@ def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[
         volume = {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
         pod["volumes"].append(volume)
         container["volumeMounts"].append({"name": f"volume-{i}", "mountPath": folder})
+    if flags.local_disk is not None:
+        disk = {"path": flags.local_disk, "type": "Directory"}
+        pod["volumes"].append({"name": "local-disk", "hostPath": disk})
+        container["volumeMounts"].append({"name": "local-disk", "mountPath": flags.local_disk})
     asked = {"cpu": flags.cpus_per_node, "memory": flags.memory_per_node}
     container["resources"]["requests"] = asked | container["resources"]["limits"]
     return without_empty(jobset)
@@ -189,7 +195,8 @@ def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> 
     """
     given = {"--nodes": flags.nodes, "--volume": flags.volume, "--queue": flags.queue,
              "--node_selector": flags.node_selector, "--cpus_per_node": flags.cpus_per_node,
-             "--memory_per_node": flags.memory_per_node, "--env": variables.secret}  # fmt: skip
+             "--memory_per_node": flags.memory_per_node, "--local_disk": flags.local_disk,
+             "--env": variables.secret}  # fmt: skip
     if wrong := [name for name, value in given.items() if value]:
         raise InputError(f"{wrong[0]}: not with --xpk_cluster; the command of xpk takes TPU slices "
                          "by --topology, and no queue, volume or secret")  # fmt: skip

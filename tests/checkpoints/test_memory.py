@@ -52,9 +52,8 @@ def assert_equal(found, expected):
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_SHARED_MEMORY", tmp_path)
-    return memory.Memory("run")
+def kept(tmp_path):
+    return memory.Memory("run", tmp_path)
 
 
 def test_two_steps_are_kept_and_restored_on_another_mesh(kept, tmp_path):
@@ -111,16 +110,16 @@ from test_memory import assert_equal, make_state, target_of
 
 root, address, i = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(address, 3, i)
-memory._SHARED_MEMORY = f"{root}/host-{i}"
-os.makedirs(memory._SHARED_MEMORY)
-kept, state = memory.Memory("run"), make_state(20, data=2, fsdp=3)
+folder = f"{root}/host-{i}"
+os.makedirs(folder)
+kept, state = memory.Memory("run", folder), make_state(20, data=2, fsdp=3)
 kept.save(10, make_state(10, data=2, fsdp=3), {})
 kept.save(20, state, {"by": i})
 sync_global_devices("saved")
 for lost, expected in ((None, 20), (0, 20), (1, None)):
     if i == lost:
-        shutil.rmtree(memory._SHARED_MEMORY)
-        os.makedirs(memory._SHARED_MEMORY)
+        shutil.rmtree(folder)
+        os.makedirs(folder)
     sync_global_devices(f"lost {lost}")
     found = kept.restore(target_of(state), 0)
     if expected is None:

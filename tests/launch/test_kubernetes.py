@@ -34,7 +34,7 @@ SHOWN = {
     "two_cpu_nodes": [
         "--nodes=2", "--cpus_per_node=8", "--memory_per_node=32Gi", "--volume=runs:/runs",
         "--service_account=trainer", "--namespace=vision", "--name=digits", "--queue=team",
-        "--priority=high",
+        "--priority=high", "--local_disk=/mnt/disks/ssd0",
     ],
 }  # fmt: skip
 

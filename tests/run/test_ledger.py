@@ -19,10 +19,13 @@ ROWS = [
 ]  # fmt: skip
 
 
-def write_run(workdir, rows, began_s):
-    began = datetime.datetime.fromtimestamp(time.time() - began_s, datetime.UTC)
-    (workdir / "starts.jsonl").write_text(json.dumps({"time": began.isoformat()}) + "\n")
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_starts(workdir, *lines):
+    """A line for each (seconds ago, other fields)."""
+    text = ""
+    for ago_s, fields in lines:
+        began = datetime.datetime.fromtimestamp(time.time() - ago_s, datetime.UTC)
+        text += json.dumps({"time": began.isoformat(), **fields}) + "\n"
+    (workdir / "starts.jsonl").write_text(text)
     return epath.Path(workdir)
 
 
@@ -39,7 +42,7 @@ def test_kinds_add_up_to_the_wall_time():
 
 def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
-    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), 10)
+    past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, 10)
     assert past.seconds["lost"] == 5.0
     assert caplog.messages == ["lost: 5 steps and more that have no row, 5.0 s"]
     assert past.after_compiling(2.0).seconds["compile"] == 2.0
@@ -48,10 +51,18 @@ def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
 
 
 def test_a_run_that_stopped_in_order_has_lost_nothing(tmp_path):
-    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), 15)
+    past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, 15)
     assert "lost" not in past.seconds
 
 
 def test_a_run_that_never_saved_has_lost_all(tmp_path):
-    past = ledger.read_past(write_run(tmp_path, ROWS, 50.0), None)
+    past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, None)
     assert past.seconds["lost"] == 20.0
+
+
+def test_the_time_before_a_branch_is_trained_is_not_lost(tmp_path):
+    made = {"branch_of": "runs/a", "resumed_at": 10}
+    run = write_starts(tmp_path, (9000.0, {}), (500.0, made), (30.0, {}), (10.0, {}))
+    past = ledger.read_past(run, ROWS, 15)
+    assert past.wall_s == pytest.approx(15.0 + 30.0, abs=5)  # the wall time of step 10
+    assert past.seconds["restart"] == pytest.approx(45.0 - 20.0, abs=5)

@@ -16,9 +16,10 @@ from PIL import Image
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.schedules import make_config_schedule
-from vit_jax.run import loop, spikes
+from vit_jax.run import ledger, loop, spikes
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.writers import read_history
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
@@ -84,6 +85,8 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     assert rates[30] == pytest.approx(lowered * float(plain(29)))
     if rule == "lower":
         assert state["opt_state/lowered_rate"] == 0.5
+
+    assert ledger.add_up(read_history(whole))["lost"] > 0
 
     evidence = json.loads((whole / f"spikes/{POISONED}.json").read_text())
     assert len(evidence["rows"]["id"]) == len(evidence["losses"]) == 64

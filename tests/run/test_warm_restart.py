@@ -16,7 +16,10 @@ from cheap_compilation import flags_for
 from finished_run import final_state, rows
 from started_job import ROOT
 
+from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
+from vit_jax.run import build
+from vit_jax.run.guards import CorruptDataError
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.workdir import run_name
 
@@ -115,6 +118,27 @@ def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_work
     assert "step 24 in /dev/shm" in caplog.text and "the store has no step 20" in caplog.text
     assert "start: resumed at step 16 from /dev/shm" in caplog.text
     assert not folder_of(run).exists()
+
+
+@pytest.mark.usefixtures("one_device", "never_with_checks")
+def test_a_kept_step_outlives_corrupt_data_and_is_refused_with_other_data(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(step, *_):
+        if step == 10:
+            raise CorruptDataError("repair them, and run the same command again")
+
+    run, config = tmp_path / "run", load_config(f"{ROOT}/configs/quickstart.py:debug")
+    config.checkpoint.memory_every, config.checkpoint.every = "5 steps", "1000 steps"
+    config.duration, config.checkpoint.memory_dir = "15 steps", str(tmp_path)
+    with pytest.raises(CorruptDataError):
+        train_and_evaluate(config, run, callbacks=[fail])
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=f"data set .* {tmp_path}"):
+        patch.setattr(build, "data_fingerprint", lambda *_: "other")
+        train_and_evaluate(config, run)
+    with caplog.at_level("INFO", "vit_jax"):
+        assert train_and_evaluate(config, run)["step"] == 15
+    assert f"start: resumed at step 5 from {tmp_path}" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """The last states of a run in the memory of its hosts, from which it restarts without the store.
 
-    /dev/shm/vit_jax-UID/RUN/process-I/STEP/pieces      bytes of parts of leaves, one after another
-                                            index.json  their places, and the meta of the step
+    FOLDER/vit_jax-UID/RUN/process-I/STEP/pieces      bytes of parts of leaves, one after another
+                                          index.json  their places, and the meta of the step
 
-These files outlive their process, but not their host. Therefore each process also writes the pieces
-of a process on another host, unless its own devices hold them. After the loss of one host every
-piece still exists, and the process that replaces the lost one receives its pieces over the network
-of the devices. Each piece has the region of its leaf, so a job with another mesh or another number
-of processes can restore them too, if each process finds its regions on its host or the next one.
+FOLDER is /dev/shm, or on a disk of the host. These files outlive their process, but not their host.
+Therefore each process also writes the pieces of a process on another host, unless its own devices
+hold them. After the loss of one host every piece still exists, and the process that replaces the
+lost one receives its pieces over the network of the devices. Each piece has the region of its leaf,
+so a job with another mesh or another number of processes can restore them too, if each process
+finds its regions on its host or the next one.
 
 A step is written under another name and then renamed. Two steps are kept, so one is always whole.
 The checksums of leaves, which do not depend on the mesh, are verified after reading.
@@ -39,7 +40,6 @@ from vit_jax.job import processes
 
 logger = logging.getLogger("vit_jax")
 
-_SHARED_MEMORY = "/dev/shm"
 _STEPS_OFFERED = 4  # by a process at a restart: its own two, and others on its host
 _SAID_WITHIN_S = 600
 
@@ -51,10 +51,11 @@ class Memory:
 
     Args:
       run: a name that no other run of this user has.
+      folder: of each host, in memory or on a local disk.
     """
 
-    def __init__(self, run: str):
-        self._run = pathlib.Path(_SHARED_MEMORY, f"vit_jax-{os.getuid()}", run)
+    def __init__(self, run: str, folder: str):
+        self._run = pathlib.Path(folder, f"vit_jax-{os.getuid()}", run)
         self._folder = self._run / f"process-{jax.process_index()}"
         self._distance = _distance_to_next_host()
 
@@ -64,7 +65,7 @@ class Memory:
     def save(self, step: int, state: tree.PyTree, meta: Mapping[str, Any]) -> None:
         """Keep `state`, whose leaves have NamedShardings over one mesh, with `meta` as `step`.
 
-        A full or unsuitable /dev/shm is only a warning: the store remains.
+        A full or unsuitable folder is only a warning: the store remains.
         """
         own = {"step": step, "checksums": checksums(state)}
         pieces = _pieces(tree.flatten_names(state), self._distance)

@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -141,12 +141,8 @@ def restore_newest(
             invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
-        if fingerprint is not None and meta["data_fingerprint"] != fingerprint:
-            raise InputError(
-                f"the data set differs from the one that the checkpoints in {directory} were made "
-                "with (in its examples, their order or its classes); restore it, or use a new "
-                "--workdir"
-            )
+        if fingerprint is not None:
+            check_same_data(meta, fingerprint, str(directory))
         for bad in invalid if move_aside else ():
             _move_aside(directory, bad)
         return state, meta
@@ -157,6 +153,15 @@ def restore_newest(
             f"away to start from scratch\n  {reasons}"
         )
     return None
+
+
+def check_same_data(meta: Mapping[str, Any], fingerprint: str, where: str) -> None:
+    """Raise InputError if a step in `where`, saved with `meta`, was made with other data."""
+    if meta["data_fingerprint"] != fingerprint:
+        raise InputError(
+            f"the data set differs from the one that the checkpoints in {where} were made with (in "
+            "its examples, their order or its classes); restore it, or use a new --workdir"
+        )
 
 
 def _move_aside(directory: epath.Path, step: int) -> None:

@@ -277,6 +277,9 @@ class Checkpoint(Section):
         None, "interval of copies in the hosts' memory, for a quick restart; None: off",
         form="interval",
     )  # fmt: skip
+    memory_dir: str = key(
+        "/dev/shm", "folder of each host for these copies; on a local disk they outlive a pod"
+    )
     keep_best: str | None = key(
         None, "metric, such as val/top1, whose best step so far is saved and kept; None: off"
     )

@@ -1,6 +1,6 @@
 """The config that a run stores in config.json: as asked for, as resolved, and who decided each key.
 
-{"format_version": 3, "asked": {...}, "resolved": {...}, "decided_by": {"data.order": "data"}}
+{"format_version": 4, "asked": {...}, "resolved": {...}, "decided_by": {"data.order": "data"}}
 """
 
 import contextlib

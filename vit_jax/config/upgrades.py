@@ -1,7 +1,7 @@
 """Upgrades of config.json, one function from each format to the next.
 
 FORMAT goes up when config.json changes; UPGRADES then gets the function from the last format.
-Version 0.2.0 writes format 3; every later version resumes its runs.
+Version 0.2.0 wrote format 3; every later version resumes its runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,10 +9,20 @@ from typing import Any
 
 from vit_jax.base.errors import InputError
 
-FORMAT = 3
+FORMAT = 4
 
 Content = dict[str, Any]  # of a config.json
-UPGRADES: Mapping[int, Callable[[Content], Content]] = {}
+
+
+def _add_memory_dir(content: Content) -> Content:
+    """Format 4 has the key checkpoint.memory_dir."""
+    for part in ("asked", "resolved"):
+        content[part]["checkpoint"]["memory_dir"] = "/dev/shm"
+    content["decided_by"]["checkpoint.memory_dir"] = "default"
+    return content
+
+
+UPGRADES: Mapping[int, Callable[[Content], Content]] = {3: _add_memory_dir}
 
 
 def upgrade(content: Content) -> Content:

@@ -22,7 +22,7 @@ def make_row_losses(
 
     Returns {"loss": (B,), "id": (B,), "mask": (B,), "rows": (n,), "images": (n, h, w, channels)}:
     the images, uint8, of the n <= 64 rows with the largest loss, as the host prepared them; of
-    several views the first. The losses are 0 for objectives that couple rows. The arguments are
+    several views the first. The losses are NaN for objectives that couple rows. The arguments are
     those of `make_train_step`.
     """
     inputs_of = make_inputs(transform, seed)
@@ -34,8 +34,8 @@ def make_row_losses(
             row = jax.tree.map(lambda x: x[None], row)
             return objective.loss(state.params, state, row, frozen, key).loss
 
-        masked = jnp.zeros_like(batch["mask"])
-        losses = masked if objective.couples_rows else jax.vmap(loss_of)(inputs)
+        none = jnp.full_like(batch["mask"], jnp.nan)
+        losses = none if objective.couples_rows else jax.vmap(loss_of)(inputs)
         # top_k takes NaN for the largest.
         _, rows = jax.lax.top_k(losses, min(_SHOWN, len(losses)))
         views = next(batch[k] for k in ("image", "global_views", "local_views") if k in batch)

@@ -5,13 +5,18 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from vit_jax.base.errors import RaisedByAll
+from vit_jax.base.errors import RaisedByAll, SharedInputError
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.memory import Memory
+from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes
 from vit_jax.run.build import Run
+from vit_jax.run.guards import CorruptDataError
 from vit_jax.run.workdir import run_name
+
+# After these errors the same command goes on, from the kept step.
+_GOES_ON = (CorruptDataError, DivergedError, SharedInputError)
 
 logger = logging.getLogger("vit_jax")
 
@@ -22,7 +27,7 @@ def _open(run: Run) -> Memory | None:
         return None
     timeout_s = run.config.job.compile_deadline_s
     name = processes.say_to_all("the run's name", lambda: run_name(run.workdir), timeout_s)
-    return Memory(name) if name else None
+    return Memory(name, run.config.checkpoint.memory_dir) if name else None
 
 
 def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] | None:
@@ -36,7 +41,8 @@ def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] |
             logger.warning("step %d in %s is not taken, since the store has no step %d, which was "
                            "saved before it", meta["step"], memory, saved)  # fmt: skip
             return False
-        return meta["data_fingerprint"] == run.fingerprint  # a step in the store says the fault
+        restore.check_same_data(meta, run.fingerprint, str(memory))
+        return True
 
     newest = max(in_store, default=0)
     found = memory.restore(run.experiment.abstract_state, newest, accepts)
@@ -46,15 +52,15 @@ def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] |
 
 @contextlib.contextmanager
 def open_memory(run: Run) -> Iterator[Memory | None]:
-    """The memory for the steps of a run; removed when the run ends on all processes together.
+    """The memory for the steps of a run; removed at its end, and once it has saved or diverged.
 
-    It stays when a process is lost, or fails by itself.
+    It stays when a process is lost or fails by itself, and after errors with a remedy.
     """
     memory = _open(run)
     try:
         yield memory
-    except RaisedByAll:
-        if memory is not None:
+    except RaisedByAll as e:
+        if memory is not None and not isinstance(e, _GOES_ON):
             memory.remove()
         raise
     if memory is not None:

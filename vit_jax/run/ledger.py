@@ -2,7 +2,8 @@
 
 The rows of a run that went on are those up to the restored step, so what was computed in vain is
 not in them. It is in the row of the next start: `lost` is the time from the restored step's row to
-the last row of the earlier part, `restart` the time from there to the compilation.
+the last row of the earlier part, `restart` the time from there to the compilation. `lost` also has
+the steps up to a spike, which are computed again.
 """
 
 import datetime
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from vit_jax.base.files import json_lines
-from vit_jax.run.writers import read_history
 
 logger = logging.getLogger("vit_jax")
 
@@ -43,15 +43,15 @@ class Past(NamedTuple):
 NO_PAST = Past()
 
 
-def read_past(workdir: epath.Path, restored_step: int | None) -> Past:
+def read_past(
+    workdir: epath.Path, history: Iterable[Mapping[str, Any]], restored_step: int | None
+) -> Past:
     """The past of a run that goes on from `restored_step`; None: from scratch.
 
-    Needs the line of this start in starts.jsonl, and the rows before any is dropped.
+    Needs the line of this start in starts.jsonl. `history`: the rows before any is dropped.
     """
-    starts = [line["time"] for _, line in json_lines(workdir / "starts.jsonl")]
-    began = datetime.datetime.fromisoformat(starts[0]).timestamp() if starts else time.time()
-    wall_s = max(time.time() - began, 0.0)
-    rows = [row for row in read_history(workdir) if "time/wall_s" in row]
+    rows = [row for row in history if "time/wall_s" in row]
+    wall_s = max(time.time() - _began(workdir, rows), 0.0)
     kept = [row for row in rows if row["step"] <= (restored_step or 0)]
     kept_until, until = (part[-1]["time/wall_s"] if part else 0.0 for part in (kept, rows))
     seconds = {"restart": max(wall_s - until, 0.0)}
@@ -60,6 +60,18 @@ def read_past(workdir: epath.Path, restored_step: int | None) -> Past:
         steps = rows[-1]["step"] - (restored_step or 0)
         logger.info("lost: %d steps and more that have no row, %.1f s", steps, seconds["lost"])
     return Past(wall_s, add_up(kept)["input_wait"], seconds)
+
+
+def _began(workdir: epath.Path, rows: Iterable[Mapping[str, Any]]) -> float:
+    """When a run began, by `time.time`; a branch pauses until it is trained for the first time."""
+    before_s, began = 0.0, time.time()
+    for _, line in reversed([*json_lines(workdir / "starts.jsonl")]):
+        if "branch_of" in line:
+            past = [row["time/wall_s"] for row in rows if row["step"] <= line["resumed_at"]]
+            before_s = past[-1] if past else 0.0
+            break
+        began = datetime.datetime.fromisoformat(line["time"]).timestamp()
+    return began - before_s
 
 
 def add_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ from vit_jax.run.spikes import Spikes
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
 from vit_jax.run.watchers import watched_step
+from vit_jax.run.writers import read_history
 
 logger = logging.getLogger("vit_jax")
 
@@ -54,10 +55,11 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
     Raises:
       Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
     """
-    start, selection = int(state.step), catch_up(run, state, meta, lock)
+    start, rows = int(state.step), read_history(run.workdir)  # catch_up drops rows after `start`
+    selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return
-    with open_loop(run, start, meta, lock, selection) as r:
+    with open_loop(run, start, meta, rows, lock, selection) as r:
         for step, batch in r.batches():
             state, step_metrics = r.step(step, state, batch)
             r.record.add(step, step_metrics)
@@ -210,14 +212,19 @@ class Loop:
 
 @contextlib.contextmanager
 def open_loop(
-    run: Run, start: int, meta: dict[str, Any], lock: Lock | NoLock, selection: Selection
+    run: Run,
+    start: int,
+    meta: dict[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    lock: Lock | NoLock,
+    selection: Selection,
 ) -> Iterator[Loop]:
     """Compile the step, then open what writes, reads ahead and listens to signals.
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
     since, total_steps = time.perf_counter(), run.experiment.total_steps
-    past = read_past(run.workdir, start if meta else None)
+    past = read_past(run.workdir, rows, start if meta else None)
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     spikes = Spikes(run, frozen, meta)
     step = watched_step(run, compile_step(run), frozen, start + 1)

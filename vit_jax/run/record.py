@@ -86,6 +86,7 @@ class Record(contextlib.AbstractContextManager):
             total_s=meta.get("train_s", 0.0),
             past=past.after_compiling(time.perf_counter() - since),
         )
+        self._good_s = self._throughput.steps_s()
 
     def __exit__(self, kind: type | None, *_) -> None:
         """Write the seconds since the last row; after an error, the next start counts them."""
@@ -133,6 +134,7 @@ class Record(contextlib.AbstractContextManager):
         try:
             if (spiked := self._spikes.find(steps)) is not None:
                 self._writer.write(spiked, self._spikes.row(spiked))
+                self._throughput.lose(self._good_s)
                 return False
             corrupt = [metrics.pop("masked") for _, metrics in steps]
             check_finite(steps, self.saved)
@@ -141,6 +143,7 @@ class Record(contextlib.AbstractContextManager):
             raise
         self._last = {name: float(value) for name, value in steps[-1][1].items()} if steps else {}
         self._corrupt.count(corrupt, step, self.saved)
+        self._good_s = self._throughput.steps_s()
         return True
 
     def log(self, step: int, state: TrainState) -> None:

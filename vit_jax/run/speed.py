@@ -85,6 +85,16 @@ class Throughput:
         """Seconds of training so far; must not be called during a pause."""
         return self.total_s + self.clock() - self._since
 
+    def steps_s(self) -> float:
+        """Seconds of training so far without the waits for input."""
+        return self.seconds() - self._waited_s
+
+    def lose(self, since_s: float) -> None:
+        """Count the steps since `steps_s` was `since_s` as lost, not as training."""
+        lost = self.steps_s() - since_s
+        self._since += lost
+        self._note("lost", lost)
+
     def read(self, step: int) -> dict[str, float]:
         """Metrics since the last reading; `step` is the number of steps done.
 

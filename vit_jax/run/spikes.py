@@ -146,7 +146,8 @@ class Spikes:
 
         values, limits: of loss and gradient norm.
         norms: by layer, as `log.by_layer` gives them.
-        rows: id and mask of each row of the batch; losses: theirs, null: not finite.
+        rows: id and mask of each row of the batch; losses: theirs, null: not finite,
+          or the objective couples rows.
         shown: rows of the images in the PNG.
         """
         e = self._run.experiment
