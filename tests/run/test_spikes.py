@@ -15,7 +15,9 @@ from PIL import Image
 
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.row_losses import make_row_losses
 from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.experiment.state import TrainState
 from vit_jax.run import ledger, loop, spikes
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.train import train_and_evaluate
@@ -117,6 +119,15 @@ def test_without_a_rule_the_run_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "compile_step", poisoned(float("nan")))
     with pytest.raises(NonFiniteError, match=f"^step {POISONED}: loss is nan"):
         train_and_evaluate(make_config("None"), tmp_path)
+
+
+def test_objectives_that_couple_rows_have_no_loss_by_row():
+    class Coupled:
+        couples_rows = True
+
+    batch = {"image": np.zeros((3, 2, 2, 3), np.uint8), "id": np.arange(3), "mask": np.ones(3)}
+    found = make_row_losses(Coupled, lambda batch, keys: batch, 0)(TrainState(0, {}, {}, {}), batch)
+    assert np.isnan(found["loss"]).all() and found["rows"].tolist() == [0, 1, 2]
 
 
 def test_spikes_that_follow_each_other_end_the_run():
