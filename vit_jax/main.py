@@ -24,6 +24,7 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
+from vit_jax.job.allocator import limit_arenas
 from vit_jax.job.first_process import run_in_child_of_first_process
 
 # Python 3.11 looks for cyclic garbage after 700 new containers. During the imports and the
@@ -184,6 +185,7 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     `argv` defaults to the command line. In a job of several processes the watchdog ends them all.
     """
     run_in_child_of_first_process()
+    limit_arenas()
     gc.set_threshold(_NEW_CONTAINERS, *gc.get_threshold()[1:])
     try:
         code, error = execute(sys.argv[1:] if argv is None else argv)

@@ -28,6 +28,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.stored import read_asked
 from vit_jax.job import exit_codes
+from vit_jax.job.allocator import limit_arenas
 
 if TYPE_CHECKING:
     from vit_jax.run.build import Callback
@@ -120,6 +121,7 @@ def train(
     from vit_jax.run.train import train_and_evaluate
     from vit_jax.run.validation import load_config, validate
 
+    limit_arenas()
     if config is None:
         config = read_asked(files.absolute(workdir))
     faults = [f"callbacks={callbacks!r}: needs a list of functions"]
