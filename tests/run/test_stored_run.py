@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from finished_run import rows
 from forked import Forked
+from ml_collections import ConfigDict
 from stored_run import SAVED, STORED, digests_of_batches, digests_of_state, machine_and_build
 
-from vit_jax.config.base import flatten
+from vit_jax.config.base import default_config, flatten
 from vit_jax.config.stored import read_stored
 
 
@@ -26,8 +27,10 @@ def workdir(tmp_path):
 def test_its_keys_and_values_are_read_as_they_were_written(workdir):
     written, read = json.loads((workdir / "config.json").read_text()), read_stored(workdir)
     for name, config in (("asked", read.asked), ("resolved", read.resolved)):
-        found = json.loads(json.dumps(config.to_dict()))
-        assert flatten(found) | flatten(written[name]) == flatten(found), name
+        found = flatten(ConfigDict(json.loads(json.dumps(config.to_dict()))))
+        assert found | flatten(ConfigDict(written[name])) == found, name
+        later = found.keys() - flatten(ConfigDict(written[name]))
+        assert all(found[key] == flatten(default_config())[key] for key in later)
 
 
 def test_its_parameters_and_batches_have_the_bytes_that_they_had(workdir, facts):
