@@ -10,8 +10,8 @@ def limit_arenas() -> None:
     """Let glibc's malloc make an arena for each processor, instead of eight.
 
     Threads that allocate at the same time get arenas of their own, and an arena keeps most of the
-    memory that they free. The threads that read, save and evaluate go through all of them, so the
-    resident memory of a run grew for hours.
+    memory that they free. The threads that read, save and evaluate use all of them in turn, so with
+    many arenas the resident memory of a run grows; see docs/soak.py.
 
     Call it before threads start, since arenas that exist stay. It changes nothing if the user has
     set MALLOC_ARENA_MAX or GLIBC_TUNABLES, or with another C library.
