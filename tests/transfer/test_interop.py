@@ -41,6 +41,8 @@ CASES = {
         ("ViT-mu/4", {"pool": "map", "class_token": True, "norm_eps": 1e-6}),
         ("ViT-mu/4", {"layer_scale": 0.1, "qkv_bias": False}),
         ("ViT-mu/4", {"pos_embed": "none"}),
+        ("ViT-mu/4", {"registers": 4}),
+        ("ViT-mu/4", {"registers": 4, "pool": "gap"}),
         ("DeiT-mu/4", {}),
         ("DeiT-mu/4", {"pos_embed": "none"}),
         ("DeiT-mu/4", {"pos_embed_class_token": False}),

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from published import random_model
 from safetensors.numpy import load_file, save_file
 
 from vit_jax.base import tree
@@ -249,6 +250,16 @@ def test_positions_of_registers_are_added_to_them(golden, tmp_path):
     np.testing.assert_array_equal(written.params["class_token"], class_token)
 
 
+def test_registers_without_a_class_token_have_no_positions(tmp_path):
+    """Where timm's `no_embed_class` is False, its model has positions for registers too."""
+    model, variables = random_model("ViT-mu/4", registers=4, pool="gap")
+    save_pretrained(tmp_path / "made", model, variables, "timm")
+    args = json.loads((tmp_path / "made/config.json").read_text())["model_args"]
+    assert args["no_embed_class"]
+    assert not args["class_token"]
+    assert read_pretrained(tmp_path / "made").model == model
+
+
 def test_dinov2_without_biases_is_no_eva(golden, tmp_path):
     def without_biases(arrays):
         for name in [name for name in arrays if name.endswith("qkv.bias")]:
@@ -262,6 +273,7 @@ def test_dinov2_without_biases_is_no_eva(golden, tmp_path):
     ("name", "format", "fields", "fault"),
     [
         ("timm_dinov3", "timm", {"norm_eps": 1e-6}, "norm_eps=1e-06, but the format needs 1e-05"),
+        ("timm_dinov3", "timm", {"class_token": None}, "class_token=False"),
         ("timm_eva02", "timm", {"rotary_side": None}, "rotary_side=None"),
         ("timm_deit3", "timm", {"patch_bias": False}, "patch_bias=False"),
         ("hf_dinov2", "hf", {"rotary": "indices"}, "rotary='indices'"),

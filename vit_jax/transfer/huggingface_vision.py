@@ -328,7 +328,7 @@ def _find_unheld(name: str, model: ViT) -> list[str]:
         "num_classes": (None,),
     }  # fmt: skip
     if name == "siglip_vision_model":
-        needed |= {"pool": ("map",), "class_token": (None, False), "registers": (0,),
+        needed |= {"pool": ("map",), "class_token": (False,), "registers": (0,),
                    "qkv_bias": (True,)}  # fmt: skip
     elif name == "clip_vision_model":
         needed |= {"pre_norm": (True,), "patch_bias": (False,), "norm_pooled": (True,),

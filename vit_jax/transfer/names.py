@@ -194,4 +194,5 @@ _NEEDED: dict[str, tuple] = {
     "gated_mlp": (False,), "mlp_norm": (False,), "rotary": (None,),
     "pool": ("token", "gap", "map"), "gelu": ("tanh", "exact"),
 }  # fmt: skip
-_AS_FOUND = {"pos_embed_at": "positions_at"}  # the field may be None, for the default
+# The fields may be None, for the default.
+_AS_FOUND = {"pos_embed_at": "positions_at", "class_token": "has_class_token"}

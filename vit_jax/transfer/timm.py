@@ -394,7 +394,8 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
     args = _size_args(model) | {
         "qkv_bias": model.qkv_bias,
         "class_token": model.has_class_token,
-        "no_embed_class": not model.pos_embed_class_token,
+        # Of timm's positions, those of the class token go with those of registers: none here.
+        "no_embed_class": model.registers > 0 or not model.pos_embed_class_token,
         "fc_norm": model.norm_pooled,
         "act_layer": _ACT_LAYER[model.gelu],
     }

@@ -250,7 +250,7 @@ class Form(NamedTuple):
 
 _DINOV3_ARGS = {"num_reg_tokens": "registers", "rope_temperature": "rotary_base"}
 _EVERY: dict[str, tuple] = {
-    "hidden_head": (False,), "head_batch_norm": (False,), "class_token": (None, True),
+    "hidden_head": (False,), "head_batch_norm": (False,), "class_token": (True,),
     "rotary_dtype": ("float32",), "pos_embed_class_token": (True,),
 }  # fmt: skip
 _FORMS = {
