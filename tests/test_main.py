@@ -107,11 +107,13 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
         (lambda path: write(path.with_suffix(".npz"), b"PK\x03\x04garbage"), "not a readable .npz"),
         (lambda path: write(path.with_suffix(".npz"), b""), "not a readable .npz"),
         (lambda path: other_arrays(path.with_suffix(".npz")), "embedding/kernel: absent"),
-        (lambda path: write(path.with_suffix(".pth"), b"x"), "known: a workdir (with config.json"),
+        (lambda path: write(path.with_suffix(".bmp"), b"x"), "known: a workdir (with config.json"),
+        (lambda path: write(path.with_suffix(".pth"), b"x"), "write its arrays to a .safetensors"),
         (lambda path: path.mkdir() or path, "not a source of a known format"),
     ],
-    ids=["missing", "garbage", "broken zip", "empty", "other arrays", "other format", "directory"],
-)
+    ids=["missing", "garbage", "broken zip", "empty", "other arrays", "other format", "pickle",
+         "directory"],
+)  # fmt: skip
 def test_unreadable_init_from(refused, tmp_path, make, says):
     path = make(tmp_path / "pretrained")
     err = train(refused, f"--config.init_from={path}")

@@ -297,4 +297,7 @@ def test_known_weights_have_the_parity_of_a_golden(capsys):
     named = [weights.name for weights in WEIGHTS if "siglip" in weights.name]
     assert [row.split()[0] for row in rows[1:]] == [*named, "timm:eva02_base_patch14_224.mim_in22k"]
     assert rows[-1].split()[-6:] == ["B/14", "224", "CLIP", "gap", "MIT", "2e-06"]
+    assert main(["models", "--weights", "vit-5"]) == 0
+    *_, last, note = capsys.readouterr().out.splitlines()
+    assert last.split()[0].endswith("vit5_large_patch16_224.pth") and ".safetensors" in note
     assert main(["models", "--weights", "dinov9"]) == 2

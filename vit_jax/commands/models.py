@@ -68,6 +68,9 @@ def _list_weights(words: list[str]) -> int:
     for weights in rows:
         table.add_row(*map(str, weights[:-1]), f"{weights.parity:.0e}")
     Console(width=_WIDE).print(table)
+    if any(weights.name.endswith(".pth") for weights in rows):
+        print("A .pth is a pickle of the Hub: write it to a .safetensors file as "
+              "docs/how_to/weights.md shows.")  # fmt: skip
     return exit_codes.DONE
 
 

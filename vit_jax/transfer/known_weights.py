@@ -1,8 +1,9 @@
 """Published weights that are read by name, with what a user must know of them.
 
-Sources: the model cards of the Hugging Face Hub, and the registry of `timm`. None of these files is
-in the tests: the parity is that of a small model of the same kind, of which the library wrote the
-file and computed the outputs (tests/transfer/test_modern.py, and test_foreign.py for `vit`).
+Sources: the model cards of the Hugging Face Hub, the registry of `timm`, and for ViT-5 its authors'
+README and licence, github.com/wangf3014/ViT-5. None of these files is in the tests: the parity is
+that of a small model of the same kind, of which the library wrote the file and computed the outputs
+(tests/transfer/test_modern.py, and test_foreign.py for `vit`).
 """
 
 from typing import NamedTuple
@@ -22,12 +23,12 @@ PARITY = {
 class Weights(NamedTuple):
     """A published model.
 
-    name: for `init_from`.
+    name: for `init_from`; a pickle (.pth) must be written to a .safetensors file first.
     model: family and size.
     image_size: pixels of a side of the positions, or of the images where positions are computed.
     pixels: mean and standard deviation that its pixels are normalised by.
     pool: what its features are.
-    licence: of the weights.
+    licence: of the weights; of the code, where no other is known.
     golden: the small model of its kind, a key of PARITY.
     """
 
@@ -89,6 +90,12 @@ def _rows() -> list[Weights]:
                 "token", "Apache 2.0", "timm_deit3"),
         Weights("timm:deit3_large_patch16_384.fb_in22k_ft_in1k", "DeiT III L/16", 384, "ImageNet",
                 "token", "Apache 2.0", "timm_deit3"),
+        *(
+            Weights(f"FengWang3211/ViT-5/vit5_{size}_patch16_{px}.pth",
+                    f"ViT-5 {size[0].upper()}/16", px, "ImageNet", "token", "Apache 2.0 (code)",
+                    "vit5")
+            for size, px in (("small", 224), ("base", 224), ("base", 384), ("large", 224))
+        ),
         Weights("timm:vit_base_patch16_224.mae", "MAE B/16", 224, "ImageNet", "token",
                 "CC BY-NC 4.0", "vit"),
         Weights("timm:vit_large_patch16_224.augreg_in21k", "ViT-L/16", 224, "0.5", "token",

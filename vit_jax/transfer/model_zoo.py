@@ -35,6 +35,7 @@ logger = logging.getLogger("vit_jax")
 _NOTE = "fetched.json"  # address and hashes, next to the fetched files
 _TIMEOUT_S = 60  # maximum time without a byte
 _SINGLE = (".npz", ".safetensors")
+_PICKLES = (".pth", ".pt", ".bin")
 _I21K_CLASSES = 21_843
 
 
@@ -139,10 +140,16 @@ def locate(source: str | os.PathLike) -> epath.Path:
     folder in an object store is read in place.
 
     Raises:
-      InputError: if the source does not exist, or the download is incomplete or corrupt.
+      InputError: if the source does not exist or is a pickle, or the download is incomplete or
+        corrupt.
     """
     source = os.fspath(source)
     address = PUBLISHED[source].address if source in PUBLISHED else source
+    if address.endswith(_PICKLES):
+        raise InputError(
+            f"init_from={source!r}: a pickle may run code and is never loaded; write its arrays to "
+            "a .safetensors file as docs/how_to/weights.md shows"
+        )
     start = next((start for start in _ON_HUB if address.startswith(start)), None)
     if start is not None:
         name, _, revision = address.removeprefix(start).partition("@")
