@@ -258,6 +258,8 @@ def test_registers_without_a_class_token_have_no_positions(tmp_path):
     assert args["no_embed_class"]
     assert not args["class_token"]
     assert read_pretrained(tmp_path / "made").model == model
+    with pytest.raises(InputError, match="registers=4, but the format needs 0"):
+        save_pretrained(tmp_path / "deit", *random_model("DeiT-mu/4", registers=4), "timm")
 
 
 def test_dinov2_without_biases_is_no_eva(golden, tmp_path):

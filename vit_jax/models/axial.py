@@ -81,8 +81,8 @@ class AxialViT(ViT):
     @nn.nowrap
     def find_faults(self) -> list[str]:
         faults = super().find_faults()
-        if self.pool == "token":
-            faults.append("pool='token': an Axial-ViT has no class token; choose gap or map")
+        if "token" in self.pool:
+            faults.append(f"pool={self.pool!r}: an Axial-ViT has no class token; choose gap or map")
         if self.class_token:
             faults.append("class_token=True: an Axial-ViT has none; choose None")
         if self.pos_embed == "relative" or self.pos_embed_at == "layers":

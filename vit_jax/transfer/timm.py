@@ -315,7 +315,7 @@ def _held(model: nn.Module) -> dict[str, tuple]:
     gated = getattr(model, "gated_mlp", False)
     return {
         "hidden_head": (False,),
-        "registers": range(100),
+        "registers": (0,) if isinstance(model, DeiT) else range(100),
         "pre_norm": (False, True),
         "patch_bias": (not getattr(model, "pre_norm", False),),
         "gated_mlp": (False, True),
