@@ -36,6 +36,7 @@ _FREE_SPACE = "free space on its disk, then run the same command again"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "raise the limit of `ulimit -f`, then run the same command again",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 

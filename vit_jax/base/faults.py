@@ -1,13 +1,11 @@
-"""Faults on purpose, by `job.inject`, to test what must find them.
+"""Faults on purpose, by `job.inject`, to test what must find or survive them.
 
-    flip:weight:device=3:step=12      before step 12 one bit of a parameter flips on device 3
-    flip:activation:device=3:step=12  in a replay of step 12 one bit of a layer's output, in the
-    flip:gradient:device=3:step=12    first of the two computations, or one bit of a gradient
-
-A flipped bit is the highest of the mantissa of an array's first number.
+Each is made once in a workdir, before a step; "," separates several. A flipped bit is the highest
+of the mantissa of an array's first number. `run.injected` makes the faults of processes.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,37 +15,89 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax.base import tree
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 
-_FLIP = re.compile(r"flip:(?P<what>weight|activation|gradient):device=(\d+):step=(\d+)")
+FAULTS = {  # example: meaning
+    "flip:weight:device=3:step=12": "one bit of a parameter flips on device 3",
+    "flip:activation:device=3:step=12": "one bit of a layer's output, in a replay of step 12",
+    "flip:gradient:device=3:step=12": "one bit of a gradient, in a replay of step 12",
+    "kill:process=1:step=12": "process 1 is killed",
+    "term:process=1:step=12": "it is preempted: told to save and end",
+    "stop:process=1:step=12:seconds=5": "it does not run for 5 s",
+    "cut:process=1:step=12": "all its network connections break",
+    "clock:process=1:step=12:seconds=-3600": "its clock jumps; the times of files do not",
+    "slow_disk:process=0:step=12:seconds=0.2": "from then on each write of a file takes 0.2 s more",
+    "full_disk:process=0:step=12": "from then on none of its files can grow",
+    "damage:process=0:step=12": "a byte of the newest save changes, half a row is written, and the "
+                                "process is killed",
+}  # fmt: skip
 _WORDS = {2: jnp.uint16, 4: jnp.uint32}  # by the bytes of a float
 
 
-class Flip(NamedTuple):
-    """A flipped bit: of a weight, an activation or a gradient, on a device, at a step.
+class Fault(NamedTuple):
+    """A fault before a step.
 
-    device: its place in the mesh, from 0.
+    text: as the user writes it.
+    kind: the words before the place.
+    place: number of a device in the mesh if the kind is a flip, else of a process; from 0.
+    seconds: of a stop, a jump of the clock, or a write.
     """
 
-    what: str
-    device: int
+    text: str
+    kind: str
+    place: int
     step: int
+    seconds: float = 0.0
+
+    @property
+    def is_flip(self) -> bool:
+        return self.kind.startswith("flip:")
+
+    @property
+    def is_for_replay(self) -> bool:
+        return self.kind in ("flip:activation", "flip:gradient")
 
 
-def parse_fault(text: str | None) -> Flip | None:
-    """The fault that `job.inject` asks for; None: none. Raises InputError if it is unknown."""
-    if text is None:
-        return None
-    match = _FLIP.fullmatch(text)
-    if match is None:
-        raise InputError(f"job.inject={text!r}: no such fault; write "
-                         "flip:weight:device=3:step=12, or activation or gradient")  # fmt: skip
-    return Flip(match["what"], int(match[2]), int(match[3]))
+def parse_faults(text: str | None) -> list[Fault]:
+    """The faults that `job.inject` asks for. Raises InputError if one is unknown."""
+    return [] if text is None else [_parse(word.strip()) for word in text.split(",")]
+
+
+def _parse(word: str) -> Fault:
+    for example in FAULTS:
+        form = re.sub(r"seconds=[\d.]+", r"seconds=(\\d{1,6}(?:\\.\\d+)?)", example)
+        form = re.sub(r"seconds=-[\d.]+", r"seconds=(-?\\d{1,9}(?:\\.\\d+)?)", form)
+        form = re.sub(r"=\d+", r"=(\\d{1,9})", form)
+        if match := re.fullmatch(form, word, re.ASCII):
+            place, step, *seconds = match.groups()
+            kind = re.sub(r":(device|process)=.*", "", example)
+            return Fault(word, kind, int(place), int(step), *map(float, seconds))
+    raise InputError(f"job.inject={word!r}: no such fault; {nearest(word, [*FAULTS])}")
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check `job.inject`."""
-    faults.check(parse_fault, config.job.inject)
+    faults.check(parse_faults, config.job.inject)
+
+
+def check_places(
+    text: str | None, devices: int, processes: int, durations: Mapping[str, int]
+) -> None:
+    """Raise InputError unless `job.inject` names devices, processes and steps that a run has.
+
+    `durations`: {key: steps}, from `parse_durations`.
+    """
+    faults, steps, every = Faults(), durations["duration"], durations.get("job.replay_every")
+    for fault in parse_faults(text):
+        key, most = f"job.inject={fault.text!r}", (devices if fault.is_flip else processes) - 1
+        what = "device" if fault.is_flip else "process"
+        faults.need(fault.place <= most, f"{key}: the run has {what} 0 to {most}; name one")
+        faults.need(1 <= fault.step <= steps, f"{key}: the run has step 1 to {steps}; name one")
+        if fault.is_for_replay:
+            faults.need(every and fault.step % every == 0,
+                        f"{key}: only a replay meets it; set job.replay_every so that step "
+                        f"{fault.step} has one")  # fmt: skip
+    collect_faults(faults)
 
 
 def flip_bit(x: jax.Array, where: jax.Array) -> jax.Array:

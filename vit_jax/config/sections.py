@@ -325,7 +325,8 @@ class Job(Section):
         form="interval",
     )
     inject: str | None = key(
-        None, "a fault on purpose, for tests: flip:weight:device=3:step=12; None: none"
+        None,
+        "faults on purpose, for tests: kill:process=1:step=12,cut:process=0:step=20; None: off",
     )
 
 

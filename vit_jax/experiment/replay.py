@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
-from vit_jax.base.faults import Flip, flip_activation, flip_bit
+from vit_jax.base.faults import Fault, flip_activation, flip_bit
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.mesh import BATCH_AXES
@@ -46,7 +46,7 @@ def make_replay(
     digest: Callable[[jax.Array], jax.Array],
     freeze: str | None = None,
     accum_steps: int = 1,
-    flip: Flip | None = None,
+    flip: Fault | None = None,
 ) -> Callable[..., Found]:
     """Make replay(state, batch, turned, frozen=None) -> `Found` of the step from `state`; pure.
 
@@ -60,7 +60,7 @@ def make_replay(
     """
     axes, inputs_of = axes_of_places(mesh), make_inputs(transform, seed)
     places = math.prod(mesh.shape[axis] for axis in axes)
-    flipped = -1 if flip is None else flip.device // (mesh.size // places)
+    flipped = -1 if flip is None else flip.place // (mesh.size // places)
 
     def of_place(state, inputs, key, turned, frozen):
         place = jax.lax.axis_index(axes)
@@ -71,13 +71,13 @@ def make_replay(
         flips = ~turned & (place == flipped)
 
         def sums_of(params, state, inputs, key):
-            is_flipped = flip is not None and flip.what == "activation"
+            is_flipped = flip is not None and flip.kind == "flip:activation"
             with flip_activation(flips) if is_flipped else contextlib.nullcontext():
                 return objective.loss(stop_gradients(params, freeze), state, inputs, frozen, key)
 
         grads, sums = accumulate(sums_of, state, inputs, key, accum_steps)
         leaves = {"loss": sums.loss} | tree.flatten_names(grads)
-        if flip is not None and flip.what == "gradient":
+        if flip is not None and flip.kind == "flip:gradient":
             largest = max(leaves, key=lambda name: leaves[name].size)
             leaves[largest] = flip_bit(leaves[largest], flips)
         norms = {name: jnp.sqrt(jnp.square(leaf).sum()) for name, leaf in leaves.items()}

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import tree
-from vit_jax.base.faults import Flip, parse_fault
+from vit_jax.base.faults import Fault
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.checksums import checksum
 from vit_jax.checkpoints.replicas import DivergedError, name_devices
@@ -22,6 +22,7 @@ from vit_jax.experiment.replay import axes_of_places
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, Watcher
+from vit_jax.run.injected import faults_left, note
 
 logger = logging.getLogger("vit_jax")
 
@@ -40,21 +41,23 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
     if math.prod(run.mesh.shape[axis] for axis in axes_of_places(run.mesh)) == 1:
         logger.warning("job.replay_every=%r: the same devices compute both gradients, so replays "
                        "find only passing faults", run.config.job.replay_every)  # fmt: skip
-    fault = parse_fault(run.config.job.inject)
-    flip = fault if fault and fault.what != "weight" else None
 
-    def compiled(flip: Flip | None) -> jax.stages.Compiled:
+    def compiled(flip: Fault | None) -> jax.stages.Compiled:
         turned = jax.ShapeDtypeStruct((), bool)
         with watchdog.phase("compile"):
             program = e.replay(digest=checksum, flip=flip)
             return program.lower(*e.arguments[:2], turned, *e.arguments[2:]).compile()
 
-    replay, faulty = compiled(None), compiled(flip) if flip else None
+    replay = compiled(None)
+    flips = {fault.step: fault for fault in faults_left(run) if fault.is_for_replay}
+    faulty = {step: compiled(flip) for step, flip in flips.items()}
 
     def watch(step):
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if number % every == 0:
-                program = faulty if flip and faulty and flip.step == number else replay
+                if number in flips:
+                    note(run, flips.pop(number))
+                program = faulty.pop(number, replay)
                 check(run, number, *(
                     jax.device_get(program(state, batch, np.bool_(turned), *frozen))
                     for turned in (0, 1)  # one by one: on CPUs exchanges can block each other

@@ -8,10 +8,9 @@ before and after the step, add metrics, raise, or take its place. Others: `speed
 import jax
 
 from vit_jax.base import tree
-from vit_jax.base.errors import SharedInputError
-from vit_jax.base.faults import flip_weight, parse_fault
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep, Watcher
+from vit_jax.run.injected import faults_left, is_here, make
 from vit_jax.run.replay import watch_replays
 
 
@@ -54,21 +53,17 @@ def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
 
 
 def inject(run: Run) -> Watcher:
-    """Flip a bit of a weight before a step, if `job.inject` asks for it."""
-    flip = parse_fault(run.config.job.inject)
-    if flip is not None and flip.device >= run.mesh.size:
-        raise SharedInputError(f"job.inject={run.config.job.inject!r}: needed: a "
-                               f"device of the mesh, 0 to {run.mesh.size - 1}")  # fmt: skip
-    if flip is None or flip.what != "weight":
-        return lambda step: step
-    device = run.mesh.devices.flat[flip.device]
+    """Make the faults of `job.inject` that belong to this process, each before its step."""
+    left = [fault for fault in faults_left(run) if not fault.is_for_replay]
+    mine = [fault for fault in left if is_here(run, fault)]
 
     def watch(step):
         def watched(number, state, batch):
-            if number == flip.step:
-                state = state.replace(params=flip_weight(state.params, device))
+            for fault in [fault for fault in mine if fault.step == number]:
+                mine.remove(fault)
+                state = make(run, fault, state)
             return step(number, state, batch)
 
         return watched
 
-    return watch
+    return watch if mine else lambda step: step
