@@ -292,7 +292,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
                 restarts += 1
                 why = f"lost a process; restart {restarts} of at most {flags.max_restarts}"
             print(f"{why}; running the same command again", flush=True)
-    if code == INPUT_WRONG and is_new:
+    if code == INPUT_WRONG and is_new and len([*files.absolute(job.workdir).iterdir()]) == 1:
         remove_logs(job, flags.num_processes)
     return code
 

@@ -13,6 +13,7 @@ WORK/NUMBER keeps the workdir and the output of one that does not end equal.
 import argparse
 import collections
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -169,18 +170,20 @@ def describe(workdir: pathlib.Path) -> list:
 def reference(work: pathlib.Path, processes: int) -> dict:
     """{"ends": as `describe` gives it, "seconds": that it took} of a job without faults."""
     path = work / f"reference-{processes}.json"
-    if not path.exists():
-        ends = []
-        for name in ("first", "second"):  # the second has the compiled programs
-            folder = work / f"reference-{processes}-{name}"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            since = time.monotonic()
-            assert not start(Schedule(-1, processes), folder), f"see {folder}/output"
-            seconds = time.monotonic() - since
-            ends.append(describe(folder / "run"))
-        assert ends[0] == ends[1], "two undisturbed runs differ"
-        path.write_text(json.dumps({"ends": ends[0], "seconds": seconds}))
+    with open(work / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may draw other schedules
+        if not path.exists():
+            ends = []
+            for name in ("first", "second"):  # the second has the compiled programs
+                folder = work / f"reference-{processes}-{name}"
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                since = time.monotonic()
+                assert not start(Schedule(-1, processes), folder), f"see {folder}/output"
+                seconds = time.monotonic() - since
+                ends.append(describe(folder / "run"))
+            assert ends[0] == ends[1], "two undisturbed runs differ"
+            path.write_text(json.dumps({"ends": ends[0], "seconds": seconds}))
     return json.loads(path.read_text())
 
 
@@ -209,7 +212,7 @@ def follow(schedule: Schedule, work: pathlib.Path) -> dict:
         "equal": found == expected["ends"],
     }  # fmt: skip
     if result["equal"]:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder / "run/checkpoints")
     return result
 
 
@@ -241,6 +244,7 @@ def main() -> int:
     flags = parser.parse_args()
     work, numbers = flags.work.resolve(), range(flags.first, flags.first + flags.schedules)
     work.mkdir(parents=True, exist_ok=True)
+    sys.modules["__main__"].__file__ = None  # so that forked processes do not run this file
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(work / "cache")}
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_USE_LEGACY_KERAS": "1"}

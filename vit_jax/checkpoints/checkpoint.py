@@ -11,6 +11,7 @@ commit.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ logger = logging.getLogger("vit_jax")
 # orbax splits the two largest axes of the share about evenly.
 _CHUNKS_OF_A_LEAF = 4096
 _MIN_CHUNK_BYTES = 1 << 14
+# orbax counts by the wall clock, which may jump; `job.save_deadline_s` ends a save that hangs.
+_NEVER_S = 10 * 365 * 86400
 # orbax warns for every leaf that chunks below 1 MiB may be slow.
 logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking")
 
@@ -37,6 +40,18 @@ logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking
 def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
     chunk_bytes = max(leaf.nbytes // _CHUNKS_OF_A_LEAF, _MIN_CHUNK_BYTES)
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
+
+
+def _wait_for_others(*, key: str, timeout_ms: int) -> None:
+    """Wait until all processes are at the barrier `key`.
+
+    Raises:
+      Exception: with which a save has failed in this process. orbax waits for the others even then,
+        and they wait for this process at an earlier barrier.
+    """
+    if (error := sys.exception()) is not None:
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 class _Best(NamedTuple):
@@ -81,7 +96,9 @@ class Checkpoints:
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=True,
                 async_options=ocp.options.AsyncOptions(
-                    post_finalization_callback=self._seal_uncommitted
+                    timeout_secs=_NEVER_S,
+                    barrier_sync_fn=_wait_for_others,
+                    post_finalization_callback=self._seal_uncommitted,
                 ),
             ),
         )

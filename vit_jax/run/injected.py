@@ -7,6 +7,7 @@ started again goes on past it.
 import contextlib
 import logging
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import time
 
 import jax
+from etils import epath
 
 from vit_jax.base.faults import Fault, flip_weight, parse_faults
 from vit_jax.checkpoints.restore import saved_steps
@@ -79,7 +81,7 @@ def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
             _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # Python ignores SIGXFSZ
         case "damage":
-            _damage(run)
+            _damage(run.workdir)
             os.kill(me, signal.SIGKILL)
     return state
 
@@ -104,13 +106,13 @@ def _slow_writes(seconds: float) -> None:
     sys.addaudithook(hook)
 
 
-def _damage(run: Run) -> None:
+def _damage(workdir: epath.Path) -> None:
     """Change a byte in the largest file of the newest save, and write half a row."""
-    for step in saved_steps(run.workdir / "checkpoints")[:1]:
-        saved = (run.workdir / "checkpoints" / str(step)).rglob("*")
-        path = max((p for p in saved if p.is_file()), key=lambda p: p.stat().length)
+    for step in saved_steps(workdir / "checkpoints")[:1]:
+        saved = pathlib.Path(workdir, "checkpoints", f"{step}").rglob("*")
+        path = max((p for p in saved if p.is_file()), key=lambda p: p.stat().st_size)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
-        path.write_bytes(bytes(content))
-    rows = run.workdir / "metrics.jsonl"
-    rows.write_bytes(rows.read_bytes() + b'{"step": ')
+        path.write_bytes(content)
+    with open(workdir / "metrics.jsonl", "ab") as rows:
+        rows.write(b'{"step": ')
