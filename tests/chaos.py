@@ -196,6 +196,7 @@ def follow(schedule: Schedule, work: pathlib.Path) -> dict:
     )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    signal.signal(signal.SIGALRM, end)
     signal.alarm(LONGEST_S)
     try:
         for _ in range(MOST_STARTS):
@@ -243,8 +244,8 @@ def main() -> int:
     parser.add_argument("work", type=pathlib.Path)
     flags = parser.parse_args()
     work, numbers = flags.work.resolve(), range(flags.first, flags.first + flags.schedules)
-    work.mkdir(parents=True, exist_ok=True)
     sys.modules["__main__"].__file__ = None  # so that forked processes do not run this file
+    work.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(work / "cache")}
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TF_USE_LEGACY_KERAS": "1"}
@@ -267,5 +268,4 @@ def end(*_) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGALRM, end)
     sys.exit(main())

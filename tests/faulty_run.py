@@ -3,7 +3,6 @@
 python faulty_run.py FAULT ARGS...; FAULT is one of
 
   loader:N     the batch of step N never comes
-  bit:N        before step N a bit of a parameter flips on one device
   slow:S       compilation and every evaluation take S seconds longer (not a fault)
   code         the digest of the package's code differs
   program      the lowered step differs
@@ -12,27 +11,9 @@ python faulty_run.py FAULT ARGS...; FAULT is one of
 import sys
 import time
 
-import jax
-import numpy as np
-
-from vit_jax.base import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.run import agreement as comparison
 from vit_jax.run import loop, record
-
-
-def flip(state):
-    """`state` with one bit of one parameter flipped on one device of this process."""
-    params = tree.flatten_names(state.params)
-    leaf = params["head/bias"]
-    shards = [shard.data for shard in leaf.addressable_shards]
-    wrong = np.array(shards[-1])
-    wrong.view(np.uint32)[0] ^= 1 << 20
-    shards[-1] = jax.device_put(wrong, shards[-1].sharding, may_alias=False)
-    params["head/bias"] = jax.make_array_from_single_device_arrays(
-        leaf.shape, leaf.sharding, shards
-    )
-    return state.replace(params=tree.unflatten_names(params))
 
 
 def before(function, then):
@@ -57,18 +38,6 @@ def arm(fault):
                 yield batch
 
         loop.data.train_batches = stuck
-    elif kind == "bit":
-        compile_step = loop.compile_step
-
-        def with_flip(run):
-            program = compile_step(run)
-
-            def step(state, batch):
-                return program(flip(state) if int(state.step) + 1 == int(number) else state, batch)
-
-            return step
-
-        loop.compile_step = with_flip
     elif kind == "slow":
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))

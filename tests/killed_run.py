@@ -3,7 +3,6 @@
 python killed_run.py MOMENT ARGS...; MOMENT is one of
 
   startup      before the first state exists
-  step:N       before step N is dispatched
   evaluation:N in the N-th evaluation, after its last batch
   stopped:N    after a request to stop at step N, in the evaluation that follows the save
   rows:N       halfway through the N-th row of metrics.jsonl
@@ -51,9 +50,6 @@ def arm(moment):
     count = int(number or 1)
     if kind == "startup":
         train.start_state = lambda run: kill()
-    elif kind == "step":
-        before = speed.Profiler.before
-        speed.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
     elif kind == "evaluation":
         record.evaluate = after(count, record.evaluate, kill_after)
     elif kind == "stopped":

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import tempfile
 import time
@@ -27,6 +28,17 @@ def finish(program, *words):
     with tempfile.NamedTemporaryFile("r") as output:
         code = start(program, *words, output=output.name).wait(timeout=600)
         return code, output.read()
+
+
+def kill(moment, config, workdir):
+    """Train until the moment of killed_run.py, or the fault of `job.inject`; return the output."""
+    words = arguments(config, workdir)
+    if ":process=" in moment:
+        code, output = finish(MAIN, *words, f"--config.job.inject={moment}")
+    else:
+        code, output = finish(KILLED, moment, *words)
+    assert code == -signal.SIGKILL, f"{moment}: {output}"
+    return output
 
 
 def arguments(config, workdir):
@@ -70,9 +82,9 @@ def uninterrupted(tmp_path_factory):
 
 # 40 steps; a row each 5, an evaluation with its row each 20, a save each 10.
 # A save is certain to be complete only once the next one has begun.
-SOME_MOMENTS = ("rows:6",)  # after step 25
-ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1",
-               "stopped:20", "evaluation:2")  # fmt: skip
+SOME_MOMENTS = ("damage:process=0:step=31",)
+ALL_MOMENTS = ("startup", "kill:process=0:step=8", "save:1", "rows:3", "save:1", "events:5",
+               "evaluation:1", "stopped:20", "evaluation:2")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -82,12 +94,13 @@ ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "e
 )
 def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path, moments):
     for moment in moments:
-        code, output = finish(KILLED, moment, *arguments("quickstart.py:debug", tmp_path))
-        assert code == -signal.SIGKILL, f"{moment}: {output}"
-        if moment.startswith("rows"):
+        kill(moment, "quickstart.py:debug", tmp_path)
+        if moment.startswith(("rows", "damage")):
             assert not (tmp_path / "metrics.jsonl").read_text().endswith("\n")
     output = complete("quickstart.py:debug", tmp_path)
     assert "start: resumed at step" in output
+    if "damage" in moments[0]:
+        assert re.search(r"checkpoints/[23]0 is invalid", output), output
     assert_same_run(tmp_path, uninterrupted)
 
 
@@ -129,9 +142,8 @@ def test_quickstart_killed_ten_times(tmp_path):
     draw = random.Random(0)
     kill_at = sorted(draw.randint(200, 1800) for _ in range(10))
     for i, step in enumerate(kill_at):
-        moment = "save:1" if i in (3, 7) else f"step:{step}"
-        code, output = finish(KILLED, moment, *arguments("quickstart.py", found))
-        assert code == -signal.SIGKILL, f"{moment}: {output}"
+        moment = "save:1" if i in (3, 7) else f"kill:process=0:step={step}"
+        output = kill(moment, "quickstart.py", found)
         print(moment, [line for line in output.splitlines() if line.startswith("start:")])
     complete("quickstart.py", found)
     assert_same_run(found, expected)
@@ -142,12 +154,10 @@ def test_dino_killed_ten_times(tmp_path):
     """Views, hidden patches, centres and the teacher go on as if nothing had happened."""
     expected, found = tmp_path / "uninterrupted", tmp_path / "killed"
     complete("dinov2.py:own_head,debug", expected)
-    moments = ("startup", "step:3", "rows:1", "step:8", "save:1", "step:12", "rows:1", "step:14",
-               "events:1", "step:19")  # fmt: skip
+    moments = ["startup", 3, "rows:1", 8, "save:1", 12, "rows:1", 14, "events:1", 19]
     for moment in moments:
-        words = arguments("dinov2.py:own_head,debug", found)
-        code, output = finish(KILLED, moment, *words)
-        assert code == -signal.SIGKILL, f"{moment}: {output}"
+        at_step = f"kill:process=0:step={moment}"
+        kill(at_step if isinstance(moment, int) else moment, "dinov2.py:own_head,debug", found)
     complete("dinov2.py:own_head,debug", found)
     assert_same_run(found, expected)
 

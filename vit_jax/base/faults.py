@@ -90,9 +90,9 @@ def check_places(
     faults, steps, every = Faults(), durations["duration"], durations.get("job.replay_every")
     for fault in parse_faults(text):
         key, most = f"job.inject={fault.text!r}", (devices if fault.is_flip else processes) - 1
-        what = "device" if fault.is_flip else "process"
+        what = "devices" if fault.is_flip else "processes"
         faults.need(fault.place <= most, f"{key}: the run has {what} 0 to {most}; name one")
-        faults.need(1 <= fault.step <= steps, f"{key}: the run has step 1 to {steps}; name one")
+        faults.need(1 <= fault.step <= steps, f"{key}: the run has steps 1 to {steps}; name one")
         if fault.is_for_replay:
             faults.need(every and fault.step % every == 0,
                         f"{key}: only a replay meets it; set job.replay_every so that step "

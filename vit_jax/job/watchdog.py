@@ -221,7 +221,8 @@ class Watchdog:
             for i, (report, heard_at) in self._heard.items()
             if heard_at < limit and not report.failure and i != self.process
         }
-        return silent | {i: None for i in range(self.num_processes) if i not in self._heard}
+        known = {*self._heard, self.process}
+        return silent | {i: None for i in range(self.num_processes) if i not in known}
 
     def describe_others(self) -> str:
         """Processes that are unreachable, lost or ending; "" if none is known."""
