@@ -69,6 +69,18 @@ def test_the_newest_is_restored_bit_for_bit(directory):
     assert restored_step(directory) == 2
 
 
+def test_a_save_that_has_failed_here_does_not_wait_for_the_other_processes(monkeypatch):
+    waited = []
+    wait = lambda **barrier: waited.append(barrier)  # noqa: E731
+    monkeypatch.setattr(checkpoint.ocp.multihost, "get_barrier_sync_fn", lambda: wait)
+    with pytest.raises(OSError, match="full"):
+        try:
+            raise OSError("full")
+        finally:
+            checkpoint._wait_for_others(key="all have saved", timeout_ms=1)
+    assert waited == []
+
+
 def test_no_directory_and_no_step_are_no_checkpoint(tmp_path):
     target = abstract(make_state(0))
     assert restore.restore_newest(epath.Path(tmp_path / "absent"), target) is None

@@ -316,6 +316,7 @@ def test_where_the_processes_come_from(started):
     assert started(None) is None
     assert started(None, num_processes=1) is None
     assert started(1) is None  # a cluster with one task
+    assert started(None, "localhost:1234", 1, 0) is None  # so that it may be stopped for long
     assert started(Exception("no permission"), num_processes=1) is None
 
     (coordinator, num_processes, process_id), options = started(4)

@@ -16,6 +16,7 @@ from etils import epath
 from vit_jax.base.errors import InputError
 
 _MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
+_NAME_NO_FILE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG  # these errors
 
 
 class LiteralPath(type(epath.Path())):  # type: ignore[misc]
@@ -115,13 +116,8 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(e, OSError) and e.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-            errno.ENAMETOOLONG,
-        ):
-            raise OSError(e.errno, e.strerror, os.fspath(path)) from None  # which they may not name
+        if isinstance(e, OSError) and e.errno in _NAME_NO_FILE:
+            raise OSError(e.errno, e.strerror, os.fspath(path)) from None
         raise
 
 
