@@ -206,6 +206,14 @@ def _ops(kind: type) -> str:
     return "\n".join(pieces)
 
 
+def faults() -> str:
+    """The table of the faults that `job.inject` makes."""
+    from vit_jax.base.faults import FAULTS
+
+    rows = [(f"`{example}`", _sentence(meaning)) for example, meaning in FAULTS.items()]
+    return _table(("fault", "before step 12"), rows)
+
+
 def notebook() -> str:
     """The cells of the tutorial's notebook; headings of the page's title are left out."""
     cells = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text())["cells"]
@@ -220,8 +228,8 @@ def notebook() -> str:
 
 
 _MADE = (
-    commands, config_keys, config_words, configs, device_ops, evaluator_keys, host_ops, launchers,
-    notebook,
+    commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults, host_ops,
+    launchers, notebook,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -19,17 +19,17 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 
 FAULTS = {  # example: meaning
     "flip:weight:device=3:step=12": "one bit of a parameter flips on device 3",
-    "flip:activation:device=3:step=12": "one bit of a layer's output, in a replay of step 12",
-    "flip:gradient:device=3:step=12": "one bit of a gradient, in a replay of step 12",
-    "kill:process=1:step=12": "process 1 is killed",
-    "term:process=1:step=12": "it is preempted: told to save and end",
-    "stop:process=1:step=12:seconds=5": "it does not run for 5 s",
-    "cut:process=1:step=12": "all its network connections break",
-    "clock:process=1:step=12:seconds=-3600": "its clock jumps; the times of files do not",
-    "slow_disk:process=0:step=12:seconds=0.2": "from then on each write of a file takes 0.2 s more",
-    "full_disk:process=0:step=12": "from then on none of its files can grow",
-    "damage:process=0:step=12": "a byte of the newest save changes, half a row is written, and the "
-                                "process is killed",
+    "flip:activation:device=3:step=12": "one bit of a layer's output flips in the replay",
+    "flip:gradient:device=3:step=12": "one bit of a gradient flips in the replay",
+    "kill:process=1:step=12": "process 1 is killed (SIGKILL)",
+    "term:process=1:step=12": "it is told to save and end (SIGTERM), as by a preemption",
+    "stop:process=1:step=12:seconds=5": "it is stopped (SIGSTOP) for 5 seconds",
+    "cut:process=1:step=12": "all its TCP connections are shut down",
+    "clock:process=1:step=12:seconds=-3600": "its `time.time` goes back an hour, file times do not",
+    "slow_disk:process=0:step=12:seconds=0.2": "opening, renaming and writing now take 0.2 s more",
+    "full_disk:process=0:step=12": "from now on none of its files can grow (limit of `ulimit -f`)",
+    "damage:process=0:step=12": "a bit in the largest file of the newest save flips, half a row is "
+                                "written, and the process is killed",
 }  # fmt: skip
 _WORDS = {2: jnp.uint16, 4: jnp.uint32}  # by the bytes of a float
 

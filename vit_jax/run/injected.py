@@ -32,12 +32,14 @@ FOLDER = "injected"  # in the workdir
 def faults_left(run: Run) -> list[Fault]:
     """The faults that have not been made in the workdir; the same on all processes."""
     faults = parse_faults(run.config.job.inject)
+    if not faults:
+        return []
 
     def find() -> list[str]:
         folder = run.workdir / FOLDER
         return [fault.text for fault in faults if not (folder / fault.text).exists()]
 
-    left = processes.say_to_all("the faults", find, run.config.job.compile_deadline_s)
+    left = processes.say_to_all("the faults made", find, run.config.job.compile_deadline_s)
     return [fault for fault in faults if fault.text in left]
 
 
@@ -89,7 +91,9 @@ def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
 def _cut_connections() -> None:
     """Shut down every TCP connection that this process has."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = socket.socket(fileno=int(name))  # raises if it is another file
+            stack.callback(connection.detach)  # it is not ours to close
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.getpeername()  # raises if it only listens
                 connection.shutdown(socket.SHUT_RDWR)
