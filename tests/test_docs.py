@@ -186,7 +186,7 @@ def test_reference_of_launchers(hooks, monkeypatch):
 def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
     tables = [page for page in PAGES if "<!-- end of " in page.read_text()]
     assert [page.name for page in tables] == [
-        "commands.md", "config.md", "configs.md", "evaluators.md", "launchers.md", "ops.md",
+        "trust.md", "commands.md", "config.md", "configs.md", "evaluators.md", "launchers.md", "ops.md",
         "notebook.md",
     ]  # fmt: skip
     for page in tables:
