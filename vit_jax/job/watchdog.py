@@ -328,8 +328,8 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
 
 
 def _end(what: str) -> NoReturn:
-    processes.say(what)
     faulthandler.dump_traceback(all_threads=True)
+    processes.say(what)  # last, where launchers show it
     _has_spoken.set()
     _watchdog.fail(what, FAILED)
     _exit(FAILED)
@@ -350,12 +350,12 @@ def _speak_on_abort() -> int:
         return _watchdog.exit_code
     if not _coordinator_listens():
         _watchdog.answered = False
+    if not _watchdog.failure:  # otherwise it was ending, and has printed its traceback
+        faulthandler.dump_traceback(all_threads=True)
     processes.say(
         _watchdog.describe_others()
         or f"aborted by JAX, see the message above; this process: {_watchdog.report()}"
     )
-    if not _watchdog.failure:  # otherwise it was ending, and has printed its traceback
-        faulthandler.dump_traceback(all_threads=True)
     return _watchdog.exit_code
 
 
