@@ -49,12 +49,19 @@ KINDS = {  # kind: the seconds that it may get
     "kill": (), "term": (), "cut": (), "full_disk": (), "damage": (),
     "stop": (1, 2, 3 * DEADLINE_S), "clock": (-3600, -2, 86400), "slow_disk": (0.05, 0.2),
 }  # fmt: skip
-SAID = (  # what a person sees at the end of a start
-    r"ended by SIGKILL", r"preempted", r"process \d is lost", r"coordinator, is unreachable",
-    r"File too large", r"no checkpoint in .* is valid", r"Connection (?:reset|closed) by peer",
-    r"no progress", r"process \d is ending", r"aborted by JAX", r"none makes progress",
-    r"has not passed",
-)  # fmt: skip
+SAID = {  # what a person sees at the end of a start: as a pattern
+    "was ended by SIGKILL": "was ended by SIGKILL",
+    "preempted": "^preempted",
+    "File too large": "File too large",
+    "no checkpoint is valid": "no checkpoint in .* is valid",
+    "Connection closed by peer": "Connection (?:reset|closed) by peer",
+    "process 1 is lost": r"process \d is lost",
+    "process 0, the coordinator, is unreachable": "coordinator, is unreachable",
+    "process 1 has not passed step 11": r"process \d has not passed",
+    "none makes progress": "none? makes? progress|no progress",
+    "aborted by JAX": "aborted by JAX",
+}
+CAUSES = {"File too large": "full_disk", "preempted": "term"}
 
 
 class Schedule(NamedTuple):
@@ -132,7 +139,7 @@ def start(schedule: Schedule, work: pathlib.Path) -> bool:
 class Start(NamedTuple):
     """A start after the first one.
 
-    cause: the kind of the last fault before it.
+    cause: the kind of the fault that ended the one before; "" if there was none since it began.
     code: the exit code after which a person has started it; None: the launcher has.
     said: what a person saw.
     lost: steps that were computed again.
@@ -149,11 +156,13 @@ def find_starts(work: pathlib.Path) -> list[Start]:
     _, *parts = re.split(r"^=== start (.*)\n", (work / "output").read_text(), flags=re.MULTILINE)
     times, texts, found = [float(t) for t in parts[::2]], parts[1::2], []
     for i in range(1, len(times)):
-        kinds = [parse_faults(name)[0].kind for made, name in marks if made < times[i]]
+        said = [words for words, form in SAID.items() if re.search(form, texts[i - 1], re.M)]
+        new = [parse_faults(name)[0].kind for at, name in marks if times[i - 1] < at < times[i]]
+        ending = [kind for kind in new if kind not in ("slow_disk", "clock", "full_disk")]
+        causes = [CAUSES[words] for words in said if words in CAUSES] or (ending or new)[-1:]
         ended = re.findall(r"^=== ended (.*)", texts[i - 1], re.MULTILINE)
-        said = [words for words in SAID if re.search(words, texts[i - 1])]
         lost = sum(int(steps) for steps in re.findall(r"lost: (\d+) steps", texts[i]))
-        found.append(Start(kinds[-1], int(ended[0]) if ended else None, said, lost))
+        found.append(Start("".join(causes[:1]), int(ended[0]) if ended else None, said, lost))
     return found
 
 

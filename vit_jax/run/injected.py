@@ -49,19 +49,14 @@ def is_here(run: Run, fault: Fault) -> bool:
     return jax.process_index() == (device.process_index if device else fault.place)
 
 
-def note(run: Run, fault: Fault) -> None:
-    """Say that the fault comes now; it is not made again in this workdir."""
+def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
+    """Make the fault, in this process and its devices; return the state to go on with."""
     logger.warning("job.inject: %s", fault.text)
     (run.workdir / FOLDER).mkdir(exist_ok=True)
     (run.workdir / FOLDER / fault.text).write_text("")
-
-
-def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
-    """Make the fault, in this process and its devices; return the state to go on with."""
-    note(run, fault)
     me = os.getpid()
     match fault.kind:
-        case "flip:weight":
+        case "flip:weight":  # the replay makes the others
             device = run.mesh.devices.flat[fault.place]
             return state.replace(params=flip_weight(state.params, device))
         case "kill":

@@ -22,7 +22,7 @@ from vit_jax.experiment.replay import axes_of_places
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, Watcher
-from vit_jax.run.injected import faults_left, note
+from vit_jax.run.injected import faults_left
 
 logger = logging.getLogger("vit_jax")
 
@@ -49,14 +49,11 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
             return program.lower(*e.arguments[:2], turned, *e.arguments[2:]).compile()
 
     replay = compiled(None)
-    flips = {fault.step: fault for fault in faults_left(run) if fault.is_for_replay}
-    faulty = {step: compiled(flip) for step, flip in flips.items()}
+    faulty = {flip.step: compiled(flip) for flip in faults_left(run) if flip.is_for_replay}
 
     def watch(step):
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if number % every == 0:
-                if number in flips:
-                    note(run, flips.pop(number))
                 program = faulty.pop(number, replay)
                 check(run, number, *(
                     jax.device_get(program(state, batch, np.bool_(turned), *frozen))

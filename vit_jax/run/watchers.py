@@ -54,8 +54,7 @@ def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
 
 def inject(run: Run) -> Watcher:
     """Make the faults of `job.inject` that belong to this process, each before its step."""
-    left = [fault for fault in faults_left(run) if not fault.is_for_replay]
-    mine = [fault for fault in left if is_here(run, fault)]
+    mine = [fault for fault in faults_left(run) if is_here(run, fault)]
 
     def watch(step):
         def watched(number, state, batch):
