@@ -117,6 +117,7 @@ class Process:
             start_new_session=True,  # so that Ctrl-C reaches it only through this command
         )
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
+        self.reason: bytes | None = None  # which lines of libraries may follow
         self._thread = threading.Thread(target=self._keep_output, args=(log, shown), daemon=True)
         self._thread.start()
 
@@ -124,6 +125,8 @@ class Process:
         for line in iter(self._process.stdout.readline, b""):
             log.write(line)
             self.last_lines.append(line)
+            if line.startswith((b"error: ", b"watchdog: ")):
+                self.reason = line
             if shown:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
@@ -220,7 +223,8 @@ def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, st
     if failed.code < 0:
         end = f"was ended by {signal.Signals(-failed.code).name}"
     print(f"error: process {number} {end}; its last lines:", file=sys.stderr)
-    for line in failed.last_lines:
+    is_far = failed.reason is not None and failed.reason not in failed.last_lines
+    for line in [*([failed.reason, b"..."] if is_far else ()), *failed.last_lines]:
         print(f"  {line.decode(errors='replace').rstrip()}", file=sys.stderr)
     if failed.code != INPUT_WRONG:
         print(f"full log: {log_path(job, number)}", file=sys.stderr)

@@ -61,7 +61,11 @@ SAID = {  # what a person sees at the end of a start: as a pattern
     "none makes progress": "none? makes? progress|no progress",
     "aborted by JAX": "aborted by JAX",
 }
-CAUSES = {"File too large": "full_disk", "preempted": "term"}
+CAUSES = {
+    "File too large": "full_disk",
+    "preempted": "term",
+    "no checkpoint is valid": "damage",
+}
 
 
 class Schedule(NamedTuple):

@@ -111,6 +111,9 @@ def test_one_that_fails_ends_all(local, call, scripts, tmp_path):
     assert f"full log: {tmp_path}/w/logs/process_1.log" in err
     assert (tmp_path / "w/logs/process_0.log").read_text() == "waits\n"
     assert (tmp_path / "w/logs/process_1.log").read_text() == "no such thing\n"
+    scripts("print('error: disk full'); [print(i) for i in range(30)]; raise SystemExit(2)")
+    _, _, err = start(call, local, tmp_path / "w", num_processes=1)
+    assert "its last lines:\n  error: disk full\n  ...\n  10\n" in err
     scripts(waits, "raise SystemExit(130)")  # one that a person has stopped
     code, out, err = start(call, local, tmp_path / "w")
     assert code == 130 and "restart" not in out
