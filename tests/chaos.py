@@ -232,8 +232,9 @@ def follow(schedule: Schedule, work: pathlib.Path) -> dict:
 
 def show(results: list[dict]) -> None:
     """Print a line for each kind of fault."""
-    print("| fault | made | the launcher starts again | a person, after exit code | it said | "
-          "steps lost, median (most) | equal |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    heads = ("fault", "times", "restarts by the launcher", "by a person, after exit code",
+             "what was said", "steps lost: median (most)", "equal bits")  # fmt: skip
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for kind in KINDS:
         made = [(r, text) for r in results for text in r["made"] if text.startswith(f"{kind}:")]
         starts = [s for r in results for s in r["starts"] if s["cause"] == kind]
