@@ -119,7 +119,7 @@ MUTATIONS = [
     M("vit_jax/models/vit.py", "jnp.take_along_axis(x_BND[:, prefix:], keep_BM",
       "jnp.take_along_axis(x_BND, keep_BM",
       "models/test_vit.py::test_encode_of_some_patches_is_that_of_an_image_with_only_these"),
-    M("vit_jax/models/gelu.py", "z * share(z) * grad", "share(z) * grad",
+    M("vit_jax/models/gelu.py", "(z * share(z) * grad)", "(share(z) * grad)",
       "models/test_layers.py::test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax"),
     M("vit_jax/models/rotary.py", "second * cos + first * sin", "second * cos - first * sin",
       "models/test_rotary.py::test_queries_and_keys_are_turned_as_complex_numbers"),

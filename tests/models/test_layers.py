@@ -85,7 +85,6 @@ def test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax(form, gated, 
     expected, vjp = jax.vjp(by_jax, *args)
     found, our_vjp = jax.vjp(lambda x, other=None: GELU[form](x, other, kept, 0.25), *args)
     assert found.dtype == our_vjp(g)[0].dtype == dtype
-    assert {leaf.dtype for leaf in jax.tree.leaves(our_vjp)} == {jnp.dtype(dtype)}  # no mask
     tolerance = 6e-6 if dtype == jnp.float32 else 2e-2
     assert_same(found.astype(jnp.float32), expected.astype(jnp.float32), tolerance=tolerance)
     for ours, theirs in zip(our_vjp(g), vjp(g), strict=True):
