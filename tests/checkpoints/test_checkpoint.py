@@ -69,16 +69,23 @@ def test_the_newest_is_restored_bit_for_bit(directory):
     assert restored_step(directory) == 2
 
 
-def test_a_save_that_has_failed_here_does_not_wait_for_the_other_processes(monkeypatch):
+def test_a_save_that_has_failed_here_does_not_wait_for_the_other_processes(monkeypatch, tmp_path):
     waited = []
+    checkpoints = checkpoint.Checkpoints(tmp_path, keep_last=2, keep_every=None)
     wait = lambda **barrier: waited.append(barrier)  # noqa: E731
     monkeypatch.setattr(checkpoint.ocp.multihost, "get_barrier_sync_fn", lambda: wait)
     with pytest.raises(OSError, match="full"):
         try:
             raise OSError("full")
         finally:
-            checkpoint._wait_for_others(key="all have saved", timeout_ms=1)
+            checkpoints._wait_for_others(key="all have saved", timeout_ms=1)
     assert waited == []
+    try:
+        raise OSError("full")
+    except OSError:  # the user trains again after an error
+        checkpoints.save(1, make_state(1), META)
+        checkpoints.close()
+    assert waited
 
 
 def test_no_directory_and_no_step_are_no_checkpoint(tmp_path):

@@ -42,18 +42,6 @@ def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
 
 
-def _wait_for_others(*, key: str, timeout_ms: int) -> None:
-    """Wait until all processes are at the barrier `key`.
-
-    Raises:
-      Exception: with which a save has failed in this process. orbax waits for the others even then,
-        and they wait for this process at an earlier barrier.
-    """
-    if (error := sys.exception()) is not None:
-        raise error
-    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
 class _Best(NamedTuple):
     """Orbax's form of a rule that keeps one step."""
 
@@ -85,6 +73,7 @@ class Checkpoints:
     ):
         self._directory = LiteralPath(directory)
         self._saving: int | None = None
+        self._handled: BaseException | None = None  # by the caller of `save`
         policies = ocp.checkpoint_managers
         keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last), _Best(best_step)]
         if keep_every:
@@ -97,11 +86,23 @@ class Checkpoints:
                 cleanup_tmp_directories=True,
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=_NEVER_S,
-                    barrier_sync_fn=_wait_for_others,
+                    barrier_sync_fn=self._wait_for_others,
                     post_finalization_callback=self._seal_uncommitted,
                 ),
             ),
         )
+
+    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
+        """Wait until all processes are at the barrier `key`.
+
+        Raises:
+          Exception: with which a save has failed in this process. orbax waits for the others even
+            then, and they wait for this process at an earlier barrier.
+        """
+        error = sys.exception()
+        if error is not None and error is not self._handled:
+            raise error
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _seal_uncommitted(self) -> None:
         """Seal the step; orbax calls this once all files except those of the commit are written."""
@@ -123,7 +124,7 @@ class Checkpoints:
         """Save `state` as `step`; returns once the state may be donated, and writes files later."""
         own = {"format_version": FORMAT_VERSION, "step": step, "checksums": checksums(state)}
         self.wait()
-        self._saving = step
+        self._saving, self._handled = step, sys.exception()
         try:
             self._manager.save(
                 step,
