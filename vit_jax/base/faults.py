@@ -22,14 +22,17 @@ FAULTS = {  # example: meaning
     "flip:activation:device=3:step=12": "one bit of a layer's output flips in the replay",
     "flip:gradient:device=3:step=12": "one bit of a gradient flips in the replay",
     "kill:process=1:step=12": "process 1 is killed (SIGKILL)",
-    "term:process=1:step=12": "it is told to save and end (SIGTERM), as by a preemption",
-    "stop:process=1:step=12:seconds=5": "it is stopped (SIGSTOP) for 5 seconds",
-    "cut:process=1:step=12": "all its TCP connections are shut down",
-    "clock:process=1:step=12:seconds=-3600": "its `time.time` goes back an hour, file times do not",
-    "slow_disk:process=0:step=12:seconds=0.2": "opening, renaming and writing now take 0.2 s more",
-    "full_disk:process=0:step=12": "from now on none of its files can grow (limit of `ulimit -f`)",
-    "damage:process=0:step=12": "a bit in the largest file of the newest save flips, half a row is "
-                                "written, and the process is killed",
+    "term:process=1:step=12": "process 1 is told to save and end (SIGTERM), as by a preemption",
+    "stop:process=1:step=12:seconds=5": "process 1 is stopped (SIGSTOP) for 5 seconds",
+    "cut:process=1:step=12": "all TCP connections of process 1 are shut down",
+    "clock:process=1:step=12:seconds=-3600": "`time.time` of process 1 goes back an hour; file "
+                                             "times do not",
+    "slow_disk:process=0:step=12:seconds=0.2": "from now on, process 0 takes 0.2 s more to open a "
+                                               "file for writing, rename one or write a row",
+    "full_disk:process=0:step=12": "from now on, no file of process 0 can grow (limit of "
+                                   "`ulimit -f`)",
+    "damage:process=0:step=12": "one bit in the largest file of the newest save flips, half a row "
+                                "is written, and process 0 is killed",
 }  # fmt: skip
 _WORDS = {2: jnp.uint16, 4: jnp.uint32}  # by the bytes of a float
 
@@ -40,7 +43,7 @@ class Fault(NamedTuple):
     text: as the user writes it.
     kind: the words before the place.
     place: number of a device in the mesh if the kind is a flip, else of a process; from 0.
-    seconds: of a stop, a jump of the clock, or a write.
+    seconds: that a stop, a jump of the clock, or the delay of each write takes.
     """
 
     text: str

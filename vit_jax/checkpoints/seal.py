@@ -22,7 +22,7 @@ _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 def write_seal(step_dir: epath.Path) -> None:
     """Seal a step that is not committed yet."""
-    names = list(_names(step_dir))
+    names = list(names_of_files(step_dir))
     sealed = dict(zip(names, _entries(step_dir, names), strict=True))
     write_whole(step_dir / _SEAL, json.dumps(sealed | dict.fromkeys(_COMMIT_FILES), indent=1))
 
@@ -47,11 +47,11 @@ def check_seal(step_dir: epath.Path) -> None:
             raise ValueError(f"file {name} is damaged ({found[0]} bytes)")
 
 
-def _names(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+def names_of_files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
     """The relative paths of all files, without the seal."""
     for path in folder.iterdir():
         if path.is_dir():
-            yield from _names(path, f"{prefix}{path.name}/")
+            yield from names_of_files(path, f"{prefix}{path.name}/")
         elif path.name != _SEAL:
             yield prefix + path.name
 

@@ -7,7 +7,6 @@ started again goes on past it.
 import contextlib
 import logging
 import os
-import pathlib
 import resource
 import signal
 import socket
@@ -20,6 +19,7 @@ from etils import epath
 
 from vit_jax.base.faults import Fault, flip_weight, parse_faults
 from vit_jax.checkpoints.restore import saved_steps
+from vit_jax.checkpoints.seal import names_of_files
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes
 from vit_jax.run.build import Run
@@ -85,7 +85,7 @@ def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
 
 def _cut_connections() -> None:
     """Shut down every TCP connection that this process has."""
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             connection = socket.socket(fileno=int(name))  # raises if it is another file
             stack.callback(connection.detach)  # it is not ours to close
@@ -95,7 +95,10 @@ def _cut_connections() -> None:
 
 
 def _slow_writes(seconds: float) -> None:
-    """Sleep before each write, opening for writing and renaming of a file, orbax's included."""
+    """Sleep before Python opens a file for writing, renames one or writes a row.
+
+    TensorStore writes arrays at its own speed.
+    """
 
     def hook(event: str, args: tuple) -> None:
         is_opened = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
@@ -106,12 +109,13 @@ def _slow_writes(seconds: float) -> None:
 
 
 def _damage(workdir: epath.Path) -> None:
-    """Change a byte in the largest file of the newest save, and write half a row."""
+    """Flip a bit in the largest file of the newest save, and write half a row."""
     for step in saved_steps(workdir / "checkpoints")[:1]:
-        saved = pathlib.Path(workdir, "checkpoints", f"{step}").rglob("*")
-        path = max((p for p in saved if p.is_file()), key=lambda p: p.stat().st_size)
+        saved = workdir / "checkpoints" / str(step)
+        paths = [saved / name for name in names_of_files(saved)]
+        path = max(paths, key=lambda path: path.stat().length)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    with open(workdir / "metrics.jsonl", "ab") as rows:
-        rows.write(b'{"step": ')
+        path.write_bytes(bytes(content))
+    rows = workdir / "metrics.jsonl"
+    rows.write_text(rows.read_text() + '{"step": ')  # object stores cannot append
