@@ -283,7 +283,7 @@ class ThreeAugment(ColourOp):
 
 
 def _planes(image):
-    """(..., 3) -> three of (...): TPUs and CPUs compute slowly with 3 values in a row."""
+    """(..., 3) -> three of (...): TPUs and CPUs are slow with a last axis of 3."""
     return [image[..., channel] for channel in range(3)]
 
 
@@ -329,19 +329,14 @@ def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
     return 0.5 + 0.5 * jnp.sign(cos) * jnp.sqrt(1 / (1 + 1 / odds))
 
 
-def _blend(other, image, factor):
-    """factor * image + (1 - factor) * other."""
-    return other + factor * (image - other)
-
-
 def _blur_matrix(side, sigma):
-    """What blurs a mirrored line of pixels: (side, side), row i makes pixel i."""
+    """(side, side): its product with a line of pixels, mirrored at both ends, blurs the line."""
     i, j = jnp.arange(side)[:, None], jnp.arange(side)[None]
 
     def weights(distance):
         return jnp.where(distance <= _BLUR_REACH, jnp.exp(-0.5 * (distance / sigma) ** 2), 0)
 
-    mirrored = jnp.where(j > 0, weights(i + j), 0)  # the first and the last pixel have no image
+    mirrored = jnp.where(j > 0, weights(i + j), 0)  # an end pixel is the mirror
     mirrored += jnp.where(j < side - 1, weights(2 * (side - 1) - i - j), 0)
     matrix = weights(abs(i - j)) + mirrored
     return matrix / matrix.sum(axis=1, keepdims=True)
