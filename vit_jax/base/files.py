@@ -16,7 +16,8 @@ from etils import epath
 from vit_jax.base.errors import InputError
 
 _MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
-_NAME_NO_FILE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG  # these errors
+# Errors of writing, which may not name the file.
+_NAMELESS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
 
 
 class LiteralPath(type(epath.Path())):  # type: ignore[misc]
@@ -116,7 +117,7 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(e, OSError) and e.errno in _NAME_NO_FILE:
+        if isinstance(e, OSError) and e.errno in _NAMELESS:
             raise OSError(e.errno, e.strerror, os.fspath(path)) from None
         raise
 

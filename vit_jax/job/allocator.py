@@ -7,7 +7,7 @@ _ARENA_MAX = -8  # M_ARENA_MAX in glibc's malloc.h
 
 
 def limit_arenas() -> None:
-    """Let glibc's malloc make an arena for each processor, instead of eight.
+    """Let glibc's malloc make one arena for each processor, instead of eight.
 
     Threads that allocate at the same time get arenas of their own, and an arena keeps most of the
     memory that they free. The threads that read, save and evaluate use all of them in turn, so with

@@ -153,7 +153,7 @@ def _is_alone(coordinator: str | None, num_processes: int | None, process_id: in
             f"--process_id={process_id}: must be from 0 to {num_processes - 1}, since "
             f"--num_processes={num_processes}"
         )
-    return num_processes == 1  # JAX would end it if it did not run for `heartbeat_s`
+    return num_processes == 1  # JAX would end even one that pauses for `heartbeat_s`
 
 
 def _detected_processes() -> int:

@@ -52,9 +52,10 @@ def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] |
 
 @contextlib.contextmanager
 def open_memory(run: Run) -> Iterator[Memory | None]:
-    """The memory for the steps of a run; removed at its end, and once it has saved or diverged.
+    """The memory for the steps of a run.
 
-    It stays when a process is lost or fails by itself, and after errors with a remedy.
+    It is removed at the end of the run, when a signal has stopped it, and when its loss is not
+    finite. It stays when a process is lost or fails by itself, and after the errors in _GOES_ON.
     """
     memory = _open(run)
     try:
