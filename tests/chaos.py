@@ -277,7 +277,8 @@ def main() -> int:
                 file.write(result + "\n")
             print(result, flush=True)
     results = [json.loads(line) for line in path.read_text().splitlines()]
-    show([result for result in results if result["number"] in numbers])
+    results = [result for result in results if result["number"] in numbers]
+    show(results)
     return int(not all(result["equal"] for result in results))
 
 

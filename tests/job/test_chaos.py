@@ -25,6 +25,7 @@ def test_every_fault_is_read_as_it_is_written():
         ("flip:weight:device=4:step=40", "the run has devices 0 to 3"),
         ("cut:process=1:step=41", "the run has steps 1 to 40"),
         ("flip:gradient:device=3:step=12", "only a replay meets it"),
+        ("flip:gradient:device=3:step=10,flip:activation:device=1:step=10", "two flips for one"),
         ("flip:gradient:device=3:step=10,flip:weight:device=3:step=40", None),
     ],
 )

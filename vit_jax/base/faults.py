@@ -100,6 +100,9 @@ def check_places(
             faults.need(every and fault.step % every == 0,
                         f"{key}: only a replay meets it; set job.replay_every so that step "
                         f"{fault.step} has one")  # fmt: skip
+    flips = [fault.step for fault in parse_faults(text) if fault.is_for_replay]
+    faults.need(len(flips) == len({*flips}),
+                f"job.inject={text!r}: two flips for one replay; give other steps")  # fmt: skip
     collect_faults(faults)
 
 

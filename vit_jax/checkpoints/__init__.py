@@ -3,6 +3,8 @@
 Importing this package does not import orbax.
 """
 
+import os
+
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults
@@ -10,7 +12,8 @@ from vit_jax.base.errors import Faults
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check the section `checkpoint`, except for its durations."""
-    keep = config.checkpoint.keep_last
+    folder = config.checkpoint.memory_dir
     faults.need(
-        keep >= 2, f"checkpoint.keep_last={keep}: must be at least 2, in case the newest is damaged"
+        os.path.isabs(folder),
+        f"checkpoint.memory_dir={folder!r}: must be an absolute path of a folder on each host",
     )

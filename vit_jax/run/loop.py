@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from vit_jax.job.processes import PreemptionGuard
 from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run, RunStep
 from vit_jax.run.host_memory import open_memory
-from vit_jax.run.ledger import read_past
+from vit_jax.run.ledger import Past, read_past
 from vit_jax.run.record import Record, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.speed import Profiler
@@ -55,11 +55,13 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
     Raises:
       Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
     """
-    start, rows = int(state.step), read_history(run.workdir)  # catch_up drops rows after `start`
+    since, start = time.perf_counter(), int(state.step)
+    # `catch_up` drops the rows after `start`.
+    past = read_past(run.workdir, read_history(run.workdir), start if meta else None)
     selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return
-    with open_loop(run, start, meta, rows, lock, selection) as r:
+    with open_loop(run, since, start, meta, past, lock, selection) as r:
         for step, batch in r.batches():
             state, step_metrics = r.step(step, state, batch)
             r.record.add(step, step_metrics)
@@ -213,9 +215,10 @@ class Loop:
 @contextlib.contextmanager
 def open_loop(
     run: Run,
+    since: float,
     start: int,
     meta: dict[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    past: Past,
     lock: Lock | NoLock,
     selection: Selection,
 ) -> Iterator[Loop]:
@@ -223,8 +226,7 @@ def open_loop(
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
-    since, total_steps = time.perf_counter(), run.experiment.total_steps
-    past = read_past(run.workdir, rows, start if meta else None)
+    total_steps = run.experiment.total_steps
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     spikes = Spikes(run, frozen, meta)
     step = watched_step(run, compile_step(run), frozen, start + 1)

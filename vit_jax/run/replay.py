@@ -22,14 +22,13 @@ from vit_jax.experiment.replay import axes_of_places
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, Watcher
-from vit_jax.run.injected import faults_left
 
 logger = logging.getLogger("vit_jax")
 
 FOLDER = "replay"  # in the workdir: STEP.json of a step whose computations differ
 
 
-def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
+def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Fault]) -> Watcher:
     """Before every `job.replay_every`-th step, compute its gradient twice.
 
     The watched step raises, on every process, DivergedError if the two differ: process 0 has then
@@ -49,7 +48,7 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
             return program.lower(*e.arguments[:2], turned, *e.arguments[2:]).compile()
 
     replay = compiled(None)
-    faulty = {flip.step: compiled(flip) for flip in faults_left(run) if flip.is_for_replay}
+    faulty = {flip.step: compiled(flip) for flip in left if flip.is_for_replay}
 
     def watch(step):
         def watched(number: int, state: TrainState, batch: tree.Batch):

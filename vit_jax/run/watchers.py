@@ -5,9 +5,12 @@ before and after the step, add metrics, raise, or take its place. Others: `speed
 `replay.watch_replays`, `spikes.Spikes.watch`.
 """
 
+from collections.abc import Sequence
+
 import jax
 
 from vit_jax.base import tree
+from vit_jax.base.faults import Fault
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep, Watcher
 from vit_jax.run.injected import faults_left, is_here, make
@@ -28,7 +31,8 @@ def watched_step(
         with watchdog.phase("compile"):  # also loads the program and connects the devices
             return jax.block_until_ready(train_step(state, batch, *frozen))
 
-    for watch in (watch_layers(run, frozen), watch_replays(run, frozen), inject(run)):
+    left = faults_left(run)
+    for watch in (watch_layers(run, frozen), watch_replays(run, frozen, left), inject(run, left)):
         step = watch(step)
     return step
 
@@ -52,9 +56,9 @@ def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
     return watch
 
 
-def inject(run: Run) -> Watcher:
+def inject(run: Run, left: Sequence[Fault]) -> Watcher:
     """Make the faults of `job.inject` that belong to this process, each before its step."""
-    mine = [fault for fault in faults_left(run) if is_here(run, fault)]
+    mine = [fault for fault in left if is_here(run, fault)]
 
     def watch(step):
         def watched(number, state, batch):
