@@ -16,6 +16,7 @@ They also restart after failures, at most --max_restarts times, except if the in
 
 import argparse
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,14 @@ def check(flags: argparse.Namespace, job: Job) -> None:
 
     if flags.priority is not None and flags.queue is None:
         raise InputError("--priority: only works with --queue, since Kueue reads it")
+    for name in ("queue", "priority"):
+        value = getattr(flags, name)
+        if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
+            raise InputError(
+                f"--{name}={value}: needs at most 63 characters of a to z, 0 to 9, - and ."
+            )
+    if flags.local_disk is not None and not flags.local_disk.startswith("/"):
+        raise InputError(f"--local_disk={flags.local_disk}: needs an absolute path")
 
 
 def is_mounted(flags: argparse.Namespace, folder: str) -> bool:

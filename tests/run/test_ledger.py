@@ -43,8 +43,8 @@ def test_kinds_add_up_to_the_wall_time():
 def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
     past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, 10)
-    assert past.seconds["lost"] == 5.0
-    assert caplog.messages == ["lost: 5 steps and more that have no row, 5.0 s"]
+    assert past.seconds["lost"] == 4.0 and past.seconds["evaluation"] == 1.0
+    assert caplog.messages == ["lost: 5 steps, 4.0 s; and the steps after the last row"]
     assert past.after_compiling(2.0).seconds["compile"] == 2.0
     assert past.seconds["restart"] == pytest.approx(30.0, abs=5)
     assert past.wall_s == pytest.approx(50.0, abs=5) and past.input_wait_s == 0.5
@@ -52,12 +52,13 @@ def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
 
 def test_a_run_that_stopped_in_order_has_lost_nothing(tmp_path):
     past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, 15)
-    assert "lost" not in past.seconds
+    assert past.seconds["lost"] == 0
 
 
 def test_a_run_that_never_saved_has_lost_all(tmp_path):
     past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, None)
-    assert past.seconds["lost"] == 20.0
+    assert past.seconds["lost"] == 13.0
+    assert past.after_compiling(2.0).seconds["compile"] == 3.0 + 2.0
 
 
 def test_the_time_before_a_branch_is_trained_is_not_lost(tmp_path):

@@ -75,7 +75,10 @@ def _parse(word: str) -> Fault:
             place, step, *seconds = match.groups()
             kind = re.sub(r":(device|process)=.*", "", example)
             return Fault(word, kind, int(place), int(step), *map(float, seconds))
-    raise InputError(f"job.inject={word!r}: no such fault; {nearest(word, [*FAULTS])}")
+    kind = word.partition(":")[0]
+    same = [example for example in FAULTS if example.startswith(f"{kind}:")]
+    hint = f"write {' or '.join(same)}" if same else nearest(word, [*FAULTS])
+    raise InputError(f"job.inject={word!r}: no such fault; {hint}")
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:

@@ -29,6 +29,7 @@ from vit_jax.job.exit_codes import FAILED
 
 _BEATS_A_DEADLINE = 20
 _LONGEST_INTERVAL_S = 5.0
+_GO_ON = "run the same command to go on from the last save"
 _SILENT_BEATS = 4  # a process whose watchdog misses this many has stopped or died
 _ANSWER_BEATS = 2  # how long the coordinator may take to answer
 _STEP_SHARE = 0.6  # of the heartbeat timeout; the rest is for finding out who is late
@@ -226,19 +227,21 @@ class Watchdog:
 
     def describe_others(self) -> str:
         """Processes that are unreachable, lost or ending; "" if none is known."""
+        me = f"this process: {self.report()}"
         if not self.answered:
-            return f"process 0, the coordinator, is unreachable; this process: {self.report()}"
+            return f"process 0, the coordinator, is unreachable; {me}; {_GO_ON}"
         lost = "is lost (killed, stopped or without network)"
+        silent = self._silent()
         said = [
-            f"process {i} {lost}, {f'last seen at {report}' if report else 'never seen'}"
-            for i, report in self._silent().items()
+            f"process {i} {lost}, {f'last seen at {report}' if report else 'without a report'}"
+            for i, report in silent.items()
         ]
         said += [
             f"process {i} is ending, at {report}: {report.failure}"
             for i, (report, _) in self._heard.items()
             if report.failure not in ("", self.failure) and i != self.process
         ]
-        return f"{'; '.join(said)}; this process: {self.report()}" if said else ""
+        return "; ".join([*said, me, *[_GO_ON] * bool(silent)]) if said else ""
 
     def _judge(self) -> str:
         """Name the process that this one waits for; "" while another is within its deadline."""

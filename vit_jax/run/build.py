@@ -12,8 +12,8 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax import checkpoints, data, transfer
 from vit_jax import config as config_lib
-from vit_jax import data, transfer
 from vit_jax.base import faults, files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
@@ -177,6 +177,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         config, preprocessing, experiment.model, mesh, opened.sources, workdir
     )
     check_metrics(config)
+    checkpoints.check_memory_dir(config)
     faults.check_places(config.job.inject, mesh.size, jax.process_count(), experiment.durations)
     return Run(
         resolved=resolved,

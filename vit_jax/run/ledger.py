@@ -26,7 +26,7 @@ class Past(NamedTuple):
 
     wall_s: since the first start of the run.
     input_wait_s: in the steps that count.
-    seconds: {"restart": ..., "lost": ...} since the last row that counts.
+    seconds: by kind, since the last row that counts.
     """
 
     wall_s: float = 0.0
@@ -36,7 +36,8 @@ class Past(NamedTuple):
     def after_compiling(self, seconds: float) -> "Past":
         """The past at the first step."""
         return self._replace(
-            wall_s=self.wall_s + seconds, seconds={**self.seconds, "compile": seconds}
+            wall_s=self.wall_s + seconds,
+            seconds={**self.seconds, "compile": seconds + self.seconds.get("compile", 0.0)},
         )
 
 
@@ -54,11 +55,14 @@ def read_past(
     wall_s = max(time.time() - _began(workdir, rows), 0.0)
     kept = [row for row in rows if row["step"] <= (restored_step or 0)]
     kept_until, until = (part[-1]["time/wall_s"] if part else 0.0 for part in (kept, rows))
-    seconds = {"restart": max(wall_s - until, 0.0)}
+    counted, whole = add_up(kept), add_up(rows)
+    seconds = {kind: whole[kind] - counted[kind] for kind in KINDS if kind != "input_wait"}
+    lost_s = until - kept_until - sum(seconds.values())
+    seconds["restart"] += max(wall_s - until, 0.0)
     if until > kept_until:
-        seconds["lost"] = until - kept_until
+        seconds["lost"] += lost_s
         steps = rows[-1]["step"] - (restored_step or 0)
-        logger.info("lost: %d steps and more that have no row, %.1f s", steps, seconds["lost"])
+        logger.info("lost: %d steps, %.1f s; and the steps after the last row", steps, lost_s)
     return Past(wall_s, add_up(kept)["input_wait"], seconds)
 
 
