@@ -1,8 +1,8 @@
 """Published weights that are read by name, with what a user must know of them.
 
 Sources: the model cards of the Hugging Face Hub, the registry of `timm`, and for ViT-5 its authors'
-README and licence, github.com/wangf3014/ViT-5. None of these files is in the tests: the parity is
-that of a small model of the same kind, of which the library wrote the file and computed the outputs
+README and licence, github.com/wangf3014/ViT-5. None of these files is in the tests. The parity was
+measured on a small model of the same kind: the library wrote its file and computed its outputs
 (tests/transfer/test_modern.py, and test_foreign.py for `vit`).
 """
 

@@ -187,11 +187,10 @@ def _read_vit(source: Source) -> Pretrained:
     faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
                 "model_args")  # fmt: skip
     source.refuse(faults, "cannot be read")
+    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
     if not config.exists:
         config.take_pixels(kind.pixels)
-    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
-    if not config.exists:  # else timm's architecture decides it
-        assumed["eps"] = eps
+        assumed["eps"] = eps  # else timm's architecture decides it
     config.say_assumed(**assumed)
     defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
     if fields["gated_mlp"]:  # whose ratio counts both layers or one, or is rounded
