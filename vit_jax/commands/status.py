@@ -11,6 +11,7 @@ Ctrl-C.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -46,12 +47,13 @@ def main(flags: argparse.Namespace) -> int:
     elif not flags.watch:
         console.print(_table(read_status(flags.runs)))
     else:
-        with (
-            Live(console=console, auto_refresh=False) as live,
-            contextlib.suppress(KeyboardInterrupt),
-        ):
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            show = console.print
+            if console.is_terminal:
+                live = Live(console=console, auto_refresh=False, vertical_overflow="visible")
+                show = functools.partial(stack.enter_context(live).update, refresh=True)
             while True:
-                live.update(_table(read_status(flags.runs)), refresh=True)
+                show(_table(read_status(flags.runs)))
                 time.sleep(_WATCH_S)
     return exit_codes.DONE
 
