@@ -16,12 +16,16 @@ case $action in
 install)
   if ! command -v slurmctld munged slurmd > /dev/null; then
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
+    get="timeout --kill-after=10 240 apt-get -qq -o DPkg::Lock::Timeout=60"  # mirrors may not answer
+    $get update
     # Without their services, which would start daemons of their own.
     policy=/usr/sbin/policy-rc.d
-    [ -e $policy ] || { printf '#!/bin/sh\nexit 101\n' > $policy; chmod +x $policy; made=$policy; }
-    apt-get install -y -qq --no-install-recommends slurm-wlm munge > /dev/null
-    rm -f "${made:-}"
+    if ! [ -e $policy ]; then
+      trap "rm $policy" EXIT
+      printf '#!/bin/sh\nexit 101\n' > $policy
+      chmod +x $policy
+    fi
+    $get install -y --no-install-recommends slurm-wlm munge > /dev/null
   fi
   ;;
 
