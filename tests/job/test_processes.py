@@ -51,10 +51,10 @@ def alone(tmp_path_factory):
     return folder / "run"
 
 
-def check_same_end(found, expected):
+def check_same_end(found, expected, steps=40):
     """Metrics and state equal to float tolerance, counts exactly."""
     (step, state), (last, expected_state) = final_state(found), final_state(expected)
-    assert step == last == 40
+    assert step == last == steps
     for name, leaf in expected_state.items():
         np.testing.assert_allclose(state[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name)
     for mine, other in zip(rows(found), rows(expected), strict=True):
@@ -64,12 +64,13 @@ def check_same_end(found, expected):
         assert mine.get("test/top1") == other.get("test/top1")
 
 
-def check_who_wrote(run, outputs, starts=1):
+def check_who_wrote(run, outputs, starts=1, steps=40):
     """Only process 0 writes rows and logs; every process writes its part of a checkpoint."""
-    assert f"{len(outputs)} host(s)" in outputs[0] and "step 40/40" in outputs[0]
-    assert not any("step 40/40" in output for output in outputs[1:])
+    last = f"step {steps}/{steps}"
+    assert f"{len(outputs)} host(s)" in outputs[0] and last in outputs[0]
+    assert not any(last in output for output in outputs[1:])
     assert len([*run.glob("events.out.tfevents.*")]) == starts
-    parts = [path.name for path in (run / "checkpoints/40/state").glob("ocdbt.process_*")]
+    parts = [path.name for path in (run / f"checkpoints/{steps}/state").glob("ocdbt.process_*")]
     assert sorted(parts) == [f"ocdbt.process_{i}" for i in range(len(outputs))]
 
 
@@ -77,9 +78,11 @@ def test_a_device_in_each_of_two_processes_gives_what_two_in_one_process_do(tmp_
     for folder, num_processes in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
         own = {"num_processes": num_processes, "devices": 2 // num_processes}
         # Without fsdp, the two processes join their gradients.
-        outputs = finished(folder, "--num_devices=2", "--config.mesh.fsdp=1", **own)
-    check_same_end(tmp_path / "two/run", tmp_path / "one/run")
-    check_who_wrote(tmp_path / "two/run", outputs)
+        outputs = finished(
+            folder, "--num_devices=2", "--config.mesh.fsdp=1", "--config.duration=10 steps", **own
+        )
+    check_same_end(tmp_path / "two/run", tmp_path / "one/run", steps=10)
+    check_who_wrote(tmp_path / "two/run", outputs, steps=10)
 
 
 @pytest.mark.slow

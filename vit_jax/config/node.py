@@ -49,6 +49,8 @@ class Node(ConfigDict):
             raise WrongTypeError(f"{key}={value!r}: needs {needed}") from None
 
     def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):  # a protocol of Python, such as copying, asks whether it is there
+            raise AttributeError(key)
         return self[key]
 
     def __setattr__(self, key: str, value: Any) -> None:

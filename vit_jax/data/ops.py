@@ -81,6 +81,8 @@ class HostOp(Op):
     def __call__(self, image, seed):
         """The next image: uint8 pixels (h, w, 3) of such pixels; results are rounded and clipped.
 
+        AutoGraph is off: what depends on a tensor's value needs `tf.cond`, not Python's `if`.
+
         seed: int64 (2,), for TensorFlow's stateless ops.
         """
         raise NotImplementedError

@@ -6,6 +6,7 @@ The past is the schedules of all steps done.
 import logging
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
@@ -108,7 +109,7 @@ def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> 
 def past_of(config: ConfigDict, steps_done: int) -> dict[str, np.ndarray]:
     """{name: its values in the first `steps_done` steps} of all that changes during a run."""
     updates, durations, o = np.arange(steps_done), parse_durations(config), config.optimizer
-    found = {"the learning rate": make_config_schedule(config, durations)(updates)}
+    found = {"the learning rate": jax.jit(make_config_schedule(config, durations))(updates)}
     for key in ("weight_decay", "ema_decay"):
         end = o[f"{key}_end"]
         if end is not None:
