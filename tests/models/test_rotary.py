@@ -98,7 +98,7 @@ def test_kept_patches_take_their_turns_along():
     def encode(model, keep):
         return model.encode(model.embed(IMAGES), keep=keep)
 
-    apply = functools.partial(model.apply, {"params": params_of_all()}, method=encode)
+    apply = jax.jit(functools.partial(model.apply, {"params": params_of_all()}, method=encode))
     expected, found = apply(None), apply(order)
     prefix = model.num_prefix_tokens
     assert prefix == 5
@@ -114,10 +114,13 @@ def test_scanned_is_unrolled(remat):
     def loss(model, params):
         return jnp.square(model.apply({"params": params}, IMAGES)).sum()
 
+    def gradient(model, params):
+        return jax.jit(jax.grad(functools.partial(loss, model)))(params)
+
     params = params_of_all()
-    expected = jax.grad(functools.partial(loss, make(**ALL)))(params)
+    expected = gradient(make(**ALL), params)
     scanned = make(**ALL, scan=True, remat=remat)
-    found = unstack_layers(jax.grad(functools.partial(loss, scanned))(stack_layers(params)))
+    found = unstack_layers(gradient(scanned, stack_layers(params)))
     expected, found = tree.flatten_names(expected), tree.flatten_names(found)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():

@@ -268,9 +268,14 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
         objective = objective_of(
             padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
         )
-        own, _ = objective.init(jax.random.key(2))
         batch = batch_of(np.zeros(2, int)) | {"image": images}
-        return float(loss_of(objective, params | {"objective": own}, batch).loss)
+
+        @jax.jit
+        def loss(params):
+            own, _ = objective.init(jax.random.key(2))
+            return loss_of(objective, params | {"objective": own}, batch).loss
+
+        return float(loss(params))
 
     assert distance(8) == pytest.approx(distance(1), rel=1e-5)
 

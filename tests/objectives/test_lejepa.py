@@ -107,8 +107,9 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
         return objective.loss(params | {"objective": own}, state, batch, None, rng)
 
     out = compiled(BATCH)
+    features = jax.jit(lambda views: features_of_views(MODEL, params, views, rng))
     views = [BATCH["global_views"], BATCH["local_views"]]
-    x = np.concatenate([features_of_views(MODEL, params, v, rng) for v in views], axis=1)
+    x = np.concatenate([features(v) for v in views], axis=1)
     z = embedded(jax.tree.map(np.asarray, own["head"]), x[:5].swapaxes(0, 1).astype(np.float64))
     prediction = np.square(z - z[:2].mean(0)).mean()
     directions = np.asarray(draw_directions(jax.random.fold_in(rng, 1), 6, 16))

@@ -240,8 +240,13 @@ def test_the_gram_teacher_may_see_larger_crops(compiled):
 
     def gram(batch, **own):
         objective = make(**own)
-        terms = objective.loss(state.params, state, batch, None, jax.random.key(1)).terms
-        return float(terms["gram"].sum)
+
+        @jax.jit
+        def loss(params):
+            terms = objective.loss(params, state, batch, None, jax.random.key(1)).terms
+            return terms["gram"].sum
+
+        return float(loss(state.params))
 
     large = gram(BATCH | {"gram_views": wide}, gram_size=2 * SIZE)
     same = gram(BATCH | {"gram_views": BATCH["global_views"]}, gram_size=SIZE)

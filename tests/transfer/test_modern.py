@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from published import random_model
@@ -42,7 +43,7 @@ def outputs(model, variables, images):
             "logits": features if model.num_classes is None else model.head(features),
         }
 
-    return model.apply(variables, images, method=run)
+    return jax.jit(lambda values: model.apply(values, images, method=run))(variables)
 
 
 def assert_parity(ours, expected, name, tolerance=TOLERANCE):
