@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import types
 
 import jax
@@ -64,10 +65,31 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
         prepare(config, tmp_path)
     config.stop.metric = "test/accuracy/a loss"  # of a class
     with at_fault("stop.metric"):
-        check_metrics(config)
+        check_metrics(*open_all(config))
     config.evals.test.by_class = True
-    check_metrics(config)
+    check_metrics(*open_all(config))
     assert find_direction(config, "test/accuracy/a loss") == "higher"
+
+
+@pytest.mark.parametrize("end", ["", "_raw"])
+def test_metrics_that_the_data_rule_out_are_refused_and_not_suggested(tmp_path, end):
+    config = load_config("folder:ViT-mu/16")
+    config.data.data_dir = str(tmp_path)
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+        for i in range(6):
+            (tmp_path / name / f"{i}.png").touch()
+    assert not apply_overrides(config, [("evals.near", "knn"), ("optimizer.ema_decay", "0.9")])
+    config.checkpoint.keep_best, config.stop.metric = f"val/top5{end}", f"near/100nn_top1{end}"
+    with at_fault("checkpoint.keep_best", "stop.metric") as error:
+        check_metrics(*open_all(config))
+    of_top5, of_neighbours = error.value.faults
+    assert of_top5.endswith(
+        f"needs more than 5 classes; the data have 4; did you mean val/top1{end}?"
+    )
+    assert re.search(r"train_split has \d+ images; did you mean near/[12]0nn_top1", of_neighbours)
+    config.checkpoint.keep_best = config.stop.metric = "val/top1"
+    check_metrics(*open_all(config))
 
 
 @pytest.fixture
@@ -79,14 +101,14 @@ def declare(monkeypatch):
 def test_an_evaluator_declares_which_values_are_better(declare, caplog):
     config = make_config(stop__metric="test/distance", checkpoint__keep_best="test/lossless")
     declare({"distance": "lower", "lossless": "higher"})
-    check_metrics(config)
+    check_metrics(*open_all(config))
     assert [find_direction(config, m) for m in ("test/distance", "test/lossless")] == [
         "lower", "higher",
     ]  # fmt: skip
     assert not caplog.records
     declare({"distance": "down"})
     with pytest.raises(AssertionError, match=r"evals\.test declares .*'distance': 'down'"):
-        check_metrics(config)
+        check_metrics(*open_all(config))
 
 
 @pytest.mark.parametrize(("name", "better"), [("error", "lower"), ("ece_raw", "lower"),
@@ -94,7 +116,7 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
 def test_without_declared_metrics_the_name_decides(name, better, declare, caplog):
     config = make_config(stop__metric=f"test/{name}")
     declare(None)
-    check_metrics(config)
+    check_metrics(*open_all(config))
     assert find_direction(config, f"test/{name}") == better
     assert f"does not declare its metrics; assuming that the {better} value" in caplog.text
 

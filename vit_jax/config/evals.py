@@ -54,9 +54,18 @@ class Evaluator(Part):
         """The metrics that it may report, and which of their values are better.
 
         "neither" marks counts, settings and other values without a better direction. The data may
-        rule some metrics out. None: the names are known after the first evaluation only.
+        rule some metrics out: see `lacking`. None: the names are known after the first evaluation
+        only.
         """
         return None
+
+    def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
+        """{metric: why} for those of `metrics` that the data rule out.
+
+        Args:
+          sources: {key of the entry: `Source`} for the splits that it names.
+        """
+        return {}
 
     def bind(self, inputs: Any) -> Callable[[Any], dict[str, float]]:
         """The function that measures a state: {metric: value}; all processes call it.

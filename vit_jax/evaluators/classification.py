@@ -65,6 +65,10 @@ class Classification(ClassEvaluator):
         better |= {"macro_top1": "higher", "macro_f1": "higher", "num_examples": "neither"}
         return better | super().metrics()
 
+    def lacking(self, sources):
+        number = sources["split"].num_classes
+        return {} if number > 5 else {"top5": f"needs more than 5 classes; the data have {number}"}
+
     def bind(self, inputs: EvalInputs) -> Measure:
         loss = make_loss(**inputs.config.loss)
         probabilities = LOSSES.find(inputs.config.loss.name)().probabilities

@@ -58,6 +58,11 @@ class Knn(FeatureEvaluator):
     def metrics(self):
         return {f"{k}nn_top1": "higher" for k in self.num_neighbours}
 
+    def lacking(self, sources):
+        number = sources["train_split"].num_examples
+        why = f"train_split has {number} images"
+        return {f"{k}nn_top1": why for k in self.num_neighbours if k > number}
+
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, train_source = make_gather(inputs), inputs.source("train_split")
         num_images = train_source.num_examples

@@ -15,8 +15,9 @@ from typing import get_args
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, nearest
-from vit_jax.config import has_average
+from vit_jax.config import SplitKey, eval_splits, has_average
 from vit_jax.config.evals import Better, evaluator_of
+from vit_jax.data import Source
 
 logger = logging.getLogger("vit_jax")
 
@@ -81,10 +82,10 @@ def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int |
     return best, sum(best is None or step > best for step in values)
 
 
-def check_metrics(config: ConfigDict) -> None:
+def check_metrics(config: ConfigDict, sources: Mapping[SplitKey, Source]) -> None:
     """Check that the metrics by which a run decides are ones that its evaluators report.
 
-    Warns if the evaluator of such a metric declares none.
+    Warns if the evaluator of such a metric declares none. `sources` come from `open_sources`.
 
     Raises:
       InputError: names the key, and the nearest metric or those that can be chosen.
@@ -99,10 +100,13 @@ def check_metrics(config: ConfigDict) -> None:
                 "better one", key, metric, name, guess_direction(metric),
             )  # fmt: skip
             continue
-        known = [m for m, better in found.items() if better != "neither"]
+        splits = {k: sources[split] for k, split in eval_splits(config, config.evals[name]).items()}
+        why = evaluator_of(config, name).lacking(splits)
+        lacking = {f"{name}/{leaf}{end}": why[leaf] for leaf in why for end in ("", "_raw")}
+        known = [m for m, better in found.items() if better != "neither" and m not in lacking]
+        unknown = f"is not reported by evals.{name}, or no value of it is better than another"
         faults.need(
             is_named(metric, known),
-            f"{key}={metric!r}: is not reported by evals.{name}, or no value of it is better than "
-            f"another; {nearest(metric, known)}",
+            f"{key}={metric!r}: {lacking.get(metric, unknown)}; {nearest(metric, known)}",
         )
     collect_faults(faults)

@@ -176,7 +176,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     evaluators = make_evaluators(
         config, preprocessing, experiment.model, mesh, opened.sources, workdir
     )
-    check_metrics(config)
+    check_metrics(config, opened.sources)
     checkpoints.check_memory_dir(config)
     faults.check_places(config.job.inject, mesh.size, jax.process_count(), experiment.durations)
     return Run(
