@@ -6,7 +6,9 @@ import json
 
 import pytest
 from opened import config_json
+from rich.console import Console
 
+from vit_jax.commands import report
 from vit_jax.config.text import load_config
 from vit_jax.insight import plots, runs
 from vit_jax.main import main
@@ -127,6 +129,29 @@ def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_pat
     assert {*runs.differences(branches)} == {"seed", "model.width"}
     a, b = (run._replace(config={"model.width": run.config["model.width"]}) for run in (a, b))
     assert runs.differences([a, b]) == {"model.width": [0, 1]}
+
+
+def test_each_run_has_a_value_in_the_table(tmp_path, capsys):
+    many = {f"val/{name}": 0.1 for name in ("top1", "top5", "macro_top1", "macro_f1", "ece")}
+    for i in range(3):
+        write_run(tmp_path / f"own_{i}", [{"step": 1, **many}], seed=i)
+    write_run(tmp_path / "quickstart", [{"step": 1, "test/loss": 1.0, "test/top1": 0.9}], seed=3)
+    write_run(tmp_path / "mae", [{"step": 1, "images/loss": 0.125}], seed=4)
+    found = runs.read_all([tmp_path])[0]
+    assert runs.by_use(runs.best_first(found))[:4] == [
+        "val/top1", "images/loss", "test/top1", "val/top5",
+    ]  # fmt: skip
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "90.00 %" in out and "0.125" in out and "seed" in out
+
+
+def test_the_table_of_differences_is_short(capsys):
+    config = {f"key_{i}": [1, 1, 1, 2, 1] for i in range(22)} | {"asked": [1, 2, 1, 1, 1]}
+    report.print_differences(Console(), config, {"asked"})
+    out = capsys.readouterr().out
+    assert out.index("asked") < out.index("key_0") and "key_19" not in out
+    assert "1: 1-3, 5" in out and "Not shown: 3 more keys" in out
 
 
 def test_no_run_has_a_row_yet(tmp_path, capsys):

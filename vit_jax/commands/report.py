@@ -20,7 +20,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -39,6 +39,7 @@ logger = logging.getLogger("vit_jax")
 
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
+_KEYS = 20  # rows of the table of differences
 _NAME, _EDGE = 24, 3  # characters of a run's name before it is folded, and of a column's edges
 
 
@@ -95,16 +96,15 @@ def main(flags: argparse.Namespace) -> int:
     if flags.format == "json":
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    by_runs = sorted(runs.evaluated(found), key=lambda name: last[name].count(None))
-    shown = dict.fromkeys([runs.main_metric(found), *by_runs, "train/loss"])
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
-        for name in shown
-        if name in last and not name.endswith("/num_examples")
+        for name in (*runs.by_use(found), "train/loss")
+        if name in last
     }
     print_runs(Console(), names, cells)
     if config:
-        print_differences(Console(), config)
+        by_user = {key for run in found for key, by in run.decided_by.items() if by == "user"}
+        print_differences(Console(), config, by_user)
     elif len(names) > 1:
         print("The configs are the same.")
     return exit_codes.DONE
@@ -159,13 +159,34 @@ def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Seque
         console.print(f"Not shown: {', '.join(others)}; see --format=json", soft_wrap=True)
 
 
-def print_differences(console: Console, config: Mapping[str, Sequence[object]]) -> None:
-    """Print a row for each key: its values, each with the numbers of the runs that have it."""
+def print_differences(
+    console: Console, config: Mapping[str, Sequence[object]], by_user: Collection[str]
+) -> None:
+    """Print a row for each key: its values, each with the numbers of the runs that have it.
+
+    Of many keys, those `by_user`, which a user has set, come first, and the last ones are left out.
+    """
+    keys = [*config]
+    if len(keys) > _KEYS:
+        keys.sort(key=lambda key: key not in by_user)
     table = Table("config", Column("value: runs", overflow="fold"))
-    for key, values in config.items():
-        runs_of: dict[str, list[str]] = {}
-        for i, value in enumerate(values, 1):
-            runs_of.setdefault(str(value), []).append(str(i))
-        shown = (f"{value}: {', '.join(numbers)}" for value, numbers in runs_of.items())
-        table.add_row(Text(key), Text("\n".join(shown)))
+    for key in keys[:_KEYS]:
+        runs_of: dict[str, list[int]] = {}
+        for i, value in enumerate(config[key], 1):
+            runs_of.setdefault(str(value), []).append(i)
+        lines = (f"{value}: {_as_ranges(numbers)}" for value, numbers in runs_of.items())
+        table.add_row(Text(key), Text("\n".join(lines)))
     console.print(table)
+    if len(keys) > _KEYS:
+        console.print(f"Not shown: {len(keys) - _KEYS} more keys; see --format=json")
+
+
+def _as_ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as text: [1, 2, 3, 5] is "1-3, 5"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in found)

@@ -244,6 +244,22 @@ def evaluated(runs: Sequence[Run]) -> list[str]:
     return sorted((name for name in found if not is_of_class(name)), key=place)
 
 
+def by_use(runs: Sequence[Run]) -> list[str]:
+    """The evaluators' metrics for a table with room for some, without counts.
+
+    The main metric comes first, then the first one of each run that has none of those before it,
+    accuracies first, then the others, those of most runs first.
+    """
+    names = [name for name in evaluated(runs) if not name.endswith("/num_examples")]
+    known = [name for name in [main_metric(runs)] if name is not None]
+    for run in runs:
+        if not run.curves.keys() & {*known}:
+            own = [name for name in names if name in run.curves]
+            known += sorted(own, key=lambda name: not is_accuracy(name))[:1]
+    names.sort(key=lambda name: -sum(name in run.curves for run in runs))
+    return [*dict.fromkeys([*known, *names])]
+
+
 def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
     """The metrics to draw: those `asked` for, else all but counts and the clock's.
 
