@@ -307,7 +307,7 @@ def test_pseudo_labels_keep_the_images_that_were_labelled(tmp_path):
     assert names(pseudo) == names(labelled)
 
 
-def test_a_run_without_labels_leaves_the_folder_s_own_division(tmp_path):
+def test_a_run_without_labels_leaves_the_folder_s_own_division(tmp_path, caplog):
     root = make_folder(tmp_path, {"cat": 10, "dog": 10})
 
     def unlabelled(divider):
@@ -318,8 +318,11 @@ def test_a_run_without_labels_leaves_the_folder_s_own_division(tmp_path):
 
     everything = unlabelled(divider := Divider(anew=True))
     assert len(everything) == 20
-    known = Division(divider.decided)
+    known = Division(divider.decided, unlabelled=True)
+    caplog.set_level("INFO", logger="vit_jax")
     assert names(folder(root, "val", divider=Divider(known, "run"))) == names(folder(root, "val"))
+    assert [r.levelname for r in caplog.records] == ["INFO"], caplog.messages
+    assert "run trained on all of these images, without labels; val is a tenth" in caplog.text
     (root / "cat/new.jpg").write_bytes((root / "cat/0.jpg").read_bytes())
     assert unlabelled(Divider(known, "run")) == everything
     held = {*names(folder(root, "val"))}

@@ -14,6 +14,7 @@ import csv
 import gzip
 import hashlib
 import io
+import logging
 import os
 import types
 import zlib
@@ -26,6 +27,8 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, few
 from vit_jax.data.images.files import warn_once
+
+logger = logging.getLogger("vit_jax")
 
 FILE = "images.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file
@@ -43,10 +46,13 @@ class Division(NamedTuple):
 
     splits: {name: split} of the run's images; {} for an export, which has no names.
     hashes: of the held-out images of an export, and of what a run started from.
+    unlabelled: whether a run trains without labels. It then holds out none of the images, and its
+      evaluators divide them anew.
     """
 
     splits: Mapping[str, str] = types.MappingProxyType({})
     hashes: frozenset[int] = frozenset()
+    unlabelled: bool = False
 
     def held_out(self) -> frozenset[int]:
         """The hashes of all held-out images."""
@@ -213,8 +219,15 @@ class Divider:
     ) -> dict[str, str]:
         """A new division of a folder from which `known` holds out nothing."""
         found = divide_anew(where, classes, groups, self._known)
-        if groups is not None and self._model and any(self._known):
-            number = sum(split == "val" for split in found.values())
+        number = sum(split == "val" for split in found.values())
+        if groups is None or not self._model or not any(self._known):
+            pass
+        elif self._known.unlabelled and found.keys() <= self._known.splits.keys():
+            logger.info(
+                "%s: %s trained on all of these images, without labels; val is a tenth of them (%d "
+                "of %d), as in its own evaluations", where, self._model, number, len(found),
+            )  # fmt: skip
+        else:
             warn_once(
                 f"{where}: holds none of the images that {self._model} holds out; val is a tenth "
                 f"({number:,} of {len(found):,}; the split all is all of them), on which the model "
@@ -233,7 +246,7 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
     if not divides and not path.exists():
         return UNKNOWN
     try:
-        return Division.from_bytes(path.read_bytes())
+        return Division.from_bytes(path.read_bytes())._replace(unlabelled=d.name == "unlabelled")
     except (OSError, EOFError, ValueError, zlib.error) as e:
         raise InputError(f"{path}: cannot be read ({e}); restore it") from None
 
