@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shlex
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vit_jax.config.stored import StoredConfig, read_asked, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.schedules import half_cosine, make_config_schedule
+from vit_jax.main import main
 from vit_jax.run.branch import _with_rule, branch
 from vit_jax.run.changes import check_unchanged, find_other_past
 from vit_jax.run.train import train_and_evaluate
@@ -121,10 +123,14 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
     assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
     assert str(e.value).endswith(
         "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir, "
-        f"from its last rate: vit_jax branch --init_from={tmp_path} --workdir=NEW --rule=constant "
-        "--config.duration='80 steps'; where that rate is near 0, add "
-        "--config.optimizer.peak_lr and --config.schedule.warmup"
+        "where the rate rises again, as it has fallen to 2.85e-06: vit_jax branch "
+        f"--init_from={tmp_path} --workdir=NEW --config.duration='80 steps' --rule=cosine "
+        "--config.optimizer.peak_lr=0.0015 --config.schedule.warmup='2 steps'"
     )
+    with pytest.raises(
+        InputError, match=r"from its last rate, 0\.00032:.*'80 steps' --rule=constant$"
+    ):
+        check_unchanged(make_config(duration="80 steps"), run._replace(saved_steps=(30,)), workdir)
     with at_fault("seed") as e:
         check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)
     check_unchanged(make_config(duration="80 steps"), begun, workdir)
@@ -203,7 +209,7 @@ def test_what_no_branch_can_be_made_of(runs):
         assert not (folder / "refused").exists()
 
 
-def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs):
+def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs, capsys):
     folder, run, _ = runs
     branch(folder / "whole", folder / "new", "cosine", {"duration": "30 steps"})
     run("new")
@@ -216,5 +222,13 @@ def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs):
     np.testing.assert_allclose([schedule(25), schedule(30)], [rates[5], 0])
     asked = read_asked(folder / "new")
     asked.duration = "40 steps"
-    with pytest.raises(InputError, match=r"another end, as step 22 had .* vit_jax branch"):
+    with pytest.raises(InputError, match=r"another end, as step 22 had .* vit_jax branch") as e:
         train_and_evaluate(asked, folder / "new")
+    words = shlex.split(str(e.value).partition("vit_jax branch ")[2])
+    # The offered command works.
+    assert main(["branch", *(word.replace("NEW", f"{folder}/fourth") for word in words)]) == 0
+    config = read_stored(folder / "fourth").resolved
+    schedule = make_config_schedule(config, parse_durations(config))
+    np.testing.assert_allclose([schedule(30), schedule(31), schedule(40)], [0, 1.5e-3, 0])
+    says = "a learning rate of 0, which rises to 0.0015 by step 31; to"
+    assert says in capsys.readouterr().out

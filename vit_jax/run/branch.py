@@ -20,7 +20,7 @@ from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
 from vit_jax.experiment.durations import parse_durations, shares_in_steps
 from vit_jax.experiment.schedules import make_config_schedule
-from vit_jax.run.changes import KEYS_OF_THE_END, past_of
+from vit_jax.run.changes import HARDLY_LEARNS, KEYS_OF_THE_END, past_of
 from vit_jax.run.validation import as_pairs, validate
 from vit_jax.run.workdir import check_writable, record_start
 from vit_jax.run.writers import MetricWriter
@@ -97,10 +97,15 @@ def branch(
         workdir.rmtree(missing_ok=True)
         raise
     was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
-    end = parse_durations(new.resolved)["duration"]
-    logger.info("%s: %s from step %d to step %d, at first with a learning rate of %.4g; to train "
-                "it: vit_jax --workdir=%s", workdir, rule, step, end, now, workdir)  # fmt: skip
-    if now < 0.01 * was:  # with such a rate a model hardly learns
+    durations = parse_durations(new.resolved)
+    first = float(make_config_schedule(new.resolved, durations)(step))
+    warmup = durations["schedule.warmup"]
+    rises = f", which rises to {now:.4g} by step {step + warmup}" * (warmup > 0)
+    logger.info(
+        "%s: %s from step %d to step %d, at first with a learning rate of %.4g%s; to train it: "
+        "vit_jax --workdir=%s", workdir, rule, step, durations["duration"], first, rises, workdir,
+    )  # fmt: skip
+    if now < HARDLY_LEARNS * was:
         logger.warning(
             "the run had lowered its learning rate from %.3g to %.3g; to raise it again, give "
             "--config.optimizer.peak_lr and --config.schedule.warmup, or branch from an earlier "

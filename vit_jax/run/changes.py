@@ -22,6 +22,8 @@ logger = logging.getLogger("vit_jax")
 # Keys that decide where a run ends, and how.
 KEYS_OF_THE_END = ("duration", "schedule.cooldown")
 
+HARDLY_LEARNS = 0.05  # with such a share of its peak rate a model hardly learns
+
 
 def check_settings(
     config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str]
@@ -68,17 +70,32 @@ def check_unchanged(
     steps_done = next(iter(before.saved_steps), 0)
     cause = find_other_past(resolved, config, steps_done)
     if cause is not None:
-        goes_on = (
-            "; or train on in a new workdir, from its last rate: vit_jax branch "
-            f"--init_from={workdir} --workdir=NEW --rule=constant --config.duration="
-            f"{config.duration!r}; where that rate is near 0, add --config.optimizer.peak_lr and "
-            "--config.schedule.warmup"
-        )
+        has_ended = cause.startswith("duration=")
+        goes_on = "" if has_ended else _say_branch(resolved, config, workdir, steps_done)
         raise InputError(
             f"--workdir={workdir}: the run cannot get another end, as {cause}; "
-            f"{'; '.join(say_changes(of_end))}{goes_on * (not cause.startswith('duration='))}"
+            f"{'; '.join(say_changes(of_end))}{goes_on}"
         )
     logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
+
+
+def _say_branch(
+    stored: ConfigDict, config: ConfigDict, workdir: epath.Path, steps_done: int
+) -> str:
+    """The command that trains the run longer in a new workdir, after "; "."""
+    peak, rate = stored.optimizer.peak_lr, past_of(stored, steps_done)["the learning rate"][-1]
+    how, rule = f"from its last rate, {rate:.3g}", "constant"
+    if rate < HARDLY_LEARNS * peak:
+        left = parse_durations(config)["duration"] - steps_done
+        how = f"where the rate rises again, as it has fallen to {rate:.3g}"
+        rule = (
+            f"cosine --config.optimizer.peak_lr={peak:g} "
+            f"--config.schedule.warmup='{max(left // 20, 1)} steps'"
+        )
+    return (
+        f"; or train on in a new workdir, {how}: vit_jax branch --init_from={workdir} "
+        f"--workdir=NEW --config.duration={config.duration!r} --rule={rule}"
+    )
 
 
 def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> str | None:
