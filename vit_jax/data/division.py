@@ -28,8 +28,6 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, few
 from vit_jax.data.images.files import warn_once
 
-logger = logging.getLogger("vit_jax")
-
 FILE = "images.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file
 
@@ -223,10 +221,11 @@ class Divider:
         if groups is None or not self._model or not any(self._known):
             pass
         elif self._known.unlabelled and found.keys() <= self._known.splits.keys():
-            logger.info(
-                "%s: %s trained on all of these images, without labels; val is a tenth of them (%d "
-                "of %d), as in its own evaluations", where, self._model, number, len(found),
-            )  # fmt: skip
+            warn_once(
+                f"{where}: {self._model} trained on all of these images, without labels; val is a "
+                f"tenth of them ({number:,} of {len(found):,}), as in its own evaluations",
+                logging.INFO,
+            )
         else:
             warn_once(
                 f"{where}: holds none of the images that {self._model} holds out; val is a tenth "

@@ -24,11 +24,11 @@ logger = logging.getLogger("vit_jax")
 _said: set[str] = set()
 
 
-def warn_once(text: str) -> None:
-    """Logs a warning unless this process has said it."""
+def warn_once(text: str, level: int = logging.WARNING) -> None:
+    """Logs a warning, or a text of another level, unless this process has said it."""
     if text not in _said:
         _said.add(text)
-        logger.warning("%s", text)
+        logger.log(level, "%s", text)
 
 
 def split_of(name: str) -> str | None:
