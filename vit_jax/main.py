@@ -14,6 +14,7 @@ import gc
 import os
 import re
 import select
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -74,10 +75,9 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         else:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)
-    known = _flags_in(parser)
     collect_faults([
         f"{word}: no such flag of {command}; "
-        f"{_say_flag(word.partition('=')[0], known, command)}"
+        f"{_say_flag(word, parser, command)}"
         for word in unknown
     ])  # fmt: skip
     keys = [key for key, _ in overrides if key != "plugins"]
@@ -93,8 +93,9 @@ def _flags_in(parser: argparse.ArgumentParser) -> list[str]:
     return re.findall(r"--\w+(?=[ \]])", parser.format_usage())
 
 
-def _say_flag(word: str, known: Sequence[str], command: str) -> str:
-    """The hint for the unknown flag `word`: a key, the commands that have it, or the nearest."""
+def _say_flag(given: str, parser: argparse.ArgumentParser, command: str) -> str:
+    """The hint for the unknown flag `given`: a key, the commands that have it, or the nearest."""
+    known, word = _flags_in(parser), given.partition("=")[0]
     if not word.startswith("-"):
         folder = f"a run is --workdir={word}; " if "--workdir" in known else ""
         return f"{folder}put a value with spaces in quotes, such as --config.duration='1 epoch'"
@@ -102,10 +103,17 @@ def _say_flag(word: str, known: Sequence[str], command: str) -> str:
         from vit_jax.config import base_config, flatten
         from vit_jax.config.node import keys_named
 
-        keys = [key for key in keys_named(word.removeprefix("--"), [*flatten(base_config())])
+        config, name = base_config(), word.removeprefix("--")
+        if "." in name and name.partition(".")[0] in config:
+            _, equals, value = given.partition("=")
+            return f"did you mean --config.{name}{equals}{equals and shlex.quote(value)}?"
+        keys = [key for key in keys_named(name, [*flatten(config)])
                 if command == "study" or not key.startswith("study.")]  # fmt: skip
         if keys:
             return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
+    formats = re.search(r"--format \{(.*?)\}", parser.format_usage())
+    if word == "--output" and formats is not None:
+        return f"the result is printed; write --format={formats[1].split(',')[-1]} > FILE"
     parsers = {name: argparse.ArgumentParser() for name in COMMANDS}
     for name, parser in parsers.items():
         find_command(name).define_flags(parser)

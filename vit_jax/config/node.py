@@ -9,7 +9,13 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, nearest
 
-_LENGTH = re.compile(r"((num|max|total|train)_)?(steps|epochs|iterations)")
+_MOST = 10  # keys of a section in a message
+
+# {other libraries' names of a key: its name here}
+_SYNONYMS = {
+    re.compile(r"((num|max|total|train)_)?(steps|epochs|iterations)"): "duration",
+    re.compile(r"((base|init|max)_)?learning_rate"): "optimizer.peak_lr",
+}
 
 
 class NoSuchKeyError(InputError, AttributeError, KeyError):
@@ -73,14 +79,14 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 def keys_named(leaf: str, known: Sequence[str]) -> list[str]:
     """Those of the `known` keys that are called `leaf` in any section; `epochs` is the duration."""
-    if "duration" in known and _LENGTH.fullmatch(leaf):
-        return ["duration"]
-    return [name for name in known if name.rpartition(".")[2] == leaf]
+    found = [name for name in known if name.rpartition(".")[2] == leaf]
+    meant = [name for pattern, name in _SYNONYMS.items() if pattern.fullmatch(leaf)]
+    return found or [name for name in meant if name in known]
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
     """The hint for an unknown `key`: how to list a section, `known` keys whose last component
-    matches, else the nearest.
+    matches, else those of its section, else the nearest.
 
     `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
     `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.
@@ -103,7 +109,15 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
         ]
     )
     if not found:
-        return nearest(key, known)
+        section = key.removesuffix(leaf)
+        of_section = [name.removeprefix(section) for name in known if name.startswith(section)]
+        if not section or not of_section:
+            return nearest(key, known)
+        name, more = section[:-1], ""
+        if len(of_section) > _MOST:
+            more = f" and {len(of_section) - _MOST} more; see `vit_jax keys {name}`"
+            of_section = difflib.get_close_matches(leaf, of_section, n=_MOST, cutoff=0.0)
+        return f"{name} has the keys {', '.join(of_section)}{more}"
     if "." in key:
         found = difflib.get_close_matches(key, found, n=1, cutoff=0.0)
     return f"did you mean {' or '.join(found)}?"
