@@ -21,7 +21,7 @@ from vit_jax import main as main_lib
 from vit_jax.commands import COMMANDS
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.job import watchdog
+from vit_jax.job import exit_codes, watchdog
 from vit_jax.main import main
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.loop import Interrupted, Preempted
@@ -540,9 +540,34 @@ def test_an_old_python_is_refused_in_one_line():
     assert "needs Python 3.11 or newer" in line and sys.executable in line
 
 
+def test_ctrl_c_during_a_callback_of_the_garbage_collector_is_not_lost():
+    code = """if True:
+        import gc, signal, time
+        from vit_jax import main
+        from vit_jax.commands import status
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def interrupted(phase, info):
+            gc.callbacks.remove(interrupted)
+            signal.raise_signal(signal.SIGINT)
+
+        def goes_on(flags):
+            gc.callbacks.append(interrupted)
+            gc.collect()
+            time.sleep(60)  # ends the test if Ctrl-C is lost
+
+        status.main = goes_on
+        main.execute_and_exit(["status", "runs"])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (exit_codes.INTERRUPTED, "Interrupted\n")
+
+
 def test_a_start_looks_for_garbage_less_often(monkeypatch):
     """With Python's threshold of 700, the search took an eighth of the quickstart's start."""
     before = gc.get_threshold()
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(main_lib, "execute", lambda argv: (gc.get_threshold()[0], None))
     monkeypatch.setattr(watchdog, "leave", lambda code, error: sys.exit(code))
     try:

@@ -15,7 +15,9 @@ import os
 import re
 import select
 import shlex
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,6 +33,8 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 # Python 3.11 looks for cyclic garbage after 700 new containers. During the imports and the
 # tracing of a program almost all of them stay, and the search takes an eighth of a start.
 _NEW_CONTAINERS = 20_000
+
+_AGAIN_S = 0.1  # until a Ctrl-C that Python has ignored is sent again
 
 _SYNONYMS = {"compare": "report"}  # as in Python
 _FREE_SPACE = "free space on its disk, then run the same command again"
@@ -196,6 +200,7 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     run_in_child_of_first_process()
     limit_arenas()
     gc.set_threshold(_NEW_CONTAINERS, *gc.get_threshold()[1:])
+    sys.unraisablehook = _repeat_ctrl_c
     try:
         code, error = execute(sys.argv[1:] if argv is None else argv)
     except Exception as e:
@@ -207,6 +212,20 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     from vit_jax.job import watchdog
 
     watchdog.leave(code, error)
+
+
+def _repeat_ctrl_c(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Sends Ctrl-C again if Python ignores it, as it came during a finalizer or JAX's gc callback.
+
+    From a thread, as Python would also ignore an error in this function.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    to_main = threading.main_thread().ident, signal.SIGINT
+    again = threading.Timer(_AGAIN_S, signal.pthread_kill, to_main)
+    again.daemon = True
+    again.start()
 
 
 def _drop_unread_output() -> bool:
