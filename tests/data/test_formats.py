@@ -167,10 +167,12 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     for split in ("train", "val"):
         source = make_source("folder", split=split, data_dir=tmp_path, image_size=(8, 8))
         assert source.class_names == ("a", "b", "empty")
-    (skipped,) = (message for message in caplog.messages if ": skipped " in message)
+    skipped, beside = (message for message in caplog.messages if ": skipped " in message)
     for what in ("2 .heic (a/", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden (b/.5.jpg)",
-                 "5 beside the folders of the classes (", "1 without extension (b/RE"):  # fmt: skip
+                 "1 without extension (b/RE", "convert the others"):  # fmt: skip
         assert what in skipped
+    assert "5 beside the folders of the classes (" in beside
+    assert "put each into the folder of its class" in beside and "convert" not in beside
     (ignored,) = (message for message in caplog.messages if ": ignored " in message)
     assert "__MACOSX, a/.cache, a/__MACOSX" in ignored
     (empty,) = (message for message in caplog.messages if "hold no image" in message)

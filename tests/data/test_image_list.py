@@ -126,6 +126,16 @@ def test_missing_images_are_counted_by_split(root):
         make_source("list", split="train", data_dir=path, image_size=(16, 16))
 
 
+def test_all_missing_files_of_a_list_are_named(root):
+    rows = [f"gone_{i}.jpg,{'ab'[i]}\n" for i in range(2)]
+    path = write(root, CSV + "".join(rows))
+    fields = {"data_dir": path, "image_size": (16, 16), "max_corrupt_fraction": 0.1}
+    with at_fault("data.data_dir") as error:
+        make_source("list", split="train", **fields)  # which has 4 of the 5
+    says = f"2 of the 5 images in {path} (40%) are missing"
+    assert says in str(error.value) and "gone_0.jpg, gone_1.jpg" in str(error.value)
+
+
 def test_too_many_missing_images_are_refused(root):
     """Before anything is written or compiled; in a folder of classes too."""
     c = load_config(f"{CONFIGS / 'folder.py'}:list,debug")
@@ -189,7 +199,7 @@ def test_what_is_no_list_is_refused(root):
     os.mkfifo(root / "pipe.jpg")  # to open it would wait for a writer
     refused(write(root, CSV + "pipe.jpg,dog\n"), "pipe.jpg is no file", split="all")
     refused(None, "data.data_dir=None")
-    refused(root / "gone.csv", "no such list", "--config.data.data_dir=LIST")
+    refused(root / "gone.csv", "no such list", "--config.data.data_dir=PATH")
     refused(root, "train.csv")
     refused(write(root, "", "list.txt"), ".csv or .tsv or .jsonl")
     refused(write(root, "[1]", "list.jsonl"), "no object")

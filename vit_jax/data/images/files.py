@@ -23,6 +23,13 @@ SPLIT_NAMES = {
 logger = logging.getLogger("vit_jax")
 _said: set[str] = set()
 
+BESIDE = "beside the folders of the classes"  # a kind of skipped images
+_FILES = f"images are files ending in {', '.join(EXTENSIONS)}"
+_MOVE = (
+    "put each into the folder of its class; images without classes are for --config=mae:folder "
+    "and --config=dino:folder"
+)
+
 
 def warn_once(text: str, level: int = logging.WARNING) -> None:
     """Logs a warning, or a text of another level, unless this process has said it."""
@@ -157,15 +164,17 @@ class Walk:
     def say(self, root: str | os.PathLike) -> None:
         """Warns, once a process, of all that was skipped below `root`."""
         say_ignored(root, self.ignored)
-        if self.skipped:
-            kinds = (
-                f"{len(paths):,} {kind} ({few(os.path.relpath(path, root) for path in paths)})"
-                for kind, paths in sorted(self.skipped.items())
+        for kinds, remedy in (
+            (self.skipped.keys() - {BESIDE}, f"{_FILES}: convert the others"),
+            (self.skipped.keys() & {BESIDE}, _MOVE),
+        ):
+            some = (
+                f"{len(self.skipped[kind]):,} {kind} "
+                f"({few(os.path.relpath(path, root) for path in self.skipped[kind])})"
+                for kind in sorted(kinds)
             )
-            warn_once(
-                f"{shown(root)}: skipped {', '.join(kinds)}; images are files ending in "
-                f"{', '.join(EXTENSIONS)}: convert the others"
-            )
+            if kinds:
+                warn_once(f"{shown(root)}: skipped {', '.join(some)}; {remedy}")
 
 
 def images_below(root: str | os.PathLike) -> dict[str, File]:

@@ -22,6 +22,7 @@ from vit_jax.base.errors import InputError, few, shown
 from vit_jax.data.division import Divider, Groups
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import (
+    BESIDE,
     File,
     Walk,
     class_like_folders,
@@ -78,13 +79,13 @@ def find_layout(data_dir: str | os.PathLike | None) -> Layout:
     Raises: InputError if there is no such folder, a split has two, or val or test has no train.
     """
     if data_dir is None:
-        raise InputError("data.data_dir=None: needs a folder; give --config.data.data_dir=IMAGES")
+        raise InputError("data.data_dir=None: needs a folder; give --config.data.data_dir=PATH")
     root = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(root)!r}"
     if not root.is_dir():
         is_list = root.is_file()
-        remedy = "use --config=folder:list" if is_list else "give --config.data.data_dir=IMAGES"
-        raise InputError(f"{where} is not a local folder; needed: one folder a class; {remedy}")
+        remedy = "use --config=folder:list" if is_list else "give --config.data.data_dir=PATH"
+        raise InputError(f"{where} is not a local folder; needed: a folder of images; {remedy}")
     splits, ignored = sort_by_split(class_like_folders(root), where)
     if splits and "train" not in splits:
         raise InputError(
@@ -137,7 +138,7 @@ class Folder(DataSet):
         labels = {path: label_of[classes[path]] for path in sorted(classes)}
         # Names that are not UTF-8 cannot be written down otherwise.
         names = tuple(name.encode(errors="backslashreplace").decode() for name in class_names)
-        return own_images(request, layout.root, base, found, labels, names)
+        return own_images(request, layout.root, base, found, labels, names, base)
 
 
 class Unlabelled(DataSet):
@@ -163,7 +164,7 @@ class Unlabelled(DataSet):
             classes = dict.fromkeys(found, "")
             splits = split_files(request.divider, layout.root, base, classes, None)
             labels = pick(splits, "train", labels, base)
-        return own_images(request, layout.root, base, found, labels, None)
+        return own_images(request, layout.root, base, found, labels, None, base)
 
 
 def own_images(
@@ -173,6 +174,7 @@ def own_images(
     files: Mapping[str, File],
     labels: Mapping[str, int] | Mapping[str, np.ndarray],
     class_names: tuple[str, ...] | None,
+    where: pathlib.Path,
 ) -> Source:
     """The source of the user's own image files with `labels`, in this order.
 
@@ -180,11 +182,13 @@ def own_images(
     base: the folder in `root` from which paths begin.
     files: {path: file}, more than those with labels.
     labels: {path: label}, an int; or float32 (C,), 1 for each class that the image shows.
+    where: the folder or the list that has the files, for messages.
 
-    Raises: InputError if more of the files are missing than `max_corrupt_fraction`, or all are.
+    Raises: InputError if more of the files are missing than `max_corrupt_fraction`, or all those
+      with labels are.
     """
     paths, sizes = [*labels], [files[path].size for path in labels]
-    _check_missing(base, paths, sizes, request.max_corrupt_fraction)
+    _check_missing(request, where, files, paths)
     columns = np.array([*labels.values()])
     multi_label = columns.ndim == 2
     labels_tensor = tf.constant(columns, tf.float32 if multi_label else tf.int32)
@@ -219,16 +223,16 @@ def own_images(
 
 
 def _check_missing(
-    base: pathlib.Path, paths: Sequence[str], sizes: Sequence[int], max_fraction: float
+    request: Request, where: pathlib.Path, files: Mapping[str, File], paths: Collection[str]
 ) -> None:
-    """Raise InputError if more than `max_fraction` of the files, or all, are missing."""
-    missing = [path for path, size in zip(paths, sizes, strict=True) if size < 0]
-    if len(missing) > max_fraction * len(paths) or len(missing) == len(paths):
+    """Raise InputError if too many of `files`, or all `paths`, those of the split, are missing."""
+    most, missing = request.max_corrupt_fraction, [p for p in files if files[p].size < 0]
+    if len(missing) > most * len(files) or {*paths}.issubset(missing):
         raise InputError(
-            f"data.data_dir: {len(missing):,} of the {len(paths):,} images in {shown(base)} "
-            f"({len(missing) / len(paths):.0%}) are missing, with "
-            f"data.max_corrupt_fraction={max_fraction}: {few(missing)}; restore them, take them "
-            "out of the data, or raise data.max_corrupt_fraction"
+            f"data.data_dir: {len(missing):,} of the {len(files):,} images in {shown(where)} "
+            f"({len(missing) / len(files):.0%}) are missing, with "
+            f"data.max_corrupt_fraction={most}: {few(missing)}; restore them, take them out of the "
+            "data, or raise data.max_corrupt_fraction"
         )
 
 
@@ -332,7 +336,7 @@ def _list_images(split_root: pathlib.Path) -> dict[str, File]:
         if path.is_dir():
             walk.ignored += [str(path)] * is_hidden(path.name)
         elif walk.look_at(split_root, path.name):
-            walk.skipped["beside the folders of the classes"].append(str(path))
+            walk.skipped[BESIDE].append(str(path))
     walk.say(split_root)
     if empty and files:
         warn_once(f"{shown(split_root)}: these classes hold no image: {few(empty)}")

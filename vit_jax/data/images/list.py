@@ -96,7 +96,7 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
     """
     if data_dir is None:
         needed = "a list of files and labels, or a folder with train.csv"
-        raise InputError(f"data.data_dir=None: needs {needed}; give --config.data.data_dir=LIST")
+        raise InputError(f"data.data_dir=None: needs {needed}; give --config.data.data_dir=PATH")
     path = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(path)!r}"
     if path.is_file():
@@ -105,7 +105,7 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
         root = path.parent.resolve()  # TensorFlow takes link/.. for the link's folder
         return Lists(root, {"train": root / path.name})
     if not path.is_dir():
-        raise InputError(f"{where}: no such list; give --config.data.data_dir=LIST")
+        raise InputError(f"{where}: no such list; give --config.data.data_dir=PATH")
     path = path.resolve()
     files = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
     found, others = sort_by_split(files, where)
@@ -167,7 +167,7 @@ class List(DataSet):
         for path, row in rows.items():
             numbers = [label_of[name] for name in row.labels]
             labels[path] = one_hot[numbers].sum(axis=0) if multi_label else numbers[0]
-        return own_images(request, lists.root, file.parent, files, labels, class_names)
+        return own_images(request, lists.root, file.parent, files, labels, class_names, file)
 
 
 def _labels_of(rows: Mapping[str, Row]) -> tuple[str, ...]:
