@@ -80,8 +80,8 @@ def test_a_division_stays_as_images_come_and_go(tmp_path, caplog):
     assert divider("pets", {name: more[name] for name in gone}, {}).items() <= begun.items()
     assert divider.find_missing() == sorted(files.keys() - held)[:2]
     said = "\n".join(caplog.messages)
-    assert "51 images are not among those that runs/a began with" in said and "cat/new0" in said
-    assert "5 images that runs/a holds out are missing" in said
+    assert "images that runs/a did not begin with (51) are neither" in said and "cat/new0" in said
+    assert "images that runs/a holds out are missing (5), so" in said
     moved = {f"pets/{name}": "cat" for name in files}
     Divider(stored, "runs/a", anew=True)("elsewhere", moved, {})
     assert "elsewhere: 100 images seem to be those of runs/a under other names" in caplog.text

@@ -105,11 +105,11 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
 def test_moved_images_are_asked_for_by_the_flag(run, tmp_path, capsys):
     where = f"--config.data.data_dir={tmp_path / 'gone'}"
     assert main(["evaluate", f"--workdir={run}", where]) == 2
-    assert "--config.data.data_dir=IMAGES" in capsys.readouterr().err
+    assert "--config.data.data_dir=PATH" in capsys.readouterr().err
     features = [f"--features={tmp_path / 'f.npz'}", "--data=folder:val"]
     assert main(["predict", f"--init_from={run}", *features]) == 2
     error = capsys.readouterr().err
-    assert "--data_dir=IMAGES" in error and "--config" not in error
+    assert "--data_dir=PATH" in error and "--config" not in error
 
 
 def test_a_home_folder_is_found(images, tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
         shutil.copy(root / "bee/1.png", path)
 
     assert prepare(config, run).fingerprint == before
-    assert "30 images are not among those that this run began with" in caplog.text
+    assert "images that this run did not begin with (30) are neither in train" in caplog.text
     evaluate_run(config, run)
     words = load_config("evaluate:classification,knn,folder")
     words.data.data_dir, words.global_batch_size = str(root), 8

@@ -201,13 +201,13 @@ class Divider:
         found = {name: known.splits[name] for name in names if name in known.splits}
         if new := sorted({*names} - {*found}):
             warn_once(
-                f"{where}: {len(new):,} images are not among those that {model} began with, so "
-                f"they are neither in train nor in val: {few(new)}"
+                f"{where}: images that {model} did not begin with ({len(new):,}) are neither in "
+                f"train nor in val: {few(new)}"
             )
         held = (name for name, split in known.splits.items() if split == "val")
         if gone := sorted(name for name in held if name not in found):
             warn_once(
-                f"{where}: {len(gone):,} images that {model} holds out are missing, so results "
+                f"{where}: images that {model} holds out are missing ({len(gone):,}), so results "
                 f"may not be comparable: {few(gone)}"
             )
         return found

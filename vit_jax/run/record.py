@@ -112,10 +112,10 @@ class Record(contextlib.AbstractContextManager):
             self._estimate(step)
 
     def _estimate(self, step: int) -> None:
-        """Log how long the run will take, unless that is a minute or less."""
+        """Log how long the run will take, unless that is about a minute or less."""
         step_s = (self._throughput.clock() - self._since) / _STEPS_TIMED
         minutes = step_s * (self._run.experiment.total_steps - step) / 60
-        if minutes > 1:
+        if minutes >= 1.5:
             left = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
             logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
                         "measured", left, step_s)  # fmt: skip

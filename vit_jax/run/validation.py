@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
 from vit_jax.base import faults as injected
-from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import (
     REQUIRED,
     add_plugins,
@@ -29,7 +29,7 @@ from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
-from vit_jax.evaluators.metric_names import chosen_metrics
+from vit_jax.evaluators.metric_names import chosen_metrics, declared_metrics
 from vit_jax.experiment import checks as experiment
 from vit_jax.experiment import durations
 from vit_jax.job import watchdog
@@ -47,12 +47,17 @@ def check_run(config: ConfigDict, faults: Faults) -> None:
     )
     for key, metric in chosen_metrics(config).items():
         name, _, kind = metric.partition("/")
-        known = [f"{evaluator}/..." for evaluator in config.evals]
-        faults.need(
-            kind and name in config.evals,
-            f"{key}={metric!r}: needs a metric of an evaluator, such as val/top1; the config has "
-            f"{', '.join(known) or 'no evals'}",
-        )
+        if kind and name in config.evals:
+            continue
+        known: list[str] = []
+        for evaluator in config.evals:
+            found = faults.check(declared_metrics, config, evaluator)
+            known += [f"{evaluator}/..."] if found is None else found
+        leaf = metric.rpartition("/")[2]
+        same = [m for m in known if m.endswith(f"/{leaf}") and leaf]
+        hint = nearest(metric, known) if known else "the config has no evals"
+        hint = f"did you mean {' or '.join(same)}?" if same else hint
+        faults.append(f"{key}={metric!r}: needs a metric of an evaluator; {hint}")
     faults.need_positive("stop.patience", config.stop.patience)
 
 
