@@ -122,14 +122,11 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
         check_unchanged(make_config(duration="80 steps"), run, workdir)
     assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
     assert str(e.value).endswith(
-        "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir, "
-        "where the rate rises again, as it has fallen to 2.85e-06: vit_jax branch "
-        f"--init_from={tmp_path} --workdir=NEW --config.duration='80 steps' --rule=cosine "
-        "--config.optimizer.peak_lr=0.0015 --config.schedule.warmup='2 steps'"
+        "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir: "
+        f"vit_jax branch --init_from={tmp_path} --workdir=NEW '--config.duration=80 steps' "
+        "--rule=cosine --config.optimizer.peak_lr=0.0015 '--config.schedule.warmup=2 steps'"
     )
-    with pytest.raises(
-        InputError, match=r"from its last rate, 0\.00032:.*'80 steps' --rule=constant$"
-    ):
+    with pytest.raises(InputError, match=r"'--config\.duration=80 steps' --rule=constant$"):
         check_unchanged(make_config(duration="80 steps"), run._replace(saved_steps=(30,)), workdir)
     with at_fault("seed") as e:
         check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)

@@ -6,12 +6,14 @@ import pathlib
 import shlex
 
 import pytest
+from opened import config_json, with_known_facts
 from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
 
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel, plugins
+from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
 from vit_jax.studies.engine import Result
@@ -125,6 +127,7 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
         workdir.mkdir()
         top1 = 100 * float(words["config.optimizer.peak_lr"])
         (workdir / "summary.json").write_text(json.dumps({"step": 40, "test/top1": top1}))
+        (workdir / "config.json").write_text(config_json(with_known_facts(load_config(CONFIG))))
         return 0, "", False
 
     monkeypatch.setattr(running, "_execute", execute)
@@ -143,6 +146,8 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     assert "[bold]decode|flip" in out  # a cell is no markup
     best = [f"{tmp_path}/w/peak_lr_3e-3__ops__bold_decode_flip__seed_{seed}" for seed in (0, 1)]
     assert f"Workdir:{best[0]}Workdir:{best[1]}Next:vit_jaxevaluate--workdir={best[0]}" in out
+    longer = f"Totrainitlonger:vit_jaxbranch--init_from={best[0]}--workdir=NEW'--config.duration=80"
+    assert longer in out and "--rule=cosine--config.optimizer.peak_lr=0.0015" in out
     found = json.loads((tmp_path / "w/study.json").read_text())
     said = f"# {CONFIG}: sweep\n\noptimizer.peak_lr: 1e-3, 3e-3; seed: 0, 1\n\n"
     page = (tmp_path / "w/study.md").read_text()

@@ -13,8 +13,9 @@ The runs of a study are its members. They run one after another in WORKDIR/MEMBE
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
 failure the remaining members still run, and the same command retries the failed one. It ends with a
-table, the best first, and the winner: its metrics, its workdir and the command that evaluates it.
-They are also in WORKDIR/study.md and study.json; study.csv has a row for each run.
+table, the best first, and the winner: its metrics, its workdir and the commands that evaluate it
+and train it longer. They are also in WORKDIR/study.md and study.json; study.csv has a row for each
+run.
 
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over

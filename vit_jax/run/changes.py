@@ -4,6 +4,7 @@ The past is the schedules of all steps done.
 """
 
 import logging
+import shlex
 from collections.abc import Sequence
 
 import jax
@@ -71,31 +72,30 @@ def check_unchanged(
     cause = find_other_past(resolved, config, steps_done)
     if cause is not None:
         has_ended = cause.startswith("duration=")
-        goes_on = "" if has_ended else _say_branch(resolved, config, workdir, steps_done)
+        longer = "" if has_ended else branch_command(resolved, config, workdir, steps_done)
         raise InputError(
             f"--workdir={workdir}: the run cannot get another end, as {cause}; "
-            f"{'; '.join(say_changes(of_end))}{goes_on}"
+            f"{'; '.join(say_changes(of_end))}"
+            f"{f'; or train on in a new workdir: {longer}' * bool(longer)}"
         )
     logger.info("%s: the run gets another end: %s", workdir, "; ".join(say_changes(of_end)))
 
 
-def _say_branch(
+def branch_command(
     stored: ConfigDict, config: ConfigDict, workdir: epath.Path, steps_done: int
 ) -> str:
-    """The command that trains the run longer in a new workdir, after "; "."""
-    peak, rate = stored.optimizer.peak_lr, past_of(stored, steps_done)["the learning rate"][-1]
-    how, rule = f"from its last rate, {rate:.3g}", "constant"
-    if rate < HARDLY_LEARNS * peak:
-        left = parse_durations(config)["duration"] - steps_done
-        how = f"where the rate rises again, as it has fallen to {rate:.3g}"
-        rule = (
-            f"cosine --config.optimizer.peak_lr={peak:g} "
-            f"--config.schedule.warmup='{max(left // 20, 1)} steps'"
-        )
-    return (
-        f"; or train on in a new workdir, {how}: vit_jax branch --init_from={workdir} "
-        f"--workdir=NEW --config.duration={config.duration!r} --rule={rule}"
-    )
+    """The command that trains a run on, in a new workdir, to the end that `config` gives it.
+
+    From the run's last learning rate, or with a new cosine if that has fallen to almost 0.
+    """
+    peak, rates = stored.optimizer.peak_lr, past_of(stored, steps_done)["the learning rate"]
+    rule = ["--rule=constant"]
+    if rates[-1] < HARDLY_LEARNS * peak:
+        warmup = max((parse_durations(config)["duration"] - steps_done) // 20, 1)
+        rule = ["--rule=cosine", f"--config.optimizer.peak_lr={peak:g}",
+                f"--config.schedule.warmup={warmup} steps"]  # fmt: skip
+    new = ["--workdir=NEW", f"--config.duration={config.duration}"]
+    return shlex.join(["vit_jax", "branch", f"--init_from={workdir}", *new, *rule])
 
 
 def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> str | None:

@@ -29,7 +29,7 @@ from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.job import exit_codes
-from vit_jax.run.changes import KEYS_OF_THE_END
+from vit_jax.run.changes import KEYS_OF_THE_END, branch_command
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.terminal import readable
 from vit_jax.run.validation import validate
@@ -331,7 +331,7 @@ def _read_command(call: Call, member: Member) -> str:
 
 
 def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str, Any]:
-    """The best members, by seeds: their place, mean metrics, workdirs, and the next command."""
+    """The best members, by seeds: their place, mean metrics, workdirs, and the next commands."""
     rows = [found.study.numbers_of(found.results[name]) for name in names]
     metrics = [name for name in rows[0] if "/" in name
                and all(row.get(name) is not None for row in rows)]  # fmt: skip
@@ -341,11 +341,18 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
     of_best = ["--best"] * (config.study.point == "best")
     files = ",".join(plugins.path_of(name) for name in config.plugins)
     of_plugins = [f"--config.plugins={files}"] * bool(files)
+    longer = {}
+    if (call.workdir / names[0] / "config.json").exists():
+        ran = stored_config.read_config(call.workdir / names[0])
+        steps = found.results[names[0]].summary["step"]
+        twice = config_lib.with_values(ran, {"duration": f"{2 * steps} steps"})
+        longer["longer"] = branch_command(ran, twice, call.workdir / names[0], steps)
     return {
         "place": {key: value for key, value in place.items() if value != ""},
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
         "workdirs": [str(call.workdir / name) for name in names],
         "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best, *of_plugins]),
+        **longer,
     }
 
 
@@ -353,7 +360,8 @@ def _say_winner(winner: Mapping[str, Any]) -> list[str]:
     """Lines about the best members."""
     place = ", ".join(f"{key} {value}" for key, value in winner["place"].items())
     workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
-    return [f"Best: {place}: {readable(winner['values'])}", *workdirs, f"Next: {winner['next']}"]
+    lines = [f"Best: {place}: {readable(winner['values'])}", *workdirs, f"Next: {winner['next']}"]
+    return [*lines, f"To train it longer: {winner['longer']}"] if "longer" in winner else lines
 
 
 def print_table(report: Report, title: str | None = None) -> None:
