@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.devices import kernels
 from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.forms import PLAIN, multiply_on_cpu
+from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_mlp_kernel
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -24,6 +25,7 @@ class FakeMesh:
 
     platform: str
     tensor: int = 1
+    device_kind: str = "TPU v5e"
 
     @property
     def devices(self):
@@ -129,6 +131,57 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
         with jax.set_mesh(mesh):
             assert on_rows(jnp.ones((4, 8, 4, 8))).shape == (4, 8, 4, 8)
     assert seen == [(2, 8, 32)] * 2
+
+
+def test_a_device_that_computes_its_own_rows_has_a_kernel_for_its_mlps(
+    interpreted_kernels, monkeypatch
+):
+    """With the masks of dropout and of stochastic depth, and the gradients, of the layers apart."""
+    monkeypatch.setitem(kernels._VMEM_MIB, "cpu", 128)
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    fields = {"width": 128, "mlp_dim": 256, "depth": 1, "dtype": "bfloat16", "norm": "rms"}
+    fields |= {"stochastic_depth": 0.4, "uniform_depth": True, "layer_scale": 0.5}
+    model = small_model(**fields, dropout=0.2)
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(32, 24, 24, 3)), jnp.float32)
+    params = jax.jit(model.init)(jax.random.key(0), images)
+    params = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+    seen, find = [], kernels.mlp.mlp
+    monkeypatch.setattr(kernels.mlp, "mlp", lambda *args: seen.append(args) or find(*args))
+
+    def loss_and_grads(model):
+        def loss(params, images):
+            rngs = {"dropout": jax.random.key(1)}
+            return (model.apply(params, images, train=True, rngs=rngs) ** 2).sum()
+
+        def own(params, images):
+            return jax.tree.map(lambda x: x[None], jax.value_and_grad(loss)(params, images))
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
+        return jax.jit(jax.shard_map(own, mesh=mesh, **specs))(params, images)
+
+    forms = tpu_forms(model, mesh)
+    with jax.set_mesh(mesh):
+        plain = dataclasses.replace(forms, find_mlp_kernel=no_mlp_kernel)
+        expected = loss_and_grads(model.clone(forms=plain))
+        assert not seen
+        found = loss_and_grads(model.clone(forms=forms))
+    assert len(seen) == 1 and all(x is not None for x in seen[0][2])
+    for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        size = max(np.linalg.norm(reference), 0.5)  # the keys' bias has no gradient
+        assert np.linalg.norm(x - reference) < 0.02 * size
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"gated_mlp": True}, {"mlp_norm": True}, {"parallel": True}, {"remat": "full"}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_other_mlps_have_no_kernel(fields, monkeypatch):
+    monkeypatch.setattr(kernels, "_find_mlp_kernel", lambda *_, **__: pytest.fail("not asked"))
+    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    model = small_model(**fields)
+    model = model.clone(forms=tpu_forms(model, mesh))
+    jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 24, 24, 3)))
 
 
 def test_plain_is_the_default_form():

@@ -7,8 +7,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from vit_jax.models.dot_product import plain_attention
+from vit_jax.models.dropout import drop, most_kept
 from vit_jax.models.forms import add_bias_on_tpu, add_bias_plainly
-from vit_jax.models.kernels import long_attention, short_attention
+from vit_jax.models.kernels import long_attention, mlp, short_attention
 from vit_jax.models.rotary import turn
 
 
@@ -170,3 +171,46 @@ def test_bias_and_its_gradient():
     x = jnp.ones((4, 100, 8), jnp.bfloat16)
     _, vjp = jax.vjp(add_bias_on_tpu, x, jnp.ones(8))
     assert vjp(x)[1].tolist() == [400.0] * 8  # bfloat16 would stop counting at 256
+
+
+@pytest.mark.parametrize(
+    ("gelu", "norm", "random"), [("tanh", "layer", True), ("exact", "rms", False)]
+)
+def test_mlp(gelu, norm, random):
+    """The branch of two blocks of rows, with dropout and stochastic depth and without."""
+    R, D, F = 256, 128, 384
+    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, 128, 2**27)
+    draw = np.random.default_rng(0)
+    drawn = mlp.Drawn()
+    if random:
+        bytes_RF, bytes_RD = (draw.integers(0, 256, (R, n), np.uint8) for n in (F, D))
+        drawn = mlp.Drawn(bytes_RF, bytes_RD, np.float32(draw.uniform(0, 2, (R, 1))))
+    shapes = (D,), (D,), (D, F), (F,), (F, D), (D,)
+    params = tuple(normal(*shape, seed=i) * shape[0] ** -0.5 for i, shape in enumerate(shapes))
+
+    def exact(x, params):
+        scale, shift, up, up_bias, down, down_bias = (p if p.ndim == 2 else p[None] for p in params)
+        centred = x - x.mean(1, keepdims=True) if norm == "layer" else x
+        normed = centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + 1e-6) * scale + shift
+        y = jax.nn.gelu(normed @ up + up_bias, approximate=gelu == "tanh")
+        if random:
+            y = drop(y, drawn.bytes_RF <= most_kept(0.3), 0.3)
+        y = y @ down + down_bias
+        if random:
+            y = drop(y, drawn.bytes_RD <= most_kept(0.3), 0.3) * drawn.factor_R1
+        return x + y
+
+    def ours(x, params):
+        return mlp.mlp(x, mlp.Params(*params), drawn, spec)
+
+    args = normal(R, D, seed=8), params
+    assert_same_vjp(ours, exact, args, normal(R, D, seed=9), tolerance=2e-5)
+
+
+def test_rows_of_a_program_divide_all_and_fit_into_the_memory_of_a_core():
+    MiB = 2**20
+    assert mlp.block_rows(64 * 200, 1024, 4096, 128 * MiB) == 512
+    assert mlp.block_rows(64 * 200, 768, 3072, 64 * MiB) == 320
+    for too_much in ((64 * 200, 1280, 5120, 64 * MiB), (8 * 25, 384, 1536, 128 * MiB),
+                     (64 * 200, 192, 768, 128 * MiB), (64 * 200, 384, 1536, 0)):  # fmt: skip
+        assert mlp.block_rows(*too_much) is None

@@ -1,5 +1,6 @@
 """The kernels' run against the plain forms before the first step, in Pallas' interpreter."""
 
+import dataclasses
 import logging
 from contextlib import nullcontext
 
@@ -51,6 +52,22 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor):
     model = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=8))
     with nullcontext() if factor == 1 else at_fault("model.kernels"):
         check_kernels(model, mesh)
+
+
+def test_the_kernel_of_an_mlp_is_checked(mesh):
+    """A plain form in its place, for the same reason."""
+
+    def kernel(x, params, drawn, **fields):
+        _, _, up, up_bias, down, _ = params
+        hidden = jax.nn.gelu(jnp.tanh(x) @ up + up_bias.astype(x.dtype)[None])
+        return x + hidden @ down
+
+    forms = BlockOps(find_mlp_kernel=lambda x, hidden: kernel)
+    model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
+    attention = BlockOps(attention_kernel=lambda qkv, *_: qkv[2], token_multiple=8)
+    forms = dataclasses.replace(attention, find_mlp_kernel=forms.find_mlp_kernel)
+    with at_fault("model.kernels"):
+        check_kernels(model.clone(forms=forms), mesh)
 
 
 @pytest.mark.slow

@@ -18,8 +18,14 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
-from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
-from vit_jax.models.kernels import long_attention, short_attention
+from vit_jax.models.forms import (
+    PLAIN,
+    BlockOps,
+    add_bias_on_tpu,
+    multiply_on_cpu,
+    no_mlp_kernel,
+)
+from vit_jax.models.kernels import long_attention, mlp, short_attention
 from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
@@ -29,6 +35,10 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
+
+# Of a core, by `pltpu.get_tpu_info_for_chip`. The 16 MiB of v4 are too few for a kernel of an MLP.
+_VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128,
+             "TPU v6e": 128, "TPU7x": 64}  # fmt: skip
 
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
@@ -72,8 +82,15 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     if without is not None:
         _say_plain(without)
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
-    kernel = partial(_tpu_attention, mesh=mesh)
-    return BlockOps(attention_kernel=kernel, add_bias=add_bias_on_tpu, token_multiple=_MULTIPLE)
+    vmem_bytes = _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
+    find_mlp_kernel = partial(_find_mlp_kernel, vmem_bytes=vmem_bytes)
+    return BlockOps(
+        attention_kernel=partial(_tpu_attention, mesh=mesh),
+        # To compute layers again takes less time with the products apart: it skips the last one.
+        find_mlp_kernel=find_mlp_kernel if model.remat == "none" else no_mlp_kernel,
+        add_bias=add_bias_on_tpu,
+        token_multiple=_MULTIPLE,
+    )
 
 
 def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
@@ -142,6 +159,21 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
         return share(*args)
 
     return on_all
+
+
+def _find_mlp_kernel(x_BND, hidden: int, *, vmem_bytes: int):
+    """`forms.FindMlpKernel`: the kernel is of devices that compute their own rows."""
+    B, N, D = x_BND.shape
+    block = mlp.block_rows(B * N, D, hidden, vmem_bytes)
+    own_rows = jax.sharding.get_abstract_mesh().manual_axes
+    if block is None or not own_rows or x_BND.dtype != jnp.bfloat16:
+        return None
+
+    def kernel(x_RD, params, drawn, **fields):
+        spec = mlp.Spec(**fields, block_rows=block, vmem_bytes=vmem_bytes)
+        return mlp.mlp(x_RD, mlp.Params(*params), mlp.Drawn(*drawn), spec)
+
+    return kernel
 
 
 def _short_attention(qkv, biases, turns, *, num_keys: int):

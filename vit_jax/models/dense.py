@@ -32,11 +32,25 @@ class Product(nn.Module):
 
     @nn.compact
     def __call__(self, x, scale_F=None):
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        kernel, bias = self._params(x.shape[-1], scale_F)
+        return self.multiply(x.astype(self.dtype), kernel), bias
+
+    @nn.nowrap
+    def _params(self, inputs: int, scale_F):
+        """The kernel (inputs, features) in `dtype`, and the bias in float32; both scaled."""
+        kernel = self.param("kernel", self.kernel_init, (inputs, self.features))
         bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
         if scale_F is not None:
             kernel, bias = kernel * scale_F[None], None if bias is None else bias * scale_F
-        return self.multiply(x.astype(self.dtype), kernel.astype(self.dtype)), bias
+        return kernel.astype(self.dtype), bias
+
+
+class ProductParams(Product):
+    """The parameters of a `Product` that its caller computes: C -> ((C, features), (features,))."""
+
+    @nn.compact
+    def __call__(self, inputs: int, scale_F=None):
+        return self._params(inputs, scale_F)
 
 
 class LoraProduct(Product):

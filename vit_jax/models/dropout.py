@@ -38,10 +38,14 @@ def kept_share(rate: float) -> float:
     return max(round((1.0 - rate) * _LEVELS), 1) / _LEVELS
 
 
+def most_kept(rate: float) -> int:
+    """The largest random byte whose value is kept."""
+    return round(kept_share(rate) * _LEVELS) - 1
+
+
 def draw_kept(draw: DrawBytes, key, rate: float, shape, axes):
     """A mask of `shape`, true with probability `kept_share(rate)`."""
-    most = round(kept_share(rate) * _LEVELS) - 1
-    return draw(key, shape, axes) <= jnp.uint8(most)
+    return draw(key, shape, axes) <= jnp.uint8(most_kept(rate))
 
 
 def drop(x, kept, rate: float):
@@ -66,11 +70,17 @@ class Dropout(nn.Module):
     draw: DrawBytes = threefry_bytes
 
     @nn.compact
-    def draw_kept(self, shape, axes, *, train=False):
-        """A mask of the values that are kept; None: all are."""
+    def draw_bytes(self, shape, axes, *, train=False):
+        """Random bytes, of which those up to `most_kept` are kept; None: all are."""
         if not train or self.rate == 0:
             return None
-        return draw_kept(self.draw, self.make_rng("dropout"), self.rate, shape, axes)
+        return self.draw(self.make_rng("dropout"), shape, axes)
+
+    @nn.nowrap
+    def draw_kept(self, shape, axes, *, train=False):
+        """A mask of the values that are kept; None: all are."""
+        drawn = self.draw_bytes(shape, axes, train=train)
+        return None if drawn is None else drawn <= jnp.uint8(most_kept(self.rate))
 
     def __call__(self, x, axes, *, train=False):
         kept = self.draw_kept(x.shape, axes, train=train)

@@ -24,6 +24,16 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 # others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
+# find(x_BND, F) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch of an MLP with F
+# hidden units, from its norm to the residual, of R = B N rows; see `kernels.mlp` for the arguments.
+# None: there is no kernel for such tokens.
+FindMlpKernel = Callable[[jax.Array, int], Callable | None]
+
+
+def no_mlp_kernel(x_BND, hidden):
+    """A `FindMlpKernel` that finds none."""
+    del x_BND, hidden
+
 
 def add_bias_plainly(x, bias_D):
     """x (..., D) plus its bias, in the dtype of x; None: it has none."""
@@ -97,6 +107,7 @@ class BlockOps:
 
     attend: attention, see `attention.Attend`.
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
+    find_mlp_kernel: of MLPs without gate and inner norm, see `FindMlpKernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
     draw_bytes: random bytes for the masks of dropout.
@@ -106,6 +117,7 @@ class BlockOps:
 
     attend: Attend = dot_product_attention
     attention_kernel: AttentionKernel | None = None
+    find_mlp_kernel: FindMlpKernel = no_mlp_kernel
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
     draw_bytes: DrawBytes = threefry_bytes

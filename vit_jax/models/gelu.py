@@ -13,13 +13,31 @@ _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
 
-def _tanh_share(z):
-    return jax.nn.sigmoid(z * (_LINEAR + _CUBIC * z * z))
+def activations(sigmoid):
+    """{form: (activation(z) / z, its derivative by z)} in float32, by this form of the sigmoid."""
 
+    def tanh_share(z):
+        return sigmoid(z * (_LINEAR + _CUBIC * z * z))
 
-def _tanh_slope(z):
-    s = _tanh_share(z)
-    return s + z * s * (1 - s) * (_LINEAR + 3 * _CUBIC * z * z)
+    def tanh_slope(z):
+        s = tanh_share(z)
+        return s + z * s * (1 - s) * (_LINEAR + 3 * _CUBIC * z * z)
+
+    def sigmoid_forms(factor):
+        """The forms of z sigmoid(factor z)."""
+
+        def slope(z):
+            s = sigmoid(factor * z)
+            return s + factor * z * s * (1 - s)
+
+        return lambda z: sigmoid(factor * z), slope
+
+    return {
+        "tanh": (tanh_share, tanh_slope),
+        "exact": (_exact_share, _exact_slope),
+        "quick": sigmoid_forms(1.702),  # CLIP's
+        "silu": sigmoid_forms(1.0),
+    }
 
 
 def _exact_share(z):
@@ -31,23 +49,7 @@ def _exact_slope(z):
     return _exact_share(z) + z * jnp.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
-def _sigmoid_forms(factor):
-    """The forms of z sigmoid(factor z)."""
-
-    def slope(z):
-        s = jax.nn.sigmoid(factor * z)
-        return s + factor * z * s * (1 - s)
-
-    return lambda z: jax.nn.sigmoid(factor * z), slope
-
-
-# {form: (activation(z) / z, the activation's derivative by z)}, in float32. "quick" is CLIP's.
-_FORMS = {
-    "tanh": (_tanh_share, _tanh_slope),
-    "exact": (_exact_share, _exact_slope),
-    "quick": _sigmoid_forms(1.702),
-    "silu": _sigmoid_forms(1.0),
-}
+_FORMS = activations(jax.nn.sigmoid)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 4))

@@ -17,7 +17,7 @@ from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
 from vit_jax.models.contract import SplitLayer
-from vit_jax.models.dense import Dense
+from vit_jax.models.dense import Dense, ProductParams
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.gelu import GELU
@@ -77,6 +77,50 @@ class Mlp(nn.Module):
         down = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")
         y_BND = down(y_BNF, scale_D)
         return dropout()(y_BND, ("batch", None, None), train=train)
+
+
+class NormParams(nn.Module):
+    """The scale and the shift (D,) of a norm that a kernel computes; an RMSNorm's shift is 0.
+
+    Shapes: D -> (D,), (D,), float32.
+    """
+
+    norm: str
+
+    @nn.compact
+    def __call__(self, width: int):
+        scale_D = self.param("scale", nn.initializers.ones, (width,))
+        if self.norm == "rms":
+            return scale_D, jnp.zeros(width)
+        return scale_D, self.param("bias", nn.initializers.zeros, (width,))
+
+
+class KernelMlp(Mlp):
+    """x plus its `Mlp` by a kernel, which also computes the norm before, by its `NormParams`.
+
+    `norm` is that norm. `factor_B11`, unless None, multiplies the branch of each image.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    """
+
+    @nn.compact
+    def __call__(self, x_BND, norm_params, kernel, factor_B11, *, scale_D=None, train=False):
+        (B, N, D), F = x_BND.shape, self.mlp_dim
+
+        def draw(columns, axis):
+            dropout = Dropout(self.dropout, self.forms.draw_bytes)
+            drawn = dropout.draw_bytes((B, N, columns), ("batch", None, axis), train=train)
+            return None if drawn is None else drawn.reshape(B * N, columns)
+
+        layer = partial(ProductParams, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
+        params = *norm_params, *layer(F, name="up")(D), *layer(D, name="down")(F, scale_D)
+        drawn = [draw(F, "tensor"), draw(D, None)]
+        if factor_B11 is not None:
+            factor_BN1 = jnp.broadcast_to(factor_B11.astype(jnp.float32), (B, N, 1))
+            drawn.append(factor_BN1.reshape(B * N, 1))
+        fields = {"gelu": self.gelu, "dropout": self.dropout, "norm": self.norm}
+        x_RD = x_BND.reshape(B * N, D)
+        return kernel(x_RD, params, drawn, **fields, norm_eps=self.norm_eps).reshape(B, N, D)
 
 
 class LayerScale(nn.Module):
@@ -158,13 +202,16 @@ class EncoderBlock(BlockFields, nn.Module):
                 return None
             return LayerScale(self.layer_scale, name=name)(x_BND.shape[-1])
 
+        def draw_depth():
+            if not (train and self.stochastic_depth):
+                return None
+            keep_rate = 1.0 - drop_rate
+            kept = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, (x_BND.shape[0], 1, 1))
+            return kept / keep_rate  # small: TPUs divide slowly
+
         def add(x_BND, branch_BND):
-            if train and self.stochastic_depth:
-                keep_rate = 1.0 - drop_rate
-                kept = jax.random.bernoulli(
-                    self.make_rng("dropout"), keep_rate, (x_BND.shape[0], 1, 1)
-                )
-                scale_B11 = kept / keep_rate  # small: TPUs divide slowly
+            scale_B11 = draw_depth()
+            if scale_B11 is not None:
                 branch_BND = (branch_BND * scale_B11).astype(branch_BND.dtype)
             return self.constrain(x_BND + branch_BND, ("batch", None, None))
 
@@ -202,19 +249,24 @@ class EncoderBlock(BlockFields, nn.Module):
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND)
+        mlp_fields = {"gelu": self.gelu, "norm_eps": self.norm_eps, "dropout": self.dropout}
+        last = {"scale_D": scale("scale_mlp"), "train": train}
+        kernel = self._find_mlp_kernel(x_BND)
+        if kernel is not None:
+            params = NormParams(self.norm, name="norm_mlp")(x_BND.shape[-1])
+            mlp = KernelMlp(self.mlp_dim, norm=self.norm, name="mlp", **mlp_fields, **common)
+            return mlp(x_BND, params, kernel, draw_depth(), **last), None
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
-        mlp = Mlp(
-            self.mlp_dim,
-            gelu=self.gelu,
-            gated=self.gated_mlp,
-            norm=self.norm if self.mlp_norm else None,
-            norm_eps=self.norm_eps,
-            dropout=self.dropout,
-            name="mlp",
-            **common,
-        )
-        return add(x_BND, mlp(y_BND, scale_D=scale("scale_mlp"), train=train)), None
+        inner = {"gated": self.gated_mlp, "norm": self.norm if self.mlp_norm else None}
+        mlp = Mlp(self.mlp_dim, name="mlp", **inner, **mlp_fields, **common)
+        return add(x_BND, mlp(y_BND, **last)), None
+
+    @nn.nowrap
+    def _find_mlp_kernel(self, x_BND):
+        if self.parallel or self.gated_mlp or self.mlp_norm:
+            return None
+        return self.forms.find_mlp_kernel(x_BND, self.mlp_dim)
 
     @nn.nowrap
     def mix(self, attention, y_BND, **kwargs):

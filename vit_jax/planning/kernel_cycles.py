@@ -72,7 +72,8 @@ def count_cycles(calls: list[KernelCall], target: Target) -> list[dict[str, Any]
     """For each of `calls` its bundles and the cycles of a step, as JSON takes them.
 
     A kernel runs its bundles once at every point of its grid. Where it moves more bytes than the
-    memory gives in that time, those decide. Waiting for copies, the start of each point and the
+    memory gives in that time, or has more products than the matrix units can compute in it, those
+    decide. Waiting for copies, the start of each point and the
     second core of a v4 or v5p chip, which may take half of the points, are not counted.
 
     Without schedules, which another version of the compiler may not write, a warning says so, and
@@ -87,17 +88,19 @@ def count_cycles(calls: list[KernelCall], target: Target) -> list[dict[str, Any]
     for call, number in zip(calls, bundles, strict=True):
         points = math.prod(call.eqn.params["grid_mapping"].grid)
         cost = call.eqn.params["cost_estimate"]
-        moved = 0.0
+        bounds = {"bundles": (number or 0) * points}
         if cost is not None and chip.cycles_per_s is not None:
-            moved = cost.bytes_accessed * chip.cycles_per_s / chip.hbm_bytes_per_s
+            bounds["hbm"] = cost.bytes_accessed * chip.cycles_per_s / chip.hbm_bytes_per_s
+            bounds["matrix units"] = cost.flops * chip.cycles_per_s / chip.peak_flops
+        bound_by = max(bounds, key=lambda name: bounds[name])
         rows.append(
             {
                 "name": call.name,
                 "count": call.count,
                 "grid_points": points,
                 "bundles": number,
-                "bound_by": "hbm" if moved > (number or 0) * points else "bundles",
-                "cycles": 0 if number is None else int(call.count * max(number * points, moved)),
+                "bound_by": bound_by,
+                "cycles": 0 if number is None else int(call.count * bounds[bound_by]),
             }
         )
     return sorted(rows, key=lambda row: -row["cycles"])
