@@ -10,6 +10,7 @@ from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.dropout import drop, most_kept
 from vit_jax.models.forms import add_bias_on_tpu, add_bias_plainly
 from vit_jax.models.kernels import long_attention, mlp, short_attention
+from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.rotary import turn
 
 
@@ -179,7 +180,7 @@ def test_bias_and_its_gradient():
 def test_mlp(gelu, norm, random):
     """The branch of two blocks of rows, with dropout and stochastic depth and without."""
     R, D, F = 256, 128, 384
-    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, 128, 2**27)
+    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, Blocks(R, 128, 2**27))
     draw = np.random.default_rng(0)
     drawn = mlp.Drawn()
     if random:
@@ -209,8 +210,12 @@ def test_mlp(gelu, norm, random):
 
 def test_rows_of_a_program_divide_all_and_fit_into_the_memory_of_a_core():
     MiB = 2**20
-    assert mlp.block_rows(64 * 200, 1024, 4096, 128 * MiB) == 512
-    assert mlp.block_rows(64 * 200, 768, 3072, 64 * MiB) == 320
-    for too_much in ((64 * 200, 1280, 5120, 64 * MiB), (8 * 25, 384, 1536, 128 * MiB),
-                     (64 * 200, 192, 768, 128 * MiB), (64 * 200, 384, 1536, 0)):  # fmt: skip
-        assert mlp.block_rows(*too_much) is None
+    assert mlp.find_blocks(64 * 200, 1024, 4096, 128 * MiB).block_rows == 512
+    assert mlp.find_blocks(64 * 200, 768, 3072, 64 * MiB).block_rows == 320
+    for too_much in (
+        (64 * 200, 1280, 5120, 64 * MiB),
+        (8 * 25, 384, 1536, 128 * MiB),
+        (64 * 200, 192, 768, 128 * MiB),
+        (64 * 200, 384, 1536, 0),
+    ):
+        assert mlp.find_blocks(*too_much) is None

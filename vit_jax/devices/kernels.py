@@ -164,13 +164,13 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
 def _find_mlp_kernel(x_BND, hidden: int, *, vmem_bytes: int):
     """`forms.FindMlpKernel`: the kernel is of devices that compute their own rows."""
     B, N, D = x_BND.shape
-    block = mlp.block_rows(B * N, D, hidden, vmem_bytes)
+    blocks = mlp.find_blocks(B * N, D, hidden, vmem_bytes)
     own_rows = jax.sharding.get_abstract_mesh().manual_axes
-    if block is None or not own_rows or x_BND.dtype != jnp.bfloat16:
+    if blocks is None or not own_rows or x_BND.dtype != jnp.bfloat16:
         return None
 
     def kernel(x_RD, params, drawn, **fields):
-        spec = mlp.Spec(**fields, block_rows=block, vmem_bytes=vmem_bytes)
+        spec = mlp.Spec(**fields, blocks=blocks)
         return mlp.mlp(x_RD, mlp.Params(*params), mlp.Drawn(*drawn), spec)
 
     return kernel

@@ -1,0 +1,107 @@
+"""What the kernels share that go through tokens in blocks of rows, with parameters in VMEM.
+
+Axes: R rows (the tokens of all images), D width.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128  # of a vector register
+_MOST_ROWS = 512  # of a block
+_ROWS_MULTIPLE = 32  # rows of a tile of bytes
+_SHARE_OF_VMEM = 0.9  # that a kernel may take
+
+
+class Blocks(NamedTuple):
+    """How a kernel goes through arrays of so many rows in all: blocks of rows, one a program."""
+
+    rows: int
+    block_rows: int
+    vmem_bytes: int
+
+    @classmethod
+    def fitting(cls, rows: int, fixed: int, of_row: int, vmem_bytes: int) -> "Blocks | None":
+        """Largest blocks for `fixed` bytes and `of_row` bytes a row in so much VMEM; None: none."""
+        for block in range(_MOST_ROWS, LANES - 1, -_ROWS_MULTIPLE):
+            if rows % block == 0 and fixed + block * of_row <= _SHARE_OF_VMEM * vmem_bytes:
+                return cls(rows, block, vmem_bytes)
+        return None
+
+    def of(self, columns: int) -> pl.BlockSpec:
+        """The blocks of an array (R, columns)."""
+        return pl.BlockSpec((self.block_rows, columns), lambda i: (i, 0))
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `pl.pallas_call`; programs run one after the other, to sum gradients."""
+        params = pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=int(_SHARE_OF_VMEM * self.vmem_bytes),
+        )
+        return {"grid": (self.rows // self.block_rows,), "compiler_params": params}
+
+
+def whole(*shape: int) -> pl.BlockSpec:
+    """The block of an array that stays in VMEM."""
+    return pl.BlockSpec(shape, lambda i: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
+
+
+def whole_sum(*shape: int) -> jax.ShapeDtypeStruct:
+    """The output (whole) of a kernel that sums it in float32 over all rows."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def dot(x, y, axes=(1, 0)):
+    """The product of two matrices over these axes, in float32."""
+    over = tuple((axis,) for axis in axes)
+    return lax.dot_general(x, y, (over, ((), ())), preferred_element_type=jnp.float32)
+
+
+def at_first(*sums) -> None:
+    """Before a kernel's first block, set these references to 0."""
+
+    @pl.when(pl.program_id(0) == 0)
+    def start():
+        for each in sums:
+            each[...] = jnp.zeros_like(each)
+
+
+def at_last(sums, outputs) -> None:
+    """After a kernel's last block, write these sums to its outputs, in their dtype."""
+
+    @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+    def end():
+        for each, output in zip(sums, outputs, strict=True):
+            output[...] = each[...].astype(output.dtype)
+
+
+class Normed(NamedTuple):
+    """Rows h = (x - mean) / deviation, float32, and 1 / deviation; an RMSNorm has no mean.
+
+    Source: Ba et al. 2016 (arXiv:1607.06450).
+    """
+
+    h_RD: jax.Array
+    factor_R1: jax.Array
+    has_mean: bool
+
+    @classmethod
+    def of(cls, x_RD, norm: str, eps: float) -> "Normed":
+        """Of rows in float32; `norm` is "layer" or "rms"."""
+        square_R1 = (x_RD * x_RD).mean(1, keepdims=True)
+        if norm == "layer":
+            mean_R1 = x_RD.mean(1, keepdims=True)
+            x_RD = x_RD - mean_R1
+            square_R1 = jnp.maximum(square_R1 - mean_R1 * mean_R1, 0)
+        factor_R1 = lax.rsqrt(square_R1 + eps)
+        return cls(x_RD * factor_R1, factor_R1, norm == "layer")
+
+    def gradient(self, d_RD):
+        """That of x, for the gradient d of h: (d - mean(d) - h mean(d h)) / deviation."""
+        mean_R1 = d_RD.mean(1, keepdims=True) if self.has_mean else 0
+        along_R1 = (d_RD * self.h_RD).mean(1, keepdims=True)
+        return (d_RD - mean_R1 - self.h_RD * along_R1) * self.factor_R1
