@@ -14,7 +14,7 @@ from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_mlp_kernel
+from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_kernel
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -133,9 +133,7 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     assert seen == [(2, 8, 32)] * 2
 
 
-def test_a_device_that_computes_its_own_rows_has_a_kernel_for_its_mlps(
-    interpreted_kernels, monkeypatch
-):
+def test_a_device_that_computes_its_own_rows_has_kernels_of_rows(interpreted_kernels, monkeypatch):
     """With the masks of dropout and of stochastic depth, and the gradients, of the layers apart."""
     monkeypatch.setitem(kernels._VMEM_MIB, "cpu", 128)
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
@@ -145,8 +143,14 @@ def test_a_device_that_computes_its_own_rows_has_a_kernel_for_its_mlps(
     images = jnp.asarray(np.random.default_rng(0).normal(size=(32, 24, 24, 3)), jnp.float32)
     params = jax.jit(model.init)(jax.random.key(0), images)
     params = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
-    seen, find = [], kernels.mlp.mlp
-    monkeypatch.setattr(kernels.mlp, "mlp", lambda *args: seen.append(args) or find(*args))
+    seen = {}
+    for module, name in ((kernels.mlp, "mlp"), (kernels.projections, "project")):
+        call = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, name=name, call=call: seen.update({name: args}) or call(*args),
+        )
 
     def loss_and_grads(model):
         def loss(params, images):
@@ -161,27 +165,40 @@ def test_a_device_that_computes_its_own_rows_has_a_kernel_for_its_mlps(
 
     forms = tpu_forms(model, mesh)
     with jax.set_mesh(mesh):
-        plain = dataclasses.replace(forms, find_mlp_kernel=no_mlp_kernel)
+        plain = dataclasses.replace(
+            forms, find_mlp_kernel=no_kernel, find_projections_kernel=no_kernel
+        )
         expected = loss_and_grads(model.clone(forms=plain))
         assert not seen
         found = loss_and_grads(model.clone(forms=forms))
-    assert len(seen) == 1 and all(x is not None for x in seen[0][2])
+    assert seen.keys() == {"mlp", "project"} and all(x is not None for x in seen["mlp"][2])
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         size = max(np.linalg.norm(reference), 0.5)  # the keys' bias has no gradient
         assert np.linalg.norm(x - reference) < 0.02 * size
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"gated_mlp": True}, {"mlp_norm": True}, {"parallel": True}, {"remat": "full"}],
-    ids=lambda fields: next(iter(fields)),
+    ("fields", "asked"),
+    [
+        ({"gated_mlp": True}, ["projections"]),
+        ({"mlp_norm": True}, ["projections"]),
+        ({"qk_norm": True}, ["mlp"]),
+        ({"lora_rank": 2}, ["mlp"]),
+        ({"parallel": True}, []),
+        ({"remat": "full"}, []),
+    ],
+    ids=str,
 )
-def test_other_mlps_have_no_kernel(fields, monkeypatch):
-    monkeypatch.setattr(kernels, "_find_mlp_kernel", lambda *_, **__: pytest.fail("not asked"))
+def test_what_has_kernels_of_rows(fields, asked, monkeypatch):
+    found = []
+    for name in ("mlp", "projections"):
+        find = lambda *_, name=name, **__: found.append(name)  # noqa: E731
+        monkeypatch.setattr(kernels, f"_find_{name}_kernel", find)
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    model = small_model(**fields)
+    model = small_model(**fields, depth=1)
     model = model.clone(forms=tpu_forms(model, mesh))
     jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 24, 24, 3)))
+    assert found == asked
 
 
 def test_plain_is_the_default_form():

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.dropout import drop, most_kept
 from vit_jax.models.forms import add_bias_on_tpu, add_bias_plainly
-from vit_jax.models.kernels import long_attention, mlp, short_attention
+from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
 from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.rotary import turn
 
@@ -206,6 +206,26 @@ def test_mlp(gelu, norm, random):
 
     args = normal(R, D, seed=8), params
     assert_same_vjp(ours, exact, args, normal(R, D, seed=9), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_projections(norm):
+    """Of two blocks of rows; x, which is returned, gets the gradients of both uses."""
+    R, D = 256, 128
+    spec = projections.Spec(norm, 1e-6, Blocks(R, 128, 2**27))
+    layers = tuple((normal(D, D, seed=i) * D**-0.5, normal(D, seed=i + 3)) for i in range(3))
+    norm_params = normal(D, seed=6), normal(D, seed=7)
+
+    def exact(x, norm_params, layers):
+        scale, shift = (p[None] for p in norm_params)
+        centred = x - x.mean(1, keepdims=True) if norm == "layer" else x
+        normed = centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + 1e-6) * scale + shift
+        return (*(normed @ kernel + bias[None] for kernel, bias in layers), x)
+
+    args = normal(R, D, seed=8), norm_params, layers
+    grads = tuple(normal(R, D, seed=9 + i) for i in range(4))
+    ours = lambda *args: projections.project(*args, spec)  # noqa: E731
+    assert_same_vjp(ours, exact, args, grads, tolerance=2e-5)
 
 
 def test_rows_of_a_program_divide_all_and_fit_into_the_memory_of_a_core():

@@ -18,14 +18,8 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
-from vit_jax.models.forms import (
-    PLAIN,
-    BlockOps,
-    add_bias_on_tpu,
-    multiply_on_cpu,
-    no_mlp_kernel,
-)
-from vit_jax.models.kernels import long_attention, mlp, short_attention
+from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
+from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
 from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
@@ -82,12 +76,16 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     if without is not None:
         _say_plain(without)
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
-    vmem_bytes = _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
-    find_mlp_kernel = partial(_find_mlp_kernel, vmem_bytes=vmem_bytes)
+    of_rows = {}
+    if model.remat == "none":  # to compute again takes less time with the products apart
+        vmem_bytes = _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
+        of_rows = {
+            "find_mlp_kernel": partial(_find_mlp_kernel, vmem_bytes=vmem_bytes),
+            "find_projections_kernel": partial(_find_projections_kernel, vmem_bytes=vmem_bytes),
+        }
     return BlockOps(
         attention_kernel=partial(_tpu_attention, mesh=mesh),
-        # To compute layers again takes less time with the products apart: it skips the last one.
-        find_mlp_kernel=find_mlp_kernel if model.remat == "none" else no_mlp_kernel,
+        **of_rows,
         add_bias=add_bias_on_tpu,
         token_multiple=_MULTIPLE,
     )
@@ -165,8 +163,7 @@ def _find_mlp_kernel(x_BND, hidden: int, *, vmem_bytes: int):
     """`forms.FindMlpKernel`: the kernel is of devices that compute their own rows."""
     B, N, D = x_BND.shape
     blocks = mlp.find_blocks(B * N, D, hidden, vmem_bytes)
-    own_rows = jax.sharding.get_abstract_mesh().manual_axes
-    if blocks is None or not own_rows or x_BND.dtype != jnp.bfloat16:
+    if blocks is None or not _has_own_rows(x_BND):
         return None
 
     def kernel(x_RD, params, drawn, **fields):
@@ -174,6 +171,21 @@ def _find_mlp_kernel(x_BND, hidden: int, *, vmem_bytes: int):
         return mlp.mlp(x_RD, mlp.Params(*params), mlp.Drawn(*drawn), spec)
 
     return kernel
+
+
+def _find_projections_kernel(x_BND, *, vmem_bytes: int):
+    """`forms.FindProjectionsKernel`, for the same devices."""
+    B, N, D = x_BND.shape
+    blocks = projections.find_blocks(B * N, D, vmem_bytes)
+    if blocks is None or not _has_own_rows(x_BND):
+        return None
+    return lambda *args, **fields: projections.project(
+        *args, projections.Spec(**fields, blocks=blocks)
+    )
+
+
+def _has_own_rows(x_BND) -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) and x_BND.dtype == jnp.bfloat16
 
 
 def _short_attention(qkv, biases, turns, *, num_keys: int):

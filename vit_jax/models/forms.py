@@ -29,10 +29,14 @@ AttentionKernel = Callable[..., jax.Array]
 # None: there is no kernel for such tokens.
 FindMlpKernel = Callable[[jax.Array, int], Callable | None]
 
+# find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD, v_RD, x_RD): the norm
+# before attention and its projections, of R = B N rows; see `kernels.projections`. None: as above.
+FindProjectionsKernel = Callable[[jax.Array], Callable | None]
 
-def no_mlp_kernel(x_BND, hidden):
-    """A `FindMlpKernel` that finds none."""
-    del x_BND, hidden
+
+def no_kernel(x_BND, *sizes):
+    """A `FindMlpKernel` and a `FindProjectionsKernel` that finds none."""
+    del x_BND, sizes
 
 
 def add_bias_plainly(x, bias_D):
@@ -108,6 +112,8 @@ class BlockOps:
     attend: attention, see `attention.Attend`.
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
     find_mlp_kernel: of MLPs without gate and inner norm, see `FindMlpKernel`.
+    find_projections_kernel: of attention's input, beside an `attention_kernel`; see
+      `FindProjectionsKernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
     draw_bytes: random bytes for the masks of dropout.
@@ -117,7 +123,8 @@ class BlockOps:
 
     attend: Attend = dot_product_attention
     attention_kernel: AttentionKernel | None = None
-    find_mlp_kernel: FindMlpKernel = no_mlp_kernel
+    find_mlp_kernel: FindMlpKernel = no_kernel
+    find_projections_kernel: FindProjectionsKernel = no_kernel
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
     draw_bytes: DrawBytes = threefry_bytes

@@ -226,7 +226,9 @@ class EncoderBlock(BlockFields, nn.Module):
 
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
-        y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
+        kernel = self._find_projections_kernel(x_BND)
+        if kernel is None:
+            y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
         attention_class: Callable[..., nn.Module] = Attention
         if self.forms.attention_kernel is not None:
             attention_class = partial(KernelAttention, num_keys=self.num_tokens)
@@ -242,10 +244,12 @@ class EncoderBlock(BlockFields, nn.Module):
             name="attention",
             **common,
         )
-        z_BND = self.mix(
-            attention, y_BND, relative=relative, turns=turns,
-            scale_D=scale("scale_attention"), train=train,
-        )  # fmt: skip
+        fields = {"turns": turns, "scale_D": scale("scale_attention"), "train": train}
+        if kernel is None:
+            z_BND = self.mix(attention, y_BND, relative=relative, **fields)
+        else:
+            params = NormParams(self.norm, name="norm_attention")(x_BND.shape[-1])
+            z_BND, x_BND = attention(x_BND, x_BND, by_rows=(params, kernel), **fields)
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND)
@@ -261,6 +265,12 @@ class EncoderBlock(BlockFields, nn.Module):
         inner = {"gated": self.gated_mlp, "norm": self.norm if self.mlp_norm else None}
         mlp = Mlp(self.mlp_dim, name="mlp", **inner, **mlp_fields, **common)
         return add(x_BND, mlp(y_BND, **last)), None
+
+    @nn.nowrap
+    def _find_projections_kernel(self, x_BND):
+        if self.parallel or self.qk_norm or self.lora_rank is not None:
+            return None
+        return self.forms.find_projections_kernel(x_BND)
 
     @nn.nowrap
     def _find_mlp_kernel(self, x_BND):
