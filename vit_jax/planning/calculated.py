@@ -29,6 +29,7 @@ from vit_jax.objectives import objective_of
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
+from vit_jax.planning.kernel_cycles import find_kernels
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
@@ -151,11 +152,11 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     Args:
       alone: the config for one device and its images.
     """
-    experiment, jaxpr = _trace(
-        _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
-    )
+    traced = _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
+    experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
     splits = choose_exchange(*chosen).splits_params
+    jaxpr = _trace(traced, own_rows=splits)
     experiment = dataclasses.replace(
         experiment,
         abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
@@ -188,16 +189,18 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     on_tpu = not target.chip.is_gpu
     peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
     if splits:
-        peak += _shares_bytes(experiment, alone.global_batch_size // num_microbatches(alone))
+        has_kernel = any(kernel.name == "mlp_backward" for kernel in find_kernels(jaxpr))
+        images = 0 if has_kernel else alone.global_batch_size // num_microbatches(alone)
+        peak += _shares_bytes(experiment, images)
     return experiment, peak
 
 
 def _shares_bytes(experiment: Experiment, images: int) -> int:
     """What a step of `exchange.share_gradients` holds beyond the jaxpr of one device.
 
-    Whole weights and whole gradients in the dtype of computation; and of each MLP the gradients of
-    its hidden units and its output, as the compiler puts products for weights off to the end, to
-    compute behind the exchanges: 1.5 GiB more for B/16, 4.1 for L/16 (64 images, v5e:4x4).
+    Whole weights and whole gradients in the dtype of computation; and of each MLP without kernel
+    the gradients of its hidden units and its output for so many images, as the compiler puts
+    products for weights off to the end, to compute behind the exchanges.
     """
     model, state = experiment.model, experiment.abstract_state
     values = 2 * sum(
@@ -216,18 +219,29 @@ class _Alone:
     target: Target = dataclasses.field(compare=False)
 
 
+def _mesh_of_one(target: Target) -> Mesh:
+    return make_mesh(**dict.fromkeys(AXES, 1), devices=describe_devices(target)[:1])
+
+
 @functools.lru_cache(maxsize=8)
-def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
-    """The experiment on one device, and the jaxpr of its gradients."""
-    device = describe_devices(alone.target)[:1]
-    mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
-    experiment = planned_experiment(alone.config, mesh)
+def _experiment_of(alone: _Alone) -> Experiment:
+    return planned_experiment(alone.config, _mesh_of_one(alone.target))
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
+    """The jaxpr of the gradients on one device; `own_rows`: with the kernels of such devices."""
+    experiment = _experiment_of(alone)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
     def gradients(*args):
         return experiment.watched_step(*args)[0].opt_state[0]
 
+    mesh = _mesh_of_one(alone.target)
+    if own_rows:
+        specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+        gradients = jax.shard_map(gradients, mesh=mesh, **specs)
     with jax.set_mesh(mesh):
         traced = jax.make_jaxpr(gradients)(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
-    return experiment, live
+    return live
