@@ -119,15 +119,15 @@ TRUNK = r".*layer_[0-2]/.*|embedding/.*|pos_embedding|class_token"
 @pytest.mark.parametrize(
     ("changes", "topology", "compiled"),
     [
-        ({}, "v5e:4x4", 1_316_000_000),
-        ({"model.stochastic_depth": 0.1}, "v5e:4x4", 992_693_760),
-        ({"model.stochastic_depth": 0.1}, "v6e:4x4", 985_206_144),
+        ({}, "v5e:4x4", 965_062_144),
+        ({"model.stochastic_depth": 0.1}, "v5e:4x4", 1_103_629_824),
+        ({"model.stochastic_depth": 0.1}, "v6e:4x4", 1_123_126_656),
         ({"model.remat": "full"}, "v5e:4x4", 465_964_544),
         ({"model.remat": "dots"}, "v5e:4x4", 971_558_400),
-        ({"model.scan": True}, "v5e:4x4", 2_406_751_232),
+        ({"model.scan": True}, "v5e:4x4", 1_268_603_904),
         ({"model.scan": True, "model.remat": "dots"}, "v5e:4x4", 1_087_020_032),
         ({"model.scan": True, "model.remat": "full"}, "v5e:4x4", 502_995_968),
-        ({"model.depth": 6, "optimizer.freeze": TRUNK}, "v5e:4x4", 827_170_304),
+        ({"model.depth": 6, "optimizer.freeze": TRUNK}, "v5e:4x4", 929_570_304),
     ],
 )
 def test_peaks_are_close_to_the_compilers(changes, topology, compiled):

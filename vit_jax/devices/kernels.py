@@ -78,10 +78,9 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
     of_rows = {}
     if model.remat == "none":  # to compute again takes less time with the products apart
-        vmem_bytes = _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
         of_rows = {
-            "find_mlp_kernel": partial(_find_mlp_kernel, vmem_bytes=vmem_bytes),
-            "find_projections_kernel": partial(_find_projections_kernel, vmem_bytes=vmem_bytes),
+            "find_mlp_kernel": partial(_find_mlp_kernel, mesh=mesh),
+            "find_projections_kernel": partial(_find_projections_kernel, mesh=mesh),
         }
     return BlockOps(
         attention_kernel=partial(_tpu_attention, mesh=mesh),
@@ -159,33 +158,52 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     return on_all
 
 
-def _find_mlp_kernel(x_BND, hidden: int, *, vmem_bytes: int):
-    """`forms.FindMlpKernel`: the kernel is of devices that compute their own rows."""
-    B, N, D = x_BND.shape
-    blocks = mlp.find_blocks(B * N, D, hidden, vmem_bytes)
-    if blocks is None or not _has_own_rows(x_BND):
+def _find_mlp_kernel(x_BND, hidden: int, *, mesh: Mesh):
+    """`forms.FindMlpKernel` on the devices of `mesh`."""
+    blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden)
+    if blocks is None:
         return None
 
     def kernel(x_RD, params, drawn, **fields):
-        spec = mlp.Spec(**fields, blocks=blocks)
-        return mlp.mlp(x_RD, mlp.Params(*params), mlp.Drawn(*drawn), spec)
+        spec, rows = mlp.Spec(**fields, blocks=blocks), P(BATCH_AXES)
+        args = x_RD, mlp.Params(*params), mlp.Drawn(*drawn)
+        return _on_rows(partial(mlp.mlp, spec=spec), mesh, (rows, P(), rows))(*args)
 
     return kernel
 
 
-def _find_projections_kernel(x_BND, *, vmem_bytes: int):
-    """`forms.FindProjectionsKernel`, for the same devices."""
-    B, N, D = x_BND.shape
-    blocks = projections.find_blocks(B * N, D, vmem_bytes)
-    if blocks is None or not _has_own_rows(x_BND):
+def _find_projections_kernel(x_BND, *, mesh: Mesh):
+    """`forms.FindProjectionsKernel` on the devices of `mesh`."""
+    blocks = projections.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1])
+    if blocks is None:
         return None
-    return lambda *args, **fields: projections.project(
-        *args, projections.Spec(**fields, blocks=blocks)
+
+    def kernel(*args, **fields):
+        spec = projections.Spec(**fields, blocks=blocks)
+        compute = partial(projections.project, spec=spec)
+        return _on_rows(compute, mesh, (P(BATCH_AXES), P(), P()))(*args)
+
+    return kernel
+
+
+def _rows_in_vmem(x_BND, mesh: Mesh) -> tuple[int, int]:
+    """The rows of a device, 0 where it has no kernel of rows, and the bytes of a core's VMEM."""
+    B, N, _ = x_BND.shape
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        is_split = max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1 or B % mesh.size
+        B = 0 if is_split else B // mesh.size
+    if x_BND.dtype != jnp.bfloat16:
+        B = 0
+    return B * N, _VMEM_MIB.get(mesh.devices.flat[0].device_kind, 0) * 2**20
+
+
+def _on_rows(compute: Callable, mesh: Mesh, specs: tuple) -> Callable:
+    """`compute` on every device's rows, unless it computes its own already; see `_on_devices`."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return compute
+    return jax.shard_map(
+        compute, mesh=mesh, in_specs=specs, out_specs=P(BATCH_AXES), check_vma=False
     )
-
-
-def _has_own_rows(x_BND) -> bool:
-    return bool(jax.sharding.get_abstract_mesh().manual_axes) and x_BND.dtype == jnp.bfloat16
 
 
 def _short_attention(qkv, biases, turns, *, num_keys: int):

@@ -98,13 +98,16 @@ class NormParams(nn.Module):
 class KernelMlp(Mlp):
     """x plus its `Mlp` by a kernel, which also computes the norm before, by its `NormParams`.
 
-    `norm` is that norm. `factor_B11`, unless None, multiplies the branch of each image.
+    `norm` is that norm, and `kernel` is one of `forms.FindMlpKernel`. `factor_B11`, unless None,
+    multiplies the branch of each image.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
 
     @nn.compact
-    def __call__(self, x_BND, norm_params, kernel, factor_B11, *, scale_D=None, train=False):
+    def __call__(
+        self, x_BND, *, scale_D=None, train=False, norm_params=(), kernel=None, factor_B11=None
+    ):  # fmt: skip
         (B, N, D), F = x_BND.shape, self.mlp_dim
 
         def draw(columns, axis):
@@ -226,7 +229,7 @@ class EncoderBlock(BlockFields, nn.Module):
 
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
-        kernel = self._find_projections_kernel(x_BND)
+        y_BND, kernel = x_BND, self._find_projections_kernel(x_BND)
         if kernel is None:
             y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
         attention_class: Callable[..., nn.Module] = Attention
@@ -253,17 +256,23 @@ class EncoderBlock(BlockFields, nn.Module):
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND)
-        mlp_fields = {"gelu": self.gelu, "norm_eps": self.norm_eps, "dropout": self.dropout}
+        common |= {"gelu": self.gelu, "norm_eps": self.norm_eps, "dropout": self.dropout}
         last = {"scale_D": scale("scale_mlp"), "train": train}
         kernel = self._find_mlp_kernel(x_BND)
         if kernel is not None:
             params = NormParams(self.norm, name="norm_mlp")(x_BND.shape[-1])
-            mlp = KernelMlp(self.mlp_dim, norm=self.norm, name="mlp", **mlp_fields, **common)
-            return mlp(x_BND, params, kernel, draw_depth(), **last), None
+            branch = {"norm_params": params, "kernel": kernel, "factor_B11": draw_depth()}
+            mlp: Mlp = KernelMlp(self.mlp_dim, norm=self.norm, name="mlp", **common)
+            return mlp(x_BND, **branch, **last), None
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
-        inner = {"gated": self.gated_mlp, "norm": self.norm if self.mlp_norm else None}
-        mlp = Mlp(self.mlp_dim, name="mlp", **inner, **mlp_fields, **common)
+        mlp = Mlp(
+            self.mlp_dim,
+            gated=self.gated_mlp,
+            norm=self.norm if self.mlp_norm else None,
+            name="mlp",
+            **common,
+        )
         return add(x_BND, mlp(y_BND, **last)), None
 
     @nn.nowrap
@@ -274,7 +283,8 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.nowrap
     def _find_mlp_kernel(self, x_BND):
-        if self.parallel or self.gated_mlp or self.mlp_norm:
+        # A kernel would compute the gradients that the adapters of attention spare.
+        if self.parallel or self.gated_mlp or self.mlp_norm or self.lora_rank is not None:
             return None
         return self.forms.find_mlp_kernel(x_BND, self.mlp_dim)
 

@@ -152,7 +152,9 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     Args:
       alone: the config for one device and its images.
     """
-    traced = _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
+    is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
+    text = f"{stored_config.to_json(alone)} {target.slice.chip} {is_whole}"
+    traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
     experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
     splits = choose_exchange(*chosen).splits_params
@@ -216,16 +218,22 @@ class _Alone:
 
     text: str
     config: ConfigDict = dataclasses.field(compare=False)
-    target: Target = dataclasses.field(compare=False)
+    mesh: Mesh = dataclasses.field(compare=False)
 
 
-def _mesh_of_one(target: Target) -> Mesh:
-    return make_mesh(**dict.fromkeys(AXES, 1), devices=describe_devices(target)[:1])
+def _mesh_of_one(target: Target, is_whole: bool) -> Mesh:
+    """A mesh of one device; unless a device holds whole kernels, it has no name, and no kernels of
+    rows (`devices.kernels`).
+    """
+    device = describe_devices(target)[0]
+    if not is_whole:
+        device = dataclasses.replace(device, device_kind="")
+    return make_mesh(**dict.fromkeys(AXES, 1), devices=[device])
 
 
 @functools.lru_cache(maxsize=8)
 def _experiment_of(alone: _Alone) -> Experiment:
-    return planned_experiment(alone.config, _mesh_of_one(alone.target))
+    return planned_experiment(alone.config, alone.mesh)
 
 
 @functools.lru_cache(maxsize=8)
@@ -237,11 +245,10 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     def gradients(*args):
         return experiment.watched_step(*args)[0].opt_state[0]
 
-    mesh = _mesh_of_one(alone.target)
     if own_rows:
         specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-        gradients = jax.shard_map(gradients, mesh=mesh, **specs)
-    with jax.set_mesh(mesh):
+        gradients = jax.shard_map(gradients, mesh=alone.mesh, **specs)
+    with jax.set_mesh(alone.mesh):
         traced = jax.make_jaxpr(gradients)(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
     return live

@@ -94,10 +94,16 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
             out, _ = block.apply({"params": params}, *args)
             return out[:, :num_tokens].astype(jnp.float32)
 
+        compute_rows = apply
         if block.forms != plain_forms and mesh.shape["tensor"] == 1:
-            specs = {"in_specs": (P(), P(BATCH_AXES)), "out_specs": P(BATCH_AXES)}
-            apply = jax.shard_map(apply, mesh=mesh, check_vma=False, **specs)
-        out, vjp = jax.vjp(apply, params, x)
+            compute_rows = jax.shard_map(
+                apply,
+                mesh=mesh,
+                in_specs=(P(), P(BATCH_AXES)),
+                out_specs=P(BATCH_AXES),
+                check_vma=False,
+            )
+        out, vjp = jax.vjp(compute_rows, params, x)
         grad_params, grad_x = vjp(g[:, :num_tokens])
         return {"output": out, "gradient of input": grad_x, "gradient of params": grad_params}
 

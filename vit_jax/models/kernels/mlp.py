@@ -73,7 +73,7 @@ class Drawn(NamedTuple):
     factor_R1: jax.Array | None = None
 
 
-def find_blocks(rows: int, width: int, hidden: int, vmem_bytes: int) -> Blocks | None:
+def find_blocks(rows: int, vmem_bytes: int, width: int, hidden: int) -> Blocks | None:
     """Blocks of so many rows; None: the kernel does not take these sizes in so much VMEM."""
     if width % LANES or hidden % LANES:
         return None

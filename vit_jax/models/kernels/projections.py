@@ -36,7 +36,7 @@ class Spec(NamedTuple):
     blocks: Blocks
 
 
-def find_blocks(rows: int, width: int, vmem_bytes: int) -> Blocks | None:
+def find_blocks(rows: int, vmem_bytes: int, width: int) -> Blocks | None:
     """Blocks of so many rows; None: the kernel does not take these sizes in so much VMEM."""
     if width % LANES:
         return None

@@ -26,9 +26,9 @@ class Blocks(NamedTuple):
 
     @classmethod
     def fitting(cls, rows: int, fixed: int, of_row: int, vmem_bytes: int) -> "Blocks | None":
-        """Largest blocks for `fixed` bytes and `of_row` bytes a row in so much VMEM; None: none."""
+        """The largest that fit with `fixed` bytes and `of_row` bytes a row; None: none does."""
         for block in range(_MOST_ROWS, LANES - 1, -_ROWS_MULTIPLE):
-            if rows % block == 0 and fixed + block * of_row <= _SHARE_OF_VMEM * vmem_bytes:
+            if rows and rows % block == 0 and fixed + block * of_row <= _SHARE_OF_VMEM * vmem_bytes:
                 return cls(rows, block, vmem_bytes)
         return None
 
@@ -57,7 +57,7 @@ def whole_sum(*shape: int) -> jax.ShapeDtypeStruct:
 
 def dot(x, y, axes=(1, 0)):
     """The product of two matrices over these axes, in float32."""
-    over = tuple((axis,) for axis in axes)
+    over = (axes[:1], axes[1:])
     return lax.dot_general(x, y, (over, ((), ())), preferred_element_type=jnp.float32)
 
 
