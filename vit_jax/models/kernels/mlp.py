@@ -32,8 +32,38 @@ from vit_jax.models.kernels.rows import (
 )
 
 _CHUNK = 1536  # most hidden units at once
-# Vector units have an instruction for tanh, and none for the exponential's division.
-_FORMS = activations(lambda z: 0.5 + 0.5 * jnp.tanh(0.5 * z))
+
+
+def _sigmoid(z):
+    # Vector units have an instruction for tanh, and none for a division.
+    return 0.5 + 0.5 * jnp.tanh(0.5 * z)
+
+
+# The normal distribution is nearly the sigmoid of z times a polynomial in z^2. With these
+# coefficients GELU errs by 2e-5 at most and its derivative by 4e-5, below the rounding of bfloat16.
+_NORMAL = 1.59535832, 7.3381810e-2, -4.7265200e-4, -2.1610193e-5
+_MOST_SQUARE = 36.0  # beyond it the sigmoid is 0 or 1
+
+
+def _normal_share(z):
+    square = jnp.minimum(z * z, _MOST_SQUARE)
+    return _sigmoid(z * _polynomial(_NORMAL, square))
+
+
+def _normal_slope(z):
+    square, s = jnp.minimum(z * z, _MOST_SQUARE), _normal_share(z)
+    of_derivative = tuple((2 * i + 1) * c for i, c in enumerate(_NORMAL))
+    return s + z * s * (1 - s) * _polynomial(of_derivative, square)
+
+
+def _polynomial(coefficients, x):
+    *others, total = coefficients
+    for coefficient in reversed(others):
+        total = total * x + coefficient
+    return total
+
+
+_FORMS = activations(_sigmoid) | {"exact": (_normal_share, _normal_slope)}
 
 
 class Spec(NamedTuple):
