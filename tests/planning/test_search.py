@@ -76,7 +76,7 @@ def planned(monkeypatch, pytestconfig):
         facts.calculated.append((fsdp, scan, again))
         return {
             "memory_bytes": memory_of(config, target, 1.0, uncertainty=UNCERTAINTY),
-            "recomputed": again / DEPTH + 0.05 * scan, "exchange_s": (facts.waits[fsdp], 0.0),
+            "recomputed": again / DEPTH + 0.05 * scan, "without_kernels_s": 0.0, "exchange_s": (facts.waits[fsdp], 0.0),
             "uneven": fsdp in facts.uneven,
         }  # fmt: skip
 

@@ -19,6 +19,7 @@ from vit_jax.base import tree
 from vit_jax.config import num_microbatches, with_values
 from vit_jax.config import stored as stored_config
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices.flops import jaxpr_flops
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.experiment.durations import in_steps
 from vit_jax.experiment.exchange import choose_exchange
@@ -36,6 +37,9 @@ from vit_jax.run.teachers import planned_experiment
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
+# Of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and L/16
+# 0.23; fewer images lose less.
+_LOST_WITHOUT_KERNELS = 0.15
 _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
@@ -93,6 +97,8 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     """What ranks the layout of `config`, in as little time as `calculate_memory`, which it has.
 
     recomputed: share of the layers that the backward pass computes again; a scan adds a little.
+    without_kernels_s: seconds that a TPU loses where layers have no kernels of rows
+      (`devices.kernels`), which need whole parameters on each device.
     exchange_s: seconds of the exchanges of weights, gradients and updates that add to a step, and
       of those behind computation. Those of activations depend on no open key of the mesh.
     uneven: whether a TPU's share of a matrix that fsdp splits ends within a tile.
@@ -101,7 +107,9 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
       InputError: the config does not suit the target.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment, memory = _lay_out(config, target)
+    experiment, memory, jaxpr = _lay_out(config, target)
+    is_lost = not (target.chip.is_gpu or _has_kernel(jaxpr, "projections_forward"))
+    lost = _LOST_WITHOUT_KERNELS * is_lost
     table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
@@ -112,6 +120,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,
         "exchange_s": (added, hidden),
+        "without_kernels_s": lost * jaxpr_flops(jaxpr) / target.chip.peak_flops,
         "uneven": not target.chip.is_gpu and any(_is_uneven(leaf) for leaf in leaves),
     }
 
@@ -122,8 +131,10 @@ def _is_uneven(leaf: jax.ShapeDtypeStruct) -> bool:
     return leaf.ndim <= 3 and any(size % _ROWS for size, axes in parts if "fsdp" in axes_of(axes))
 
 
-def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any]]:
-    """An experiment whose state is on the config's mesh, and the memory of its step."""
+def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any], Jaxpr]:
+    """An experiment whose state is on the config's mesh, the memory of its step, and the jaxpr of
+    its gradients on one device.
+    """
     mesh = plan_mesh(config, target, describe_devices(target))
     # Durations in steps, as the epochs of a smaller batch have more of them.
     alone = with_values(config, in_steps(config))
@@ -133,18 +144,26 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     alone.data.order, alone.data.streams, alone.data.repeats = "record", None, 1
     alone.mesh.update(dict.fromkeys(AXES, 1))
     layers, alone.model.remat_layers = config.model.remat_layers, None
-    experiment, temporaries = _count_temporaries(alone, target, mesh)
+    experiment, temporaries, jaxpr = _count_temporaries(alone, target, mesh)
     if layers is not None:  # between none and all of them, in proportion
         alone.model.remat = "none"
-        _, without = _count_temporaries(alone, target, mesh)
+        _, without, _ = _count_temporaries(alone, target, mesh)
         temporaries = without + (temporaries - without) * layers // experiment.model.depth
     memory = state_bytes(experiment) | {"temporaries": temporaries}
     memory["peak"] = sum(memory.values())
-    return experiment, memory | judge(memory["peak"], target, uncertainty=UNCERTAINTY)
+    memory |= judge(memory["peak"], target, uncertainty=UNCERTAINTY)
+    return experiment, memory, jaxpr
 
 
-def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[Experiment, int]:
-    """The experiment with its state on `mesh`, and the peak of the temporaries of its gradients.
+def _has_kernel(jaxpr: Jaxpr, name: str) -> bool:
+    return any(kernel.name == name for kernel in find_kernels(jaxpr))
+
+
+def _count_temporaries(
+    alone: ConfigDict, target: Target, mesh: Mesh
+) -> tuple[Experiment, int, Jaxpr]:
+    """The experiment with its state on `mesh`, the peak of the temporaries of its gradients, and
+    their jaxpr.
 
     Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
     TPUs if data has several devices; else the TPU compiler sums them whole.
@@ -191,10 +210,10 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     on_tpu = not target.chip.is_gpu
     peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
     if splits:
-        has_kernel = any(kernel.name == "mlp_backward" for kernel in find_kernels(jaxpr))
-        images = 0 if has_kernel else alone.global_batch_size // num_microbatches(alone)
+        images = alone.global_batch_size // num_microbatches(alone)
+        images *= not _has_kernel(jaxpr, "mlp_backward")
         peak += _shares_bytes(experiment, images)
-    return experiment, peak
+    return experiment, peak, jaxpr
 
 
 def _shares_bytes(experiment: Experiment, images: int) -> int:

@@ -227,9 +227,9 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
     Fewer recomputed layers are faster than any mesh; then comes a mesh that splits weights into
-    whole tiles, and whose exchanges add least to a step. Where no compiler refuses a layout, as
-    for GPUs, those that may not fit come last. Without `auto` it is the config in its own layout,
-    and if none may fit, in that of least memory.
+    whole tiles, and whose exchanges and layers without kernels add least to a step. Where no
+    compiler refuses a layout, as for GPUs, those that may not fit come last. Without `auto` it is
+    the config in its own layout, and if none may fit, in that of least memory.
     """
     if not config.auto:
         return [config]
@@ -238,8 +238,9 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     for changes, figures in _layouts(config, target, calculate):
         memory = figures["memory_bytes"]
         risk = not target.is_compiled_for and memory["may_not_fit"]
-        waits, peak = figures["exchange_s"], memory["peak"]
-        order = not memory["fits"], risk, figures["recomputed"], figures["uneven"], waits, peak
+        (added, hidden), peak = figures["exchange_s"], memory["peak"]
+        adds = added + figures["without_kernels_s"], hidden
+        order = not memory["fits"], risk, figures["recomputed"], figures["uneven"], adds, peak
         found.append((order, with_values(config, changes)))
     found.sort(key=lambda each: each[0])
     least = min(found, key=lambda each: each[0][-1])[1]
