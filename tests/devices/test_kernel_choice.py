@@ -188,7 +188,7 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
 @pytest.mark.parametrize(
     ("fields", "asked"),
     [
-        ({"gated_mlp": True}, ["projections"]),
+        ({"gated_mlp": True}, ["projections", "mlp"]),
         ({"mlp_norm": True}, ["projections"]),
         ({"qk_norm": True}, ["mlp"]),
         ({"lora_rank": 2}, []),

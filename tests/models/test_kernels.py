@@ -175,9 +175,10 @@ def test_bias_and_its_gradient():
 
 
 @pytest.mark.parametrize(
-    ("gelu", "norm", "random"), [("tanh", "layer", True), ("exact", "rms", False)]
+    ("gelu", "norm", "random", "gated"),
+    [("tanh", "layer", True, False), ("exact", "rms", False, False), ("silu", "layer", True, True)],
 )
-def test_mlp(gelu, norm, random):
+def test_mlp(gelu, norm, random, gated):
     """The branch of two blocks of rows, with dropout and stochastic depth and without."""
     R, D, F = 256, 128, 384
     spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, Blocks(R, 128, 2**27))
@@ -186,14 +187,20 @@ def test_mlp(gelu, norm, random):
     if random:
         bytes_RF, bytes_RD = (draw.integers(0, 256, (R, n), np.uint8) for n in (F, D))
         drawn = mlp.Drawn(bytes_RF, bytes_RD, np.float32(draw.uniform(0, 2, (R, 1))))
-    shapes = (D,), (D,), (D, F), (F,), (F, D), (D,)
+    shapes = [(D,), (D,), (D, F), (F,), (F, D), (D,), (D, F), (F,)][: 8 if gated else 6]
     params = tuple(normal(*shape, seed=i) * shape[0] ** -0.5 for i, shape in enumerate(shapes))
 
     def exact(x, params):
-        scale, shift, up, up_bias, down, down_bias = (p if p.ndim == 2 else p[None] for p in params)
+        scale, shift, up, up_bias, down, down_bias, *gate = (
+            p if p.ndim == 2 else p[None] for p in params
+        )
         centred = x - x.mean(1, keepdims=True) if norm == "layer" else x
         normed = centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + 1e-6) * scale + shift
-        y = jax.nn.gelu(normed @ up + up_bias, approximate=gelu == "tanh")
+        y = normed @ up + up_bias
+        if gated:
+            y *= jax.nn.silu(normed @ gate[0] + gate[1])
+        else:
+            y = jax.nn.gelu(y, approximate=gelu == "tanh")
         if random:
             y = drop(y, drawn.bytes_RF <= most_kept(0.3), 0.3)
         y = y @ down + down_bias

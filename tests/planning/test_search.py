@@ -53,7 +53,13 @@ def planned(monkeypatch, pytestconfig):
     `uneven`: the values of fsdp that split tiles.
     """
     facts = types.SimpleNamespace(
-        by_layer=0.5, error=1.0, waits={1: 3, 4: 2, 16: 1}, uneven=(), compiled=[], calculated=[]
+        by_layer=0.5,
+        error=1.0,
+        waits={1: 3, 4: 2, 16: 1},
+        uneven=(),
+        lost=0.0,
+        compiled=[],
+        calculated=[],
     )
 
     def recomputed(m):
@@ -76,7 +82,8 @@ def planned(monkeypatch, pytestconfig):
         facts.calculated.append((fsdp, scan, again))
         return {
             "memory_bytes": memory_of(config, target, 1.0, uncertainty=UNCERTAINTY),
-            "recomputed": again / DEPTH + 0.05 * scan, "without_kernels_s": 0.0, "exchange_s": (facts.waits[fsdp], 0.0),
+            "recomputed": again / DEPTH + 0.05 * scan, "exchange_s": (facts.waits[fsdp], 0.0),
+            "without_kernels_s": facts.lost if fsdp > 1 else 0.0,
             "uneven": fsdp in facts.uneven,
         }  # fmt: skip
 
@@ -193,6 +200,12 @@ def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits,
         for c in layouts
     ]
     assert found[: len(ranked)] == ranked and not planned.compiled
+
+
+@pytest.mark.parametrize(("lost", "first"), [(1.9, 16), (2.1, 1)])
+def test_a_mesh_with_kernels_comes_first_if_they_gain_more_than_it_waits(planned, lost, first):
+    planned.by_layer, planned.lost = 0.1, lost
+    assert rank_layouts(config_of(), SIXTEEN)[0].mesh.fsdp == first
 
 
 def test_no_mesh_that_splits_tiles_comes_first(planned):

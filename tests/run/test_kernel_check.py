@@ -62,7 +62,7 @@ def test_the_kernel_of_an_mlp_is_checked(mesh):
         hidden = jax.nn.gelu(jnp.tanh(x) @ up + up_bias.astype(x.dtype)[None])
         return x + hidden @ down
 
-    forms = BlockOps(find_mlp_kernel=lambda x, hidden: kernel)
+    forms = BlockOps(find_mlp_kernel=lambda *_: kernel)
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
     attention = BlockOps(attention_kernel=lambda qkv, *_: qkv[2], token_multiple=8)
     forms = dataclasses.replace(attention, find_mlp_kernel=forms.find_mlp_kernel)

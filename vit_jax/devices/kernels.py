@@ -158,9 +158,9 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     return on_all
 
 
-def _find_mlp_kernel(x_BND, hidden: int, *, mesh: Mesh):
+def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
     """`forms.FindMlpKernel` on the devices of `mesh`."""
-    blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden)
+    blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
     if blocks is None:
         return None
 

@@ -24,10 +24,10 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 # others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
-# find(x_BND, F) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch of an MLP with F
-# hidden units, from its norm to the residual, of R = B N rows; see `kernels.mlp` for the arguments.
-# None: there is no kernel for such tokens.
-FindMlpKernel = Callable[[jax.Array, int], Callable | None]
+# find(x_BND, F, gated) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch of an MLP
+# with F hidden units, from its norm to the residual, of R = B N rows; see `kernels.mlp` for the
+# arguments. None: there is no kernel for such tokens.
+FindMlpKernel = Callable[[jax.Array, int, bool], Callable | None]
 
 # find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD, v_RD, x_RD): the norm
 # before attention and its projections, of R = B N rows; see `kernels.projections`. None: as above.
@@ -111,7 +111,7 @@ class BlockOps:
 
     attend: attention, see `attention.Attend`.
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
-    find_mlp_kernel: of MLPs without gate and inner norm, see `FindMlpKernel`.
+    find_mlp_kernel: of MLPs without inner norm, see `FindMlpKernel`.
     find_projections_kernel: of attention's input, beside an `attention_kernel`; see
       `FindProjectionsKernel`.
     multiply: of dense layers in a block, see `Multiply`.

@@ -117,6 +117,8 @@ class KernelMlp(Mlp):
 
         layer = partial(ProductParams, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
         params = *norm_params, *layer(F, name="up")(D), *layer(D, name="down")(F, scale_D)
+        if self.gated:
+            params += layer(F, name="gate")(D)
         drawn = [draw(F, "tensor"), draw(D, None)]
         if factor_B11 is not None:
             factor_BN1 = jnp.broadcast_to(factor_B11.astype(jnp.float32), (B, N, 1))
@@ -256,23 +258,23 @@ class EncoderBlock(BlockFields, nn.Module):
         dropout = Dropout(self.dropout, self.forms.draw_bytes)
         z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND)
-        common |= {"gelu": self.gelu, "norm_eps": self.norm_eps, "dropout": self.dropout}
+        mlp_fields = common | {
+            "gelu": self.gelu,
+            "gated": self.gated_mlp,
+            "norm_eps": self.norm_eps,
+            "dropout": self.dropout,
+            "name": "mlp",
+        }
         last = {"scale_D": scale("scale_mlp"), "train": train}
         kernel = self._find_mlp_kernel(x_BND)
         if kernel is not None:
             params = NormParams(self.norm, name="norm_mlp")(x_BND.shape[-1])
             branch = {"norm_params": params, "kernel": kernel, "factor_B11": draw_depth()}
-            mlp: Mlp = KernelMlp(self.mlp_dim, norm=self.norm, name="mlp", **common)
+            mlp: Mlp = KernelMlp(self.mlp_dim, norm=self.norm, **mlp_fields)
             return mlp(x_BND, **branch, **last), None
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
-        mlp = Mlp(
-            self.mlp_dim,
-            gated=self.gated_mlp,
-            norm=self.norm if self.mlp_norm else None,
-            name="mlp",
-            **common,
-        )
+        mlp = Mlp(self.mlp_dim, norm=self.norm if self.mlp_norm else None, **mlp_fields)
         return add(x_BND, mlp(y_BND, **last)), None
 
     @nn.nowrap
@@ -284,9 +286,9 @@ class EncoderBlock(BlockFields, nn.Module):
     @nn.nowrap
     def _find_mlp_kernel(self, x_BND):
         # A kernel would compute the gradients that the adapters of attention spare.
-        if self.parallel or self.gated_mlp or self.mlp_norm or self.lora_rank is not None:
+        if self.parallel or self.mlp_norm or self.lora_rank is not None:
             return None
-        return self.forms.find_mlp_kernel(x_BND, self.mlp_dim)
+        return self.forms.find_mlp_kernel(x_BND, self.mlp_dim, self.gated_mlp)
 
     @nn.nowrap
     def mix(self, attention, y_BND, **kwargs):

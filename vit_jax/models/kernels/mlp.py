@@ -11,6 +11,7 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eq. 3.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -81,7 +82,10 @@ class Spec(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Of the norm (D,) and both layers; the kernels in bfloat16, the others in float32."""
+    """Of the norm (D,) and the layers; the kernels in bfloat16, the others in float32.
+
+    With a gate, its activation multiplies the hidden units; without, they are activated themselves.
+    """
 
     scale_D: jax.Array
     shift_D: jax.Array
@@ -89,6 +93,8 @@ class Params(NamedTuple):
     up_F: jax.Array
     down_FD: jax.Array
     down_D: jax.Array
+    gate_DF: jax.Array | None = None
+    gate_F: jax.Array | None = None
 
 
 class Drawn(NamedTuple):
@@ -103,20 +109,24 @@ class Drawn(NamedTuple):
     factor_R1: jax.Array | None = None
 
 
-def find_blocks(rows: int, vmem_bytes: int, width: int, hidden: int) -> Blocks | None:
+def find_blocks(
+    rows: int, vmem_bytes: int, width: int, hidden: int, gated: bool = False
+) -> Blocks | None:
     """Blocks of so many rows; None: the kernel does not take these sizes in so much VMEM."""
     if width % LANES or hidden % LANES:
         return None
     # Kernels and their gradients in bfloat16, sums in float32; two blocks of each array of rows,
     # and what the compiler keeps.
-    fixed = width * hidden * (2 * 2 + 2 * 2 + 2 * 4)
-    of_row = 2 * (3 * hidden + 4 * 2 * width) + 4 * (3 * _CHUNK + 2 * width)
+    fixed = (2 + gated) * width * hidden * (2 + 2 + 4)
+    of_row = 2 * ((3 + 2 * gated) * hidden + 4 * 2 * width) + 4 * (3 * _CHUNK + 2 * width)
     return Blocks.fitting(rows, fixed, of_row, vmem_bytes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def mlp(x_RD, params: Params, drawn: Drawn, spec: Spec):
     """x + factor drop(drop(gelu(norm(x) up + bias)) down + bias), if `find_blocks` takes the sizes.
+
+    With a gate gelu(norm(x) gate + bias) (norm(x) up + bias) takes the place of gelu(...).
 
     Args:
       x_RD: bfloat16.
@@ -132,36 +142,41 @@ def mlp(x_RD, params: Params, drawn: Drawn, spec: Spec):
 
 def _forward(x_RD, params, drawn, spec):
     (R, D), F = x_RD.shape, params.up_F.size
-    arrays = _Arrays(params, drawn, spec.blocks)
-    y_RD, hidden_RF = pl.pallas_call(
-        functools.partial(_forward_kernel, spec=spec, drawn=arrays.drawn),
+    arrays, num_hidden = _Arrays(params, drawn, spec.blocks), _num_hidden(params)
+    y_RD, *hidden = pl.pallas_call(
+        functools.partial(_forward_kernel, spec=spec, arrays=arrays),
         in_specs=[spec.blocks.of(D), *arrays.of_params, *arrays.of_drawn],
-        out_specs=[spec.blocks.of(D), spec.blocks.of(F)],
-        out_shape=[x_RD, jax.ShapeDtypeStruct((R, F), x_RD.dtype)],
-        cost_estimate=arrays.cost(x_RD, products=2, arrays=2),
+        out_specs=[spec.blocks.of(D), *[spec.blocks.of(F)] * num_hidden],
+        out_shape=[x_RD, *[jax.ShapeDtypeStruct((R, F), x_RD.dtype)] * num_hidden],
+        cost_estimate=arrays.cost(x_RD, products=1 + num_hidden, arrays=2),
         name="mlp_forward",
         **spec.blocks.options(),
     )(x_RD, *_matrices(params), *_given(drawn))
-    return y_RD, (x_RD, params, drawn, hidden_RF)
+    return y_RD, (x_RD, params, drawn, hidden)
 
 
 def _backward(spec, saved, grad_RD):
-    x_RD, params, drawn, hidden_RF = saved
-    (D, F), of = params.up_DF.shape, spec.blocks.of
-    arrays = _Arrays(params, drawn, spec.blocks)
-    grad_x, grad_up, grad_down_DF, grad_F, grad_3D = pl.pallas_call(
-        functools.partial(_backward_kernel, spec=spec, drawn=arrays.drawn),
-        in_specs=[of(D), *arrays.of_params, of(D), of(F), *arrays.of_drawn],
-        out_specs=[of(D), whole(D, F), whole(D, F), whole(1, F), whole(3, D)],
-        out_shape=[x_RD, params.up_DF, params.up_DF, whole_sum(1, F), whole_sum(3, D)],
-        scratch_shapes=[pltpu.VMEM((D, F), jnp.float32)] * 2,
-        cost_estimate=arrays.cost(x_RD, products=4, arrays=3),
+    x_RD, params, drawn, hidden = saved
+    (D, F), of, num_hidden = params.up_DF.shape, spec.blocks.of, _num_hidden(params)
+    arrays, num_kernels = _Arrays(params, drawn, spec.blocks), 1 + num_hidden
+    grad_x, grad_down_DF, *grads = pl.pallas_call(
+        functools.partial(_backward_kernel, spec=spec, arrays=arrays),
+        in_specs=[
+            of(D), *arrays.of_params, of(D), *[of(F)] * num_hidden, *arrays.of_drawn
+        ],
+        out_specs=[of(D), *[whole(D, F)] * num_kernels, whole(num_hidden, F), whole(3, D)],
+        out_shape=[
+            x_RD, *[params.up_DF] * num_kernels, whole_sum(num_hidden, F), whole_sum(3, D)
+        ],
+        scratch_shapes=[pltpu.VMEM((D, F), jnp.float32)] * num_kernels,
+        cost_estimate=arrays.cost(x_RD, products=2 * num_kernels, arrays=3),
         name="mlp_backward",
         **spec.blocks.options(),
-    )(x_RD, *_matrices(params), grad_RD, hidden_RF, *_given(drawn))
-    grad_scale, grad_shift, grad_D = grad_3D
-    of_params = Params(grad_scale, grad_shift, grad_up, grad_F[0], grad_down_DF.T, grad_D)
-    return grad_x, of_params, None
+    )(x_RD, *_matrices(params), grad_RD, *hidden, *_given(drawn))  # fmt: skip
+    *grad_kernels, grads_F, (grad_scale, grad_shift, grad_D) = grads
+    of_hidden = [x for pair in zip(grad_kernels, grads_F, strict=True) for x in pair]
+    up, gate = of_hidden[:2], of_hidden[2:] or (None, None)
+    return grad_x, Params(grad_scale, grad_shift, *up, grad_down_DF.T, grad_D, *gate), None
 
 
 mlp.defvjp(_forward, _backward)
@@ -171,29 +186,39 @@ def _given(drawn: Drawn) -> list[jax.Array]:
     return [x for x in drawn if x is not None]
 
 
+def _num_hidden(params: Params) -> int:
+    """The layers that make hidden units."""
+    return 1 if params.gate_DF is None else 2
+
+
 def _matrices(params: Params) -> list[jax.Array]:
-    return [x if x.ndim == 2 else x[None] for x in params]
+    return [x if x.ndim == 2 else x[None] for x in params if x is not None]
 
 
 class _Arrays:
-    """The blocks of the parameters and of what is drawn.
-
-    `drawn` is the `Drawn` of references that a kernel gets from their list.
-    """
+    """The parameters and what is drawn: their blocks, and their references in a kernel's list."""
 
     def __init__(self, params: Params, drawn: Drawn, blocks: Blocks):
         self.of_params = [whole(*x.shape) for x in _matrices(params)]
         self.of_drawn = [blocks.of(x.shape[1]) for x in _given(drawn)]
-        self._hidden, self._drawn = params.up_F.size, [x is not None for x in drawn]
+        self._shape, self._num_hidden = params.up_DF.shape, _num_hidden(params)
+        self._drawn = [x is not None for x in drawn]
 
-    def drawn(self, refs) -> Drawn:
-        given = iter(refs)
-        return Drawn(*(next(given) if is_given else None for is_given in self._drawn))
+    def params(self, refs):
+        """The `Params` that the list begins with, as references, and the rest of the list."""
+        count = len(self.of_params)
+        return Params(*refs[:count]), refs[count:]
+
+    def drawn(self, refs):
+        """The `Drawn` that the list begins with, as references, and the rest of the list."""
+        rest = list(refs)
+        return Drawn(*(rest.pop(0) if is_given else None for is_given in self._drawn)), rest
 
     def cost(self, x_RD, products: int, arrays: int) -> pl.CostEstimate:
         """Of so many products, which reads or writes so many arrays (R, D)."""
-        (R, D), F = x_RD.shape, self._hidden
-        of_hidden, of_width = 2 + self._drawn[0], 2 * arrays + self._drawn[1]
+        R, (D, F) = x_RD.shape[0], self._shape
+        of_hidden = 2 * self._num_hidden + self._drawn[0]
+        of_width = 2 * arrays + self._drawn[1]
         return pl.CostEstimate(
             flops=products * 2 * R * D * F,
             transcendentals=R * F,
@@ -224,46 +249,64 @@ def _normed(x, spec) -> Normed:
     return Normed.of(x[...].astype(jnp.float32), spec.norm, spec.norm_eps)
 
 
-def _forward_kernel(x, scale, shift, up, up_bias, down, down_bias, *refs, spec, drawn):
-    drawn, (y, hidden) = drawn(refs[:-2]), refs[-2:]
-    share, _ = _FORMS[spec.gelu]
-    dtype = y.dtype
-    x_RD = (_normed(x, spec).h_RD * scale[...] + shift[...]).astype(dtype)
+def _layers_of(params: Params):
+    """(kernel, bias) of each layer that makes hidden units; a gate comes last."""
+    layers = (params.up_DF, params.up_F), (params.gate_DF, params.gate_F)
+    return layers[: _num_hidden(params)]
+
+
+def _forward_kernel(x, *refs, spec, arrays):
+    params, refs = arrays.params(refs)
+    drawn, (y, *hidden) = arrays.drawn(refs)
+    dtype, (share, _) = y.dtype, _FORMS[spec.gelu]
+    normed = _normed(x, spec)
+    x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
     sum_RD = jnp.zeros(y.shape, jnp.float32)
-    for chunk in _chunks(up.shape[1]):
-        hidden_RC = (dot(x_RD, up[:, chunk]) + up_bias[:, chunk]).astype(dtype)
-        hidden[:, chunk] = hidden_RC
-        z_RC = hidden_RC.astype(jnp.float32)
-        z_RC = _drop(z_RC * share(z_RC), drawn.bytes_RF, spec.dropout, chunk)
-        sum_RD += dot(z_RC.astype(dtype), down[chunk])
-    y_RD = _drop_branch(sum_RD + down_bias[...], drawn, spec)
+    for chunk in _chunks(params.up_DF.shape[1]):
+        units = []
+        for (kernel, bias), saved in zip(_layers_of(params), hidden, strict=True):
+            unit_RC = (dot(x_RD, kernel[:, chunk]) + bias[:, chunk]).astype(dtype)
+            saved[:, chunk] = unit_RC
+            units.append(unit_RC.astype(jnp.float32))
+        *gated, z_RC = units
+        out_RC = math.prod(gated, start=z_RC * share(z_RC))
+        out_RC = _drop(out_RC, drawn.bytes_RF, spec.dropout, chunk)
+        sum_RD += dot(out_RC.astype(dtype), params.down_FD[chunk])
+    y_RD = _drop_branch(sum_RD + params.down_D[...], drawn, spec)
     y[...] = (x[...].astype(jnp.float32) + y_RD).astype(dtype)
 
 
-def _backward_kernel(x, scale, shift, up, up_bias, down, down_bias, grad, hidden, *refs, spec,
-                     drawn):  # fmt: skip
-    drawn, (grad_x, grad_up, grad_down, grad_F, grad_3D, *sums) = drawn(refs[:-7]), refs[-7:]
-    (sum_up, sum_down), (share, slope) = sums, _FORMS[spec.gelu]
-    dtype = grad_x.dtype
-    at_first(*sums, grad_F, grad_3D)
+def _backward_kernel(x, *refs, spec, arrays):
+    params, (grad, *refs) = arrays.params(refs)
+    layers = _layers_of(params)
+    hidden, refs = refs[: len(layers)], refs[len(layers) :]
+    drawn, (grad_x, *refs) = arrays.drawn(refs)
+    grad_kernels, (grads_F, grad_3D, *sums) = refs[: 1 + len(layers)], refs[1 + len(layers) :]
+    dtype, (share, slope) = grad_x.dtype, _FORMS[spec.gelu]
+    at_first(*sums, grads_F, grad_3D)
+
     normed = _normed(x, spec)
-    x_RD = (normed.h_RD * scale[...] + shift[...]).astype(dtype)
+    x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
     whole_RD = grad[...].astype(jnp.float32)
     branch_RD = _drop_branch(whole_RD, drawn, spec)
-    g_RD = branch_RD.astype(dtype)
+    g_RD, (sum_down, *sums_of_layers) = branch_RD.astype(dtype), sums
     sum_RD = jnp.zeros(grad_x.shape, jnp.float32)
-    for chunk in _chunks(up.shape[1]):
-        z_RC = hidden[:, chunk].astype(jnp.float32)
+    for chunk in _chunks(params.up_DF.shape[1]):
+        *gated, z_RC = (each[:, chunk].astype(jnp.float32) for each in hidden)
         drop = functools.partial(_drop, bytes_ref=drawn.bytes_RF, rate=spec.dropout, columns=chunk)
-        out_RC = drop(z_RC * share(z_RC)).astype(dtype)
-        g_RC = drop(dot(g_RD, down[chunk], (1, 1))) * slope(z_RC)
-        grad_F[:, chunk] += g_RC.sum(0, keepdims=True)
-        g_RC = g_RC.astype(dtype)
-        sum_up[:, chunk] += dot(x_RD, g_RC, (0, 0))
+        active_RC = z_RC * share(z_RC)
+        out_RC = drop(math.prod(gated, start=active_RC)).astype(dtype)
         sum_down[:, chunk] += dot(g_RD, out_RC, (0, 0))
-        sum_RD += dot(g_RC, up[:, chunk], (1, 1))
+        g_RC = drop(dot(g_RD, params.down_FD[chunk], (1, 1)))
+        of_z_RC = math.prod(gated, start=g_RC * slope(z_RC))
+        grads = [*(g_RC * active_RC for _ in gated), of_z_RC]
+        for i, ((kernel, _), total) in enumerate(zip(layers, sums_of_layers, strict=True)):
+            grads_F[i : i + 1, chunk] += grads[i].sum(0, keepdims=True)
+            grad_RC = grads[i].astype(dtype)
+            total[:, chunk] += dot(x_RD, grad_RC, (0, 0))
+            sum_RD += dot(grad_RC, kernel[:, chunk], (1, 1))
 
     for i, of_rows in enumerate((sum_RD * normed.h_RD, sum_RD, branch_RD)):
         grad_3D[i : i + 1] += of_rows.sum(0, keepdims=True)
-    grad_x[...] = (normed.gradient(sum_RD * scale[...]) + whole_RD).astype(dtype)
-    at_last(sums, (grad_up, grad_down))
+    grad_x[...] = (normed.gradient(sum_RD * params.scale_D[...]) + whole_RD).astype(dtype)
+    at_last(sums, grad_kernels)
