@@ -174,9 +174,12 @@ def _backward(spec, saved, grad_RD):
         **spec.blocks.options(),
     )(x_RD, *_matrices(params), grad_RD, *hidden, *_given(drawn))  # fmt: skip
     *grad_kernels, grads_F, (grad_scale, grad_shift, grad_D) = grads
-    of_hidden = [x for pair in zip(grad_kernels, grads_F, strict=True) for x in pair]
-    up, gate = of_hidden[:2], of_hidden[2:] or (None, None)
-    return grad_x, Params(grad_scale, grad_shift, *up, grad_down_DF.T, grad_D, *gate), None
+    of_params = Params(
+        grad_scale, grad_shift, grad_kernels[0], grads_F[0], grad_down_DF.T, grad_D
+    )  # fmt: skip
+    if num_hidden == 2:
+        of_params = of_params._replace(gate_DF=grad_kernels[1], gate_F=grads_F[1])
+    return grad_x, of_params, None
 
 
 mlp.defvjp(_forward, _backward)
