@@ -1,6 +1,5 @@
 """The kernels' run against the plain forms before the first step, in Pallas' interpreter."""
 
-import dataclasses
 import logging
 from contextlib import nullcontext
 
@@ -55,17 +54,19 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor):
 
 
 def test_the_kernel_of_an_mlp_is_checked(mesh):
-    """A plain form in its place, for the same reason."""
+    """A plain form in its place, since kernels compile for seconds."""
 
     def kernel(x, params, drawn, **fields):
         _, _, up, up_bias, down, _ = params
         hidden = jax.nn.gelu(jnp.tanh(x) @ up + up_bias.astype(x.dtype)[None])
         return x + hidden @ down
 
-    forms = BlockOps(find_mlp_kernel=lambda *_: kernel)
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
-    attention = BlockOps(attention_kernel=lambda qkv, *_: qkv[2], token_multiple=8)
-    forms = dataclasses.replace(attention, find_mlp_kernel=forms.find_mlp_kernel)
+    forms = BlockOps(
+        attention_kernel=lambda qkv, *_: qkv[2],
+        find_mlp_kernel=lambda *_: kernel,
+        token_multiple=8,
+    )
     with at_fault("model.kernels"):
         check_kernels(model.clone(forms=forms), mesh)
 

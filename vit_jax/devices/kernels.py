@@ -30,15 +30,16 @@ KERNELS = ("auto", "plain")
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
 
-# Of a core, by `pltpu.get_tpu_info_for_chip`. The 16 MiB of v4 are too few for a kernel of an MLP.
-_VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128,
+# VMEM of one core in MiB, by `pltpu.get_tpu_info_for_chip`, of chips with kernels of rows. v4 has
+# too little; there and on v5p, a kernel whose programs run in order would use one of two cores.
+_VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v6 lite": 128,
              "TPU v6e": 128, "TPU7x": 64}  # fmt: skip
 
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
     """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
 
-    With "plain", all is left to XLA. One line of the log says what has no kernel, and why. Only on
+    With "plain", all is left to XLA. One line of the log says why attention has no kernel. Only on
     CPUs JAX's default generator draws the masks of dropout.
     """
     if "forms" not in field_names(type(model)):
@@ -77,7 +78,7 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
         _say_plain(without)
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
     of_rows = {}
-    if model.remat == "none":  # to compute again takes less time with the products apart
+    if getattr(model, "remat", "none") == "none":  # recomputation is faster with separate products
         of_rows = {
             "find_mlp_kernel": partial(_find_mlp_kernel, mesh=mesh),
             "find_projections_kernel": partial(_find_projections_kernel, mesh=mesh),

@@ -112,7 +112,7 @@ class BlockOps:
     attend: attention, see `attention.Attend`.
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
     find_mlp_kernel: of MLPs without inner norm, see `FindMlpKernel`.
-    find_projections_kernel: of attention's input, beside an `attention_kernel`; see
+    find_projections_kernel: of the norm and the projections before an `attention_kernel`; see
       `FindProjectionsKernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.

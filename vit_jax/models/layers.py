@@ -279,7 +279,8 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.nowrap
     def _find_projections_kernel(self, x_BND):
-        if self.parallel or self.qk_norm or self.lora_rank is not None:
+        is_other = type(self).mix is not EncoderBlock.mix or self.forms.attention_kernel is None
+        if is_other or self.parallel or self.qk_norm or self.lora_rank is not None:
             return None
         return self.forms.find_projections_kernel(x_BND)
 

@@ -37,8 +37,8 @@ from vit_jax.run.teachers import planned_experiment
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
-# Of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and L/16
-# 0.23; fewer images lose less.
+# Fraction of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and
+# L/16 0.23; fewer images lose less.
 _LOST_WITHOUT_KERNELS = 0.15
 _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
@@ -109,7 +109,10 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment, memory, jaxpr = _lay_out(config, target)
     is_lost = not (target.chip.is_gpu or _has_kernel(jaxpr, "projections_forward"))
-    lost = _LOST_WITHOUT_KERNELS * is_lost
+    lost = 0.0
+    if is_lost:
+        flops = jaxpr_flops(jaxpr) / mesh.shape["tensor"]
+        lost = _LOST_WITHOUT_KERNELS * flops / target.chip.peak_flops
     table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
@@ -120,7 +123,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,
         "exchange_s": (added, hidden),
-        "without_kernels_s": lost * jaxpr_flops(jaxpr) / target.chip.peak_flops,
+        "without_kernels_s": lost,
         "uneven": not target.chip.is_gpu and any(_is_uneven(leaf) for leaf in leaves),
     }
 

@@ -71,9 +71,9 @@ def _walk(jaxpr: Jaxpr, count: int) -> Iterator[tuple[JaxprEqn, int]]:
 def count_cycles(calls: list[KernelCall], target: Target) -> list[dict[str, Any]]:
     """For each of `calls` its bundles and the cycles of a step, as JSON takes them.
 
-    A kernel runs its bundles once at every point of its grid. Where it moves more bytes than the
-    memory gives in that time, or has more products than the matrix units can compute in it, those
-    decide. Waiting for copies, the start of each point and the
+    A kernel runs its bundles once at every point of its grid. The time of its bytes at the memory's
+    bandwidth, or of its products at the chip's peak, counts instead where it is larger. Waiting for
+    copies, the start of each point and the
     second core of a v4 or v5p chip, which may take half of the points, are not counted.
 
     Without schedules, which another version of the compiler may not write, a warning says so, and

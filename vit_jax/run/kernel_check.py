@@ -14,19 +14,18 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.devices.kernels import has_kernels
-from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
+from vit_jax.devices.mesh import batch_sharding
 from vit_jax.job import watchdog
 from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps
+from vit_jax.models.forms import BlockOps, no_kernel
+from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.layers import EncoderBlock
 
 logger = logging.getLogger("vit_jax")
 
 # A kernel may err by so much more than the plain form, both against float32.
 _FACTOR, _MARGIN = 3.0, 1e-3
-
-_IMAGES = 16  # of each batch way: with 8 tokens or more they are 128 rows
 
 
 def check_kernels(model: nn.Module, mesh: Mesh) -> None:
@@ -56,8 +55,8 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
 def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     """The errors of a block's output and gradients with kernels, and without: two trees.
 
-    Each batch way has as many images as fill programs of the kernels; it computes its own rows, as
-    in a step, where the heads are not split. A model for images of any size gets 14 x 14 patches.
+    Each batch way has as few images as fill blocks of the kernels of rows, if there are any, else
+    one. A model for images of any size gets 14 x 14 patches.
     """
     shape = about(model).attention_shape
     assert isinstance(shape, AttentionShape)
@@ -69,7 +68,10 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    images = _IMAGES * mesh.size // mesh.shape["tensor"]
+    images = mesh.size // mesh.shape["tensor"]
+    if model.forms.find_projections_kernel is not no_kernel:
+        # Any number of tokens is a multiple of 8 here: at most 16 images are needed.
+        images *= next(n for n in range(1, 17) if Blocks.fitting(n * padded, 0, 0, 0))
     x, g = (jax.random.normal(key, (images, padded, model.width)) for key in keys[:2])
     x, g = (jax.lax.with_sharding_constraint(each, batch_sharding(mesh)) for each in (x, g))
     shapes = jax.eval_shape(
@@ -94,16 +96,7 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
             out, _ = block.apply({"params": params}, *args)
             return out[:, :num_tokens].astype(jnp.float32)
 
-        compute_rows = apply
-        if block.forms != plain_forms and mesh.shape["tensor"] == 1:
-            compute_rows = jax.shard_map(
-                apply,
-                mesh=mesh,
-                in_specs=(P(), P(BATCH_AXES)),
-                out_specs=P(BATCH_AXES),
-                check_vma=False,
-            )
-        out, vjp = jax.vjp(compute_rows, params, x)
+        out, vjp = jax.vjp(apply, params, x)
         grad_params, grad_x = vjp(g[:, :num_tokens])
         return {"output": out, "gradient of input": grad_x, "gradient of params": grad_params}
 

@@ -1,4 +1,4 @@
-"""What the kernels share that go through tokens in blocks of rows, with parameters in VMEM.
+"""Shared parts of the kernels that process tokens in blocks of rows, with parameters in VMEM.
 
 Axes: R rows (the tokens of all images), D width.
 """
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128  # of a vector register
 _MOST_ROWS = 512  # of a block
 _ROWS_MULTIPLE = 32  # rows of a tile of bytes
-_SHARE_OF_VMEM = 0.9  # that a kernel may take
+_SHARE_OF_VMEM = 0.9  # most of VMEM that a kernel may use
 
 
 class Blocks(NamedTuple):
@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def fitting(cls, rows: int, fixed: int, of_row: int, vmem_bytes: int) -> "Blocks | None":
-        """The largest that fit with `fixed` bytes and `of_row` bytes a row; None: none does."""
+        """The largest that fit with `fixed` bytes and `of_row` bytes a row; None if none fit."""
         for block in range(_MOST_ROWS, LANES - 1, -_ROWS_MULTIPLE):
             if rows and rows % block == 0 and fixed + block * of_row <= _SHARE_OF_VMEM * vmem_bytes:
                 return cls(rows, block, vmem_bytes)
@@ -101,7 +101,7 @@ class Normed(NamedTuple):
         return cls(x_RD * factor_R1, factor_R1, norm == "layer")
 
     def gradient(self, d_RD):
-        """That of x, for the gradient d of h: (d - mean(d) - h mean(d h)) / deviation."""
+        """The gradient of x, given d of h: (d - mean(d) - h mean(d h)) / deviation."""
         mean_R1 = d_RD.mean(1, keepdims=True) if self.has_mean else 0
         along_R1 = (d_RD * self.h_RD).mean(1, keepdims=True)
         return (d_RD - mean_R1 - self.h_RD * along_R1) * self.factor_R1
