@@ -250,7 +250,7 @@ def test_rows_of_a_program_divide_all_and_fit_into_the_memory_of_a_core():
     assert mlp.find_blocks(64 * 200, 128 * MiB, 1024, 4096).block_rows == 512
     assert mlp.find_blocks(64 * 200, 64 * MiB, 768, 3072).block_rows == 320
     for too_much in (
-        (64 * 200, 64 * MiB, 1280, 5120),
+        (64 * 264, 128 * MiB, 1280, 5120),
         (8 * 25, 128 * MiB, 384, 1536),
         (64 * 200, 128 * MiB, 192, 768),
         (0, 128 * MiB, 384, 1536),

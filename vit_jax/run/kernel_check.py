@@ -70,8 +70,8 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     keys = jax.random.split(jax.random.key(0), 3)
     images = mesh.size // mesh.shape["tensor"]
     if model.forms.find_projections_kernel is not no_kernel:
-        # Any number of tokens is a multiple of 8 here: at most 16 images are needed.
-        images *= next(n for n in range(1, 17) if Blocks.fitting(n * padded, 0, 0, 0))
+        # The number of tokens is a multiple of 8 here: at most 32 images are needed.
+        images *= next(n for n in range(1, 33) if Blocks.fitting(n * padded, 0, 0, 0))
     x, g = (jax.random.normal(key, (images, padded, model.width)) for key in keys[:2])
     x, g = (jax.lax.with_sharding_constraint(each, batch_sharding(mesh)) for each in (x, g))
     shapes = jax.eval_shape(
