@@ -104,7 +104,8 @@ def test_workdir_that_cannot_be_made(local, call, tmp_path):
 
 def test_one_that_fails_ends_all(local, call, scripts, tmp_path):
     waits = "import time; print('waits', flush=True); time.sleep(1000)"
-    scripts(waits, "print('no such thing'); raise SystemExit(7)")
+    waiting = f"while not open({str(tmp_path / 'w/logs/process_0.log')!r}).read(): pass"
+    scripts(waits, f"{waiting}\nprint('no such thing'); raise SystemExit(7)")
     code, out, err = start(call, local, tmp_path / "w")
     assert (code, out) == (7, "waits\n")
     assert "error: process 1 failed with exit code 7; its last lines:\n  no such thing\n" in err
