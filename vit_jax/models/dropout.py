@@ -71,7 +71,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def draw_bytes(self, shape, axes, *, train=False):
-        """Random bytes, of which those up to `most_kept` are kept; None: all are."""
+        """Random bytes: values up to `most_kept` are kept. None: all are."""
         if not train or self.rate == 0:
             return None
         return self.draw(self.make_rng("dropout"), shape, axes)
