@@ -252,10 +252,6 @@ def _drop_branch(x_RD, drawn, spec):
     return x_RD if drawn.factor_R1 is None else x_RD * drawn.factor_R1[...]
 
 
-def _normed(x, spec) -> Normed:
-    return Normed.of(x[...].astype(jnp.float32), spec.norm, spec.norm_eps)
-
-
 def _layers_of(params: Params):
     """(kernel, bias) of each layer that makes hidden units; a gate comes last."""
     layers = (params.up_DF, params.up_F), (params.gate_DF, params.gate_F)
@@ -266,7 +262,7 @@ def _forward_kernel(x, *refs, spec, arrays):
     params, refs = arrays.params(refs)
     drawn, (y, *hidden) = arrays.drawn(refs)
     dtype, (share, _) = y.dtype, _FORMS[spec.gelu]
-    normed = _normed(x, spec)
+    normed = Normed.of(x, spec.norm, spec.norm_eps)
     x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
     sum_RD = jnp.zeros(y.shape, jnp.float32)
     for chunk in _chunks(params.up_DF.shape[1]):
@@ -293,7 +289,7 @@ def _backward_kernel(x, *refs, spec, arrays):
     dtype, (share, slope) = grad_x.dtype, _FORMS[spec.gelu]
     at_first(*sums, grads_F, grad_3D)
 
-    normed = _normed(x, spec)
+    normed = Normed.of(x, spec.norm, spec.norm_eps)
     x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
     whole_RD = grad[...].astype(jnp.float32)
     branch_RD = _drop_branch(whole_RD, drawn, spec)

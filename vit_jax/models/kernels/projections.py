@@ -113,12 +113,8 @@ def _cost(x_RD, products: int, arrays: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=products * 2 * R * D * D, transcendentals=R, bytes_accessed=moved)
 
 
-def _normed(x, spec) -> Normed:
-    return Normed.of(x[...].astype(jnp.float32), spec.norm, spec.norm_eps)
-
-
 def _forward_kernel(x, scale, shift, biases, *refs, spec):
-    x_RD = (_normed(x, spec).h_RD * scale[...] + shift[...]).astype(x.dtype)
+    x_RD = (Normed.of(x, spec.norm, spec.norm_eps).h_RD * scale[...] + shift[...]).astype(x.dtype)
     for i, (kernel, out) in enumerate(zip(refs[:3], refs[3:], strict=True)):
         out[...] = (dot(x_RD, kernel[...]) + biases[i : i + 1]).astype(out.dtype)
 
@@ -127,7 +123,7 @@ def _backward_kernel(x, scale, shift, *refs, spec):
     kernels, grads, grad_residual = refs[:3], refs[3:6], refs[6]
     (grad_x, *grad_kernels, grads_5D), sums = refs[7:12], refs[12:]
     at_first(*sums, grads_5D)
-    normed = _normed(x, spec)
+    normed = Normed.of(x, spec.norm, spec.norm_eps)
     x_RD = (normed.h_RD * scale[...] + shift[...]).astype(x.dtype)
     sum_RD = jnp.zeros(x.shape, jnp.float32)
     for i, (kernel, grad, total) in enumerate(zip(kernels, grads, sums, strict=True)):

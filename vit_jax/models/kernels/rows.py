@@ -90,8 +90,9 @@ class Normed(NamedTuple):
     has_mean: bool
 
     @classmethod
-    def of(cls, x_RD, norm: str, eps: float) -> "Normed":
-        """Of rows in float32; `norm` is "layer" or "rms"."""
+    def of(cls, x, norm: str, eps: float) -> "Normed":
+        """Of the rows of a reference; `norm` is "layer" or "rms"."""
+        x_RD = x[...].astype(jnp.float32)
         square_R1 = (x_RD * x_RD).mean(1, keepdims=True)
         if norm == "layer":
             mean_R1 = x_RD.mean(1, keepdims=True)
