@@ -4,11 +4,11 @@ import json
 import unicodedata
 
 import pytest
-from at_fault import at_fault
 from images import encode, smooth_image
 from table_files import make_table, write_parquet
 from tar_files import write_tar
 
+from vit_jax.base.errors import InputError
 from vit_jax.data import Divider, make_source, read_labels
 from vit_jax.data.class_names import as_label, number_labels, read_names, sorted_classes
 
@@ -75,7 +75,7 @@ def test_numbers_of_classes_whose_names_are_numbers(kind, tmp_path):
     source = open_of(kind, tmp_path, [0, 1, 2, 3], "\ufeff1\r\n2\r\n3\r\n4\r\n\r\n")
     assert source.class_names == ("1", "2", "3", "4") and read(source) == [0, 1, 2, 3]
     assert read(open_of(kind, tmp_path, [4, 1], "1\n2\n3\n4\n")) == [3, 0]
-    with at_fault("the label 1 may be the class of this name"):
+    with pytest.raises(InputError, match="the label 1 may be the class of this name"):
         open_of(kind, tmp_path, [1, 2, 3], "1\n2\n3\n4\n")
 
 
@@ -101,7 +101,7 @@ def test_an_index_of_version_0_2_0_with_points_is_made_anew(tmp_path):
 @pytest.mark.parametrize("text, line", [("a\n\nb\n", 2), ("a\nb\na\n", 3), ("\na\n", 1),
                                         (f"{APART}\nb\n{COMPOSED}", 3)])  # fmt: skip
 def test_empty_and_double_names_are_refused(text, line):
-    with at_fault(f"classes.txt, line {line}: "):
+    with pytest.raises(InputError, match=f"classes.txt, line {line}: "):
         read_names(text, "classes.txt")
 
 
@@ -118,5 +118,5 @@ def test_words_and_numbers_among_labels():
     assert read(["cat", "1"], ("cat", "dog")) == {"cat": 0, "1": 1}
     assert read(["cat", "1"], ("1", "cat")) == {"cat": 1, "1": 0}
     assert read(["1", "0"], ("0", "1")) == {"0": 0, "1": 1}
-    with at_fault("has the labels 2, which classes.txt lacks"):
+    with pytest.raises(InputError, match="has the labels 2, which classes.txt lacks"):
         read(["0", "2"], ("a", "b"))
