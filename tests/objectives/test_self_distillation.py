@@ -233,6 +233,15 @@ def test_a_step_of_self_distillation(compiled):
     assert changed.metric_sums["teacher_entropy"] > out.metric_sums["teacher_entropy"]
 
 
+def test_a_replay_sees_fewer_rows_than_a_group_has(compiled):
+    """Those of one device; they are spread apart, and compared, in groups that divide them."""
+    state, _ = compiled
+    objective = make(koleo_group=8, gram_group=4)
+    rows = {name: leaf[:6] for name, leaf in BATCH.items()}
+    out = jax.eval_shape(objective.loss, state.params, state, rows, None, jax.random.key(1))
+    assert sorted(out.terms) == ["gram", "koleo", "patches"]
+
+
 def test_the_gram_teacher_may_see_larger_crops(compiled):
     """Its patches are resampled to the student's grid; of equal crops the term stays the same."""
     state, _ = compiled

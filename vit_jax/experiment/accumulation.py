@@ -63,7 +63,8 @@ def accumulate(
         has_terms = jax.eval_shape(lambda: sums_of(state.params, state, *inputs(0))).terms
         assert not has_terms or join is None, "a device knows the weights of its rows only"
         if accum_steps == 1:
-            return gradients(lambda sums: sums.loss_sum, state, batch, key)
+            of_batch = (lambda sums: sums.loss) if has_terms else (lambda sums: sums.loss_sum)
+            return gradients(of_batch, state, batch, key)
         weights = _add_up(weights_of, {}, accum_steps)[0] if has_terms else None
 
         def loss_of(sums):

@@ -305,7 +305,7 @@ class _SelfDistillation:
             terms["patches"] = self._patch_term(student, patch_targets, hidden, mask_B, num_global)
         if k.koleo_weight:
             each_GB = [
-                koleo(student["features"][:, g], mask_B, k.koleo_group or len(mask_B))
+                koleo(student["features"][:, g], mask_B, _fit(k.koleo_group, len(mask_B)))
                 for g in range(num_global)
             ]
             sum_B = mask_B * sum(each_GB)
@@ -427,14 +427,24 @@ class _SelfDistillation:
         tokens = jax.lax.stop_gradient(tokens[:, model.num_prefix_tokens :])
         tokens = resize_tokens(tokens, model.grid, self.model.grid)
         tokens = tokens.reshape(student["tokens"].shape)
-        counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)
+        group = _fit(k.gram_group, len(mask_B))
+        counts_R = mask_B.reshape(-1, group).min(axis=1)
         each_GR = [
-            gram_distance(student["tokens"][:, g], tokens[:, g], k.gram_group, k.gram_negatives)
+            gram_distance(student["tokens"][:, g], tokens[:, g], group, k.gram_negatives)
             for g in range(images.shape[1])
         ]
         each_R = sum(each_GR) / len(each_GR)
         term = Term((counts_R * each_R).sum(), counts_R.sum(), k.gram_weight)
         return term, teacher
+
+
+def _fit(group: int | None, rows: int) -> int:
+    """Rows of a group; None: all.
+
+    A replay sees the rows of one place; where the group does not divide them, it is their greatest
+    common divisor.
+    """
+    return math.gcd(group or rows, rows)
 
 
 def _masked_patches(hidden: Hidden, num_views: int) -> jax.Array:
