@@ -251,8 +251,13 @@ def make_experiment(
         layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
         inputs=jit(make_inputs(**drawn), in_shardings=shardings[:2], out_shardings=of_inputs),
         replay=replay,
-        row_losses=whole(make_row_losses(plain, **drawn), in_shardings=shardings),
-        skip_step=jit(skip_step, out_shardings=(shardings[0], None), donate_argnums=0),
+        row_losses=whole(
+            make_row_losses(objective, **drawn, accum_steps=num_microbatches(config)),
+            in_shardings=shardings,
+        ),
+        skip_step=jit(
+            partial(skip_step, objective), out_shardings=(shardings[0], None), donate_argnums=0
+        ),
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,

@@ -126,10 +126,11 @@ def make_inputs(
     return inputs_of
 
 
-def skip_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def skip_step(objective: Objective, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """A step that leaves its batch out: counters advance, so the schedule goes on; pure.
 
-    All else stays, except for the rate, which `lower_rate` halves where the optimizer has it.
+    All else stays, except for the rate, which `lower_rate` halves where the optimizer has it, and
+    what `objective.skip` does.
     """
 
     def advance(x: jax.Array) -> jax.Array:
@@ -137,7 +138,8 @@ def skip_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 
     opt_state = lower_rate(jax.tree.map(advance, state.opt_state))
     metrics = {"masked": (1.0 - batch["mask"]).sum()}
-    return state.replace(step=state.step + 1, opt_state=opt_state), metrics
+    own = state.objective_state if objective.skip is None else objective.skip(state)
+    return state.replace(step=state.step + 1, opt_state=opt_state, objective_state=own), metrics
 
 
 def climb(params: optax.Params, grads: optax.Updates, radius: float) -> optax.Params:

@@ -160,6 +160,7 @@ class SelfDistillation(ObjectivePart):
         return Objective(
             bound.loss,
             init=bound.init,
+            skip=bound.skip if self.gram_weight else None,
             passes=_passes(model, facts.shapes, self.gram_weight > 0),
             needs=(GLOBAL, "mask"),
             couples_rows=True,
@@ -414,13 +415,20 @@ class _SelfDistillation:
         sum_B = mask_B * each_BU.sum(axis=1)
         return Term(sum_B.sum(), mask_B.sum() * num_global, self.keys.patch_weight)
 
-    def _gram(self, state, student, images, mask_B):
-        """The term, and the Gram teacher after it was copied anew where that is due."""
-        k = self.keys
+    def skip(self, state: State) -> ModelState:
+        """`Objective.skip`: the Gram teacher is copied where that is due."""
+        return {**state.objective_state, "gram_teacher": self._gram_teacher(state)}
+
+    def _gram_teacher(self, state):
+        """The Gram teacher of a step, copied anew where that is due."""
         due = state.step % self.durations["objective.gram_every"] == 0
         ema = {name: leaf for name, leaf in state.ema.items() if name != OBJECTIVE}
         old = state.objective_state["gram_teacher"]
-        teacher = jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
+        return jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
+
+    def _gram(self, state, student, images, mask_B):
+        """The term, and the Gram teacher."""
+        k, teacher = self.keys, self._gram_teacher(state)
         flat = images.reshape(-1, *images.shape[2:])
         model, resampled = at_size(self.model, teacher, flat.shape[1:3])
         tokens: Any = model.apply({"params": resampled}, flat, method="tokens")
