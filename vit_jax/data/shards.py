@@ -280,7 +280,7 @@ def open_shards(
         label = label_of(record_id)
         with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(label >= 0), [label])]):
             label = tf.identity(label)
-        image = as_known_format(stored, request.exif)
+        image = as_known_format(stored, request.reading)
         return {"image": image, "label": label, "mask": tf.ones([])}
 
     files = dataclasses.replace(open_parts(records.parts), parse=parse, knows_labels=True)
@@ -293,7 +293,7 @@ def open_shards(
             return fault
         stored = read_now(files, record, lambda stored, _: stored.numpy())
         changed = "its shard has changed since the run began, or cannot be read; restore it"
-        return changed if stored is None else why_unreadable(stored)
+        return changed if stored is None else why_unreadable(stored, request.reading)
 
     identity = [[part.shard.digest, part.skip, part.take] for part in records.parts]
     digests = digest_records(files, len(counts))

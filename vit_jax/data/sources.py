@@ -23,6 +23,7 @@ from vit_jax.config.parts import Part
 from vit_jax.data.division import Divider
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import Reading
 from vit_jax.data.order import Chunks
 from vit_jax.data.records import RecordFiles, stored_labels
 
@@ -102,6 +103,7 @@ class Request:
     data_dir: the folder of the images, or of TFDS data sets (None: TFDS's default).
     divider: divides the user's own images without a split `val`.
     exif: whether own images are turned by their EXIF orientation.
+    pixel_range, decoding: see `formats.Reading`.
     multi_label: whether images must have several labels (True) or one (False); None: either.
     channels: number of channels of the pipeline's images.
     num_classes: number of classes of synthetic data; for other data the expected number, or None.
@@ -117,6 +119,8 @@ class Request:
     data_dir: str | None = None
     divider: Divider = dataclasses.field(default_factory=lambda: Divider(anew=True))
     exif: bool = True
+    pixel_range: tuple[float, ...] | None = None
+    decoding: int = 2
     multi_label: bool | None = False
     channels: int = 3
     num_classes: int | None = None
@@ -124,6 +128,11 @@ class Request:
     reader: str | None = None
     max_corrupt_fraction: float = 1.0
     class_names: Sequence[str] | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """How the bytes of image files become pixels."""
+        return Reading(self.exif, self.channels, self.pixel_range, self.decoding)
 
 
 class DataSet(Part):

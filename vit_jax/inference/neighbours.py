@@ -26,10 +26,9 @@ def nearest(
     and one that cannot be read is none. Similarity is the cosine of the angle between features. For
     a path that cannot be read: {"file": ..., "error": ...}.
     """
-    exif, channels = pretrained.spec.exif is not False, pretrained.spec.channels
 
     def features(some: Sequence[str]) -> Iterator[np.ndarray]:
-        source = image_files(some, exif, channels)
+        source = image_files(some, pretrained.spec.reading)
         for x_BD, batch in outputs(pretrained, source, what="features", batch_size=batch_size):
             x_BD = x_BD / np.maximum(np.linalg.norm(x_BD, axis=1, keepdims=True), 1e-12)
             yield without_masked(x_BD, batch)
@@ -40,8 +39,8 @@ def nearest(
     for x_BD in features(paths):
         for path, similarity_N in zip(asked, x_BD @ index_ND.T, strict=False):
             if np.isnan(similarity_N).all():
-                why = why_unread(pretrained, image_files([path], exif, channels), 0)
-                yield {"file": path, "error": why}
+                source = image_files([path], pretrained.spec.reading)
+                yield {"file": path, "error": why_unread(pretrained, source, 0)}
                 continue
             if (own := places.get(os.path.realpath(path))) is not None:
                 similarity_N[own] = np.nan

@@ -290,4 +290,11 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a list": lambda value: isinstance(value, list),
     "three numbers": lambda value: _is_three(value, -math.inf),
     "three positive numbers": lambda value: _is_three(value, 0),
+    "two rising numbers": lambda value: (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and value[0] < value[1]
+    ),
 }
+READING = {"exif": "true or false", "pixel_range": "two rising numbers"}  # of any format's files
