@@ -72,14 +72,10 @@ class Data(Section):
     exif: bool = key(True, "turn your own images by their EXIF orientation")
     pixel_range: tuple[float, ...] | None = key(
         None,
-        "values of 16- and 32-bit files that become 0 and 255; 0,4095 for 12 bits. None: the high "
-        "byte of 16 bits, and 32 bits are refused",
+        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
     )
     decoding: int = key(
-        2,
-        "2: CMYK JPEGs as Pillow, and PNGs below 8 bits are opaque; 1: as in runs of version 0.2.0",
-        within="[1, 2]",
-        before=1,
+        2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
     )
     image_size: Size = key(None, "int or (height, width), in pixels")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)

@@ -23,7 +23,7 @@ from vit_jax.config.parts import Part
 from vit_jax.data.division import Divider
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
-from vit_jax.data.images.formats import Reading
+from vit_jax.data.images.formats import Reading, Turn
 from vit_jax.data.order import Chunks
 from vit_jax.data.records import RecordFiles, stored_labels
 
@@ -54,6 +54,7 @@ class Source:
       image_shape: (H, W, channels) if all images have the same size, else None.
       encoded: whether images are JPEG or PNG bytes.
       why_unreadable: index -> why the record's file cannot be read, and the remedy; "" if unknown.
+      turn: index -> how EXIF turns the record's image; None if nothing states it.
       record_files: the way an encoded source reads neighbours together; None if that saves nothing.
       file_names: (start, stop) -> the original file names of these records, "" where one cannot be
         read; None if the source does not know them.
@@ -75,6 +76,7 @@ class Source:
     image_shape: tuple[int, int, int] | None = None
     encoded: bool = False
     why_unreadable: Callable[[int], str] = lambda record: ""
+    turn: Callable[[int], Turn | None] = lambda record: None
     record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
     channels: int = 3

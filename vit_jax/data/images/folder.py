@@ -35,7 +35,7 @@ from vit_jax.data.images.files import (
     split_of,
     warn_once,
 )
-from vit_jax.data.images.formats import read_image, why_file_unreadable
+from vit_jax.data.images.formats import read_image, turn_of, why_file_unreadable
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
 T = TypeVar("T")
@@ -217,6 +217,7 @@ def own_images(
         record_name=lambda record: shown(base.relative_to(root) / paths[record]),
         encoded=True,
         why_unreadable=lambda record: why_file_unreadable(base / paths[record], request.reading),
+        turn=lambda record: turn_of((base / paths[record]).read_bytes()),
         multi_label=multi_label,
         file_names=lambda start, stop: paths[start:stop],
     )

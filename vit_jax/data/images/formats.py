@@ -63,13 +63,18 @@ class Reading(NamedTuple):
     def takes(self, image: PIL.Image.Image, encoded: bytes) -> bool:
         """Whether TensorFlow decodes the bytes of `image` as asked, if they need no turning."""
         if image.format == "PNG":
-            depth, opaque = encoded[_DEPTH_AT], "transparency" not in image.info
-            wrong_alpha = depth < 8 and opaque and self.channels == 4 and self.decoding > 1
-            return not (wrong_alpha or (depth == 16 and self.pixel_range))
+            shallow, opaque = encoded[_DEPTH_AT] < 8, "transparency" not in image.info
+            wrong_alpha = shallow and opaque and self.channels == 4 and self.decoding > 1
+            return not (wrong_alpha or (is_deep_png(encoded) and self.pixel_range))
         return image.format == "JPEG" and (image.mode != "CMYK" or self.decoding < 2)
 
 
 USUAL = Reading()
+
+
+def is_deep_png(encoded: bytes) -> bool:
+    """Whether the values of a PNG have 16 bits; False for other formats."""
+    return encoded.startswith(_PNG) and encoded[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
 
 
 def read_image(path: tf.Tensor, reading: Reading) -> tf.Tensor:
@@ -134,8 +139,10 @@ def as_file(image: PIL.Image.Image, reading: Reading) -> bytes:
 
     Raises: as `to_known_mode`, or whatever Pillow raises of a broken file.
     """
-    turn, pixels = _turn_of(image, reading.exif), to_known_mode(image, reading)
-    if turn is not None:
+    if image.format == "TIFF" and not reading.exif:
+        image.getexif()[_ORIENTATION] = 1  # Pillow turns it when it loads it
+    pixels = to_known_mode(image, reading)  # first: looking for a PNG's EXIF data loads its pixels
+    if (turn := _turn_of(image, reading.exif)) is not None:
         pixels = pixels.transpose(PIL.Image.Transpose(turn))
     buffer = io.BytesIO()
     # A BMP takes a tenth of the time of an uncompressed PNG.
@@ -145,15 +152,36 @@ def as_file(image: PIL.Image.Image, reading: Reading) -> bytes:
 
 def _turn_of(image: PIL.Image.Image, exif: bool) -> int | None:
     """How to undo the EXIF orientation; None: there is none, or Pillow does on loading."""
-    if image.format == "TIFF":  # which Pillow turns when it loads them
-        if not exif:
-            image.getexif()[_ORIENTATION] = 1
+    if image.format == "TIFF" or not exif:
         return None
-    return _TURNS.get(image.getexif().get(_ORIENTATION, 1)) if exif else None
+    return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
 
 
 class RangeError(ValueError):
     """The range of an image's values is unknown, or cannot be scaled; the text has the remedy."""
+
+
+class Turn(NamedTuple):
+    """How an image is turned by its EXIF orientation.
+
+    transpose: the number of Pillow's Transpose; None: it stays as it is stored.
+    swaps: whether its sides swap.
+    size: (height, width) afterwards.
+    """
+
+    transpose: int | None
+    swaps: bool
+    size: tuple[int, int]
+
+
+def turn_of(encoded: bytes) -> Turn | None:
+    """How the image in `encoded` is turned; None if nothing states its orientation."""
+    image = PIL.Image.open(io.BytesIO(encoded))
+    if (orientation := image.getexif().get(_ORIENTATION)) is None:
+        return None
+    swaps, as_turned = orientation in (5, 6, 7, 8), image.format == "TIFF"  # by Pillow
+    size = image.size if swaps and not as_turned else image.size[::-1]
+    return Turn(_TURNS.get(orientation), swaps, size)
 
 
 def to_known_mode(image: PIL.Image.Image, reading: Reading) -> PIL.Image.Image:
@@ -190,7 +218,7 @@ def _deep_values(image: PIL.Image.Image) -> np.ndarray | None:
 
 def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
     """uint8: `low` and less become 0, `high` and more 255; alpha, the high byte."""
-    shares = np.nan_to_num((values - low) / (high - low))
+    shares = np.nan_to_num((values - np.float64(low)) / (high - low))
     pixels = np.rint(255 * shares.clip(0, 1)).astype(np.uint8)
     if values.shape[2:] in ((2,), (4,)):
         pixels[..., -1] = values[..., -1] >> 8
