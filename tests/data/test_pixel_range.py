@@ -1,18 +1,25 @@
 """Values of more than 8 bits: their range, and a warning where files do not use their bits."""
 
+import json
+
 import numpy as np
 import PIL.Image
 import pytest
 from images import encode, smooth_image
 from test_modes import ALPHA, png
 
+from vit_jax.base.errors import Faults
+from vit_jax.config.text import load_config
 from vit_jax.data import image_batch, make_source, parse_ops
+from vit_jax.data.checks import check_config
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.images.formats import Reading, to_pixels, why_unreadable
 from vit_jax.data.images.given import image_files, open_images
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.diagnosis.doctor import OK, WARNING, check_decoding
-from vit_jax.transfer.pretrained import Spec, load_image
+from vit_jax.inference import neighbours
+from vit_jax.transfer.pretrained import Spec, load_image, read_preparation
+from vit_jax.transfer.source import KINDS, READING
 
 SIZE = (12, 16)
 GREY = np.arange(12 * 16, dtype=np.uint16).reshape(SIZE) * 21  # up to 4,011
@@ -105,3 +112,25 @@ def test_unused_bits_are_seen_by_doctor_and_at_the_start(tmp_path, most, bits, s
     pixel_range = (0, most)
     assert unused_bits_of(make_source("unlabelled", **where, pixel_range=pixel_range)) is None
     assert check_decoding(str(tmp_path), pixel_range).state == OK
+
+
+def test_pictures_of_a_sheet_are_those_that_the_model_sees(folder):
+    tile = neighbours._tile(str(folder / "grey.tif"), "", Reading(pixel_range=(0, 4095)))
+    middle = np.asarray(tile)[64, 64]  # half way, of values up to 4,011
+    assert (abs(middle.astype(int) - 125) < 10).all()
+
+
+def test_a_file_of_weights_states_the_range():
+    spec = Spec((8, 8), "antialiased", pixel_range=RANGE)
+    stated = json.loads(json.dumps(spec.stated_reading))
+    assert all(KINDS[READING[key]](value) for key, value in stated.items() if value is not None)
+    assert read_preparation(stated, (8, 8), "x")["pixel_range"] == RANGE
+    assert read_preparation({}, (8, 8), "x")["pixel_range"] is None
+
+
+@pytest.mark.parametrize("given", [(1,), (5, 5), (9, 3)])
+def test_a_range_that_is_none_is_refused(given):
+    config, faults = load_config("folder"), Faults()
+    config.data.pixel_range = given
+    check_config(config, faults)
+    assert any(f"data.pixel_range={given}: needs LOW,HIGH" in fault for fault in faults)
