@@ -516,6 +516,22 @@ def test_weight_decay_on_chooses_the_leaves():
     assert not updates["dense/kernel"].any()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zero_gradients_shrink_weights_by_rate_times_decay(name):
+    """But those of LAMB, whose decay is as large as the weights, and with every rate of a leaf."""
+    named = unrolled(0, depth=2)
+    params = tree.unflatten_names(named)
+    tx = make_optimizer(name, schedule=lambda step: 0.5, weight_decay=0.25, grad_clip_norm=1.0,
+                        layer_decay=0.5, embedding_rate=0.25, head_decay=2.0)  # fmt: skip
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    decay = 1.0 if name == "lamb" else 0.25
+    shares = {"embedding/kernel": decay / 32, "encoder/layer_0/mlp/kernel": decay / 4,
+              "encoder/layer_1/mlp/kernel": decay / 2, "head/kernel": 0.5}  # fmt: skip
+    for leaf, update in tree.flatten_names(updates).items():
+        shrunk = -0.5 * shares.get(leaf, 0.0) * named[leaf]
+        np.testing.assert_allclose(update, shrunk, rtol=1e-6 * (name == "lamb"), err_msg=leaf)
+
+
 @pytest.mark.parametrize("form", [stacked, dict])
 def test_weight_decay_on_chooses_the_layers(form):
     named = unrolled(0)
