@@ -263,7 +263,7 @@ def test_names_of_classes():
 def test_a_head_that_was_never_trained_predicts_no_class(golden, images):
     found = read_pretrained(golden / "hf_vit")
     head = {name: np.zeros_like(found.params[name]) for name in ("head/kernel", "head/bias")}
-    source = image_files([str(images / "a.png")], True, 3)
+    source = image_files([str(images / "a.png")])
     assert next(classify(found, source, batch_size=8, top=1))["classes"]
     untrained = found._replace(params=found.params | head)
     with pytest.raises(InputError, match="never trained; predict --features=FILE"):
