@@ -37,7 +37,7 @@ class Run(Section):
     init_fields: str = key(
         "config",
         "source: init_from gives the image size and the model's fields where these are None, "
-        "and the value range where it has its default",
+        "and the channels and the value range where they have their defaults",
         choices=("config", "source"),
     )
     plugins: Texts = key((), "the user's own modules, imported before other keys are read")

@@ -68,7 +68,7 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
     d = config.data
     for key in ("mean", "std"):
         numbers = all(isinstance(v, int | float) for v in d[key])
-        alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are
+        alike = len(d[key]) in (1, 3) and len({*d[key]}) == 1  # as the defaults are
         faults.need(
             numbers and (len(d[key]) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
             f"data.{key}={d[key]}: needs {d.channels} numbers, one per channel, for pixels in "
