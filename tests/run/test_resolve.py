@@ -224,7 +224,9 @@ def test_grey_images_are_pretrained_and_tuned_by_two_commands(tmp_path):
         Image.fromarray(rng.integers(0, 256, (32, 32), np.uint8)).save(file)
     keys = {"data.data_dir": tmp_path / "images", "duration": "2 steps", "global_batch_size": 8}
     grey = {"data.channels": 1, "data.mean": (0.5,), "data.std": (0.25,)}
-    vit_jax.train("mae:folder,debug", tmp_path / "mae", keys | grey | {"schedule.warmup": "0 steps"})
+    vit_jax.train(
+        "mae:folder,debug", tmp_path / "mae", keys | grey | {"schedule.warmup": "0 steps"}
+    )
     vit_jax.train("finetune:folder", tmp_path / "tuned", keys | {"init_from": tmp_path / "mae"})
     stored = read_stored(tmp_path / "tuned")
     assert flatten(stored.resolved).items() >= grey.items()

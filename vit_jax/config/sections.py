@@ -94,7 +94,11 @@ class Data(Section):
         "the data",
         within=POSITIVE,
     )
-    mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
+    mix: str = key(
+        "",
+        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
+        "differ from those of data, data_dir and split; data.name gets the remaining weight",
+    )
     order: str | None = key(
         None,
         "None: chunk for >= 100 million examples, and for Parquet above 1 GiB",
