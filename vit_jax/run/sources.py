@@ -272,12 +272,8 @@ def _open_mixture(
     config: ConfigDict, source: data.Source, open_split: Callable[..., data.Source]
 ) -> list[data.Source]:
     """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
-    d, faults, own = config.data, Faults(), config_lib.own_split(config)
-    whole = own._replace(subset=None)
-    parts = data.parse_mix(d.mix)
-    keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
-    # The classes of pseudo labels are the teacher's, which were chosen before.
-    keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
+    d, faults = config.data, Faults()
+    own, *keys = data.mixed_keys(config)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
     opened = [source, *(other for other in others if other is not None)]
