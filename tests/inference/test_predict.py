@@ -15,7 +15,8 @@ import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
-from vit_jax.inference.predict import classify
+from vit_jax.inference.neighbours import nearest
+from vit_jax.inference.predict import classify, outputs
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Cut, Spec, class_names
@@ -76,6 +77,22 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
     broken, small = (row["error"] for row in rows)
     assert broken.startswith("not a readable image (it holds no image")
     assert all(words in small for words in ("9 x 8 pixels", "'central_crop'", "takes 32 x 32"))
+
+
+def test_other_padding_gives_the_same_outputs(golden, images):
+    """Four files, of which one is broken, in batches of 4, and of 3 with two rows of padding."""
+    names = ("a.png", "b.JPG", "broken.png", "more/c.jpeg")
+    source = read_pretrained(golden / "hf_vit")
+    files = image_files([str(images / name) for name in names])
+
+    def found(batch_size):
+        parts = outputs(source, files, batch_size=batch_size, what="features")
+        values, batches = zip(*parts, strict=True)
+        return np.concatenate(values), np.concatenate([batch["mask"] for batch in batches])
+
+    (expected, mask), (other, other_mask) = found(4), found(3)
+    assert list(mask) == list(other_mask) == [1, 1, 0, 1]
+    np.testing.assert_allclose(other[mask == 1], expected[mask == 1], rtol=0, atol=1e-6)
 
 
 def test_a_table(golden, images, capsys):
@@ -148,6 +165,27 @@ def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
     assert Image.open(sheet).size == (3 * 132 + 12, 146)
     rows = [*csv.DictReader(io.StringIO(predict(capsys, *words, "--format=csv", code=1)))]
     assert (rows[0]["neighbour"], rows[1]["neighbour"]) == (next(iter(found)), "")
+
+
+@pytest.mark.parametrize("number", [16, 19])  # in batches of 8
+def test_each_picture_has_its_own_neighbours(golden, tmp_path, number):
+    rng = np.random.default_rng(0)
+    paths = [str(tmp_path / f"{i}.png") for i in range(number)]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize((32, 32)).save(path)
+    broken = paths[3]
+    (tmp_path / "3.png").write_bytes(b"not an image")
+    model = read_pretrained(golden / "hf_vit")
+    rows = [*nearest(model, paths, paths, top=1, batch_size=8)]
+    assert [row["file"] for row in rows] == paths
+    x = vit_jax.predict(paths, model, output="features", batch_size=8)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    similarity = np.nan_to_num(x @ x.T, nan=-2) - 4 * np.eye(number)
+    for row, similar in zip(rows, similarity, strict=True):
+        if row["file"] == broken:
+            assert "not a readable image" in row["error"]
+        else:
+            assert [one["file"] for one in row["neighbours"]] == [paths[similar.argmax()]]
 
 
 def test_features_of_a_data_set(golden, tmp_path, capsys):
@@ -247,7 +285,7 @@ def test_names_of_classes():
 def test_a_head_that_was_never_trained_predicts_no_class(golden, images):
     found = read_pretrained(golden / "hf_vit")
     head = {name: np.zeros_like(found.params[name]) for name in ("head/kernel", "head/bias")}
-    source = image_files([str(images / "a.png")], True, 3)
+    source = image_files([str(images / "a.png")])
     assert next(classify(found, source, batch_size=8, top=1))["classes"]
     untrained = found._replace(params=found.params | head)
     with pytest.raises(InputError, match="never trained; predict --features=FILE"):

@@ -70,8 +70,9 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
       InputError: if other processes or devices are found than the flags ask for.
     """
     from vit_jax.devices import mesh
-    from vit_jax.job import processes, watchdog
+    from vit_jax.job import interrupts, processes, watchdog
 
+    interrupts.watch()
     processes.start(
         flags.coordinator,
         flags.num_processes,
@@ -79,6 +80,7 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
         join_deadline_s=config.job.join_deadline_s,
         heartbeat_s=config.job.heartbeat_s,
     )
+    interrupts.listen()
     mesh.start_backend(config.mesh.platform)
     processes.check_devices(flags.num_devices)
     watchdog.start(config.job)
@@ -227,12 +229,11 @@ def open_source(
     from vit_jax.data.images.given import image_files
 
     spec = pretrained.spec
-    how = {"exif": spec.exif is not False, "channels": spec.channels}
     if not flags.data:
-        return image_files(paths, **how)
+        return image_files(paths, spec.reading)
     start, name, split = re.fullmatch("(hf:)?([^:]*):?(.*)", flags.data).groups("")
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"multi_label": None, **how}
+    where |= {"multi_label": None, **spec.reading._asdict()}
     if name in ("folder", "list"):
         where["divider"] = data.Divider(
             pretrained.division, pretrained.source, class_names=spec.class_names

@@ -37,7 +37,7 @@ class Run(Section):
     init_fields: str = key(
         "config",
         "source: init_from gives the image size and the model's fields where these are None, "
-        "and the value range where it has its default",
+        "and the channels and the value range where they have their defaults",
         choices=("config", "source"),
     )
     plugins: Texts = key((), "the user's own modules, imported before other keys are read")
@@ -70,6 +70,13 @@ class Data(Section):
     split: str = key("train", "training split; TFDS also takes a slice, train[:90%]")
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
+    pixel_range: tuple[float, ...] | None = key(
+        None,
+        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
+    )
+    decoding: int = key(
+        2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
+    )
     image_size: Size = key(None, "int or (height, width), in pixels")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int | None = key(None, "None: taken from the data set", within=POSITIVE)
@@ -94,7 +101,11 @@ class Data(Section):
         "the data",
         within=POSITIVE,
     )
-    mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
+    mix: str = key(
+        "",
+        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
+        "differ from those of data, data_dir and split; data.name gets the remaining weight",
+    )
     order: str | None = key(
         None,
         "None: chunk for >= 100 million examples, and for Parquet above 1 GiB",
@@ -236,6 +247,10 @@ class Schedule(Section):
     start: str = key(
         "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
     )
+    lowered: float = key(
+        1.0, "with a branch, what optimizer.on_spike=lower had left of the rate of its run; "
+        "optimizer.peak_lr is what remains of it", within="(0, 1]",
+    )  # fmt: skip
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: str = key(
         "0 steps",

@@ -89,7 +89,7 @@ class Files(Opener):
         self.pretrained = transfer.read_pretrained(source)
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
-        return take_fields(config, self.pretrained)
+        return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
         if not gives_classes(config):

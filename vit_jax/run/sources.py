@@ -289,12 +289,8 @@ def _open_mixture(
     config: ConfigDict, source: data.Source, open_split: Callable[..., data.Source]
 ) -> list[data.Source]:
     """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
-    d, faults, own = config.data, Faults(), config_lib.own_split(config)
-    whole = own._replace(subset=None)
-    parts = data.parse_mix(d.mix)
-    keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
-    # The classes of pseudo labels are the teacher's, which were chosen before.
-    keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
+    d, faults = config.data, Faults()
+    own, *keys = data.mixed_keys(config)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
     opened = [source, *(other for other in others if other is not None)]
@@ -360,7 +356,8 @@ def _open_split(
 ) -> data.Source:
     """Opens a split; `asked`: further fields of `data.sources.Request`."""
     d = config.data
-    common = {name: d[name] for name in ("reader", "exif", "multi_label", "channels")}
+    keys = ("reader", "exif", "pixel_range", "decoding", "multi_label", "channels")
+    common = {name: d[name] for name in keys}
     return data.make_source(
         key.data_name,
         split=key.split,
@@ -431,4 +428,5 @@ def data_fingerprint(config: ConfigDict, source: data.Source) -> str:
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(config)
-    return fingerprint(*identity, *channels, *views)
+    ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
+    return fingerprint(*identity, *channels, *views, *ranges)
