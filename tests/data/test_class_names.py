@@ -118,5 +118,5 @@ def test_words_and_numbers_among_labels():
     assert read(["cat", "1"], ("cat", "dog")) == {"cat": 0, "1": 1}
     assert read(["cat", "1"], ("1", "cat")) == {"cat": 1, "1": 0}
     assert read(["1", "0"], ("0", "1")) == {"0": 0, "1": 1}
-    with pytest.raises(InputError, match="has the labels 2, which classes.txt lacks"):
+    with pytest.raises(InputError, match=r"has the labels 2, which classes.txt lacks"):
         read(["0", "2"], ("a", "b"))
