@@ -235,7 +235,9 @@ def open_source(
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"multi_label": None, **spec.reading._asdict()}
     if name in ("folder", "list"):
-        where["divider"] = data.Divider(pretrained.division, pretrained.source)
+        where["divider"] = data.Divider(
+            pretrained.division, pretrained.source, class_names=spec.class_names
+        )
     try:
         return data.make_source(start + name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none

@@ -57,6 +57,22 @@ def _other_names(
     return [(i, a, b) for i, (a, b) in enumerate(pairs) if a.lower() != b.lower()]
 
 
+def say_places(where: str, names: Sequence[str], source: str) -> None:
+    """Logs that the data's classes `names` are the outputs of `source` of the same places.
+
+    A warning if the names are other numbers than the places.
+    """
+    ends = [(names[0], 0), (names[-1], len(names) - 1)]
+    other = [(n, i) for i, n in enumerate(names) if n.isdecimal() and int(n) != i]
+    said = ", ".join(f"{name!r} is output {i}" for name, i in other[:2] or ends)
+    logger.log(
+        logging.WARNING if other else logging.INFO,
+        "%s: %s has none of the classes' names, so the places are matched: %s%s",
+        where, source, said,
+        "; accuracy is meaningful only if this is the order of the outputs" if other else "",
+    )  # fmt: skip
+
+
 def find_places(
     names: Sequence[str] | None, known: Sequence[str] | None, source: str
 ) -> list[int] | None:
@@ -182,8 +198,9 @@ def _match_own(
         return source
     if not {*names} <= {*class_names}:
         # Models call the classes of ImageNet by words, in the same order.
-        of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
-        if learns or of_imagenet:
+        of_imagenet = all(map(SYNSET.fullmatch, names))
+        are_places = all(name.isdecimal() and int(name) == i for i, name in enumerate(names))
+        if learns or (len(names) == len(class_names) and (of_imagenet or are_places)):
             return source
     try:
         return data.match_classes(source, class_names)
