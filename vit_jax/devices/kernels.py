@@ -5,7 +5,6 @@ heads over `tensor`.
 """
 
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.devices.cudnn import described_attention
+from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
@@ -31,7 +32,6 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
-_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _EVEN = 2  # JAX 0.10.2 refuses the gradient of cuDNN's attention for an odd number of tokens
 _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, compute in bfloat16
 
@@ -79,8 +79,6 @@ def gpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     if without is not None:
         _say_plain(without)
         return plain
-    if not any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS):
-        return plain  # a plan by calculation: JAX traces cuDNN's attention only with CUDA's wheels
     return dataclasses.replace(
         plain, attention_kernel=partial(_cudnn_attention, mesh=mesh), token_multiple=_EVEN
     )
@@ -172,6 +170,8 @@ def _cudnn_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
     """
 
     def attend(q_BNHK, k_BMHK, v_BMHK):
+        if not has_cuda():  # a plan by calculation
+            return described_attention(q_BNHK, k_BMHK, v_BMHK)
         B, M = k_BMHK.shape[:2]
         is_padded = num_keys is not None and num_keys < M
         lengths_B = jnp.full(B, num_keys, jnp.int32) if is_padded else None
