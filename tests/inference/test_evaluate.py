@@ -145,3 +145,30 @@ def test_what_the_source_does_not_tell_must_be_said(published):
         config.model.unlock()
         config.model.pools = "gap"
         evaluate_model(config, pretrained)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("data.exif", "false"), ("data.exif", "true"), ("data.mean", "0.5,0.5,0.5"),
+     ("data.std", "0.2,0.3,0.4"), ("data.pixel_range", "0,4095"), ("loss.name", "softmax")],
+)  # fmt: skip
+def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
+    """Also one that is set to its default; without it, the source's value holds."""
+    pretrained = read_pretrained(published)
+    stated = {"exif": text != "true", "mean": (0.1, 0.2, 0.3), "std": (0.1, 0.1, 0.1)}
+    spec = pretrained.spec._replace(**stated, pixel_range=(0.0, 10.0))
+    run = {"config": {"plugins": (), "loss": {"name": "sigmoid"}, "data": {"multi_label": False}}}
+    of = evaluation._OfSource(pretrained._replace(spec=spec, run=run))
+    config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
+    section, name = key.split(".")
+    expected = config[section][name]
+    assert of.complete(config, {key: text})[section][name] == expected
+    own = of.complete(evaluation_config("classification,debug"), ())
+    assert own[section][name] != expected
+
+
+@pytest.mark.parametrize(("key", "text"), [("data.channels", "1"), ("data.num_classes", "3")])
+def test_a_key_that_the_model_decides_is_refused(published, key, text):
+    config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
+    with at_fault(key):
+        evaluate_model(config, read_pretrained(published), by_user={key: text})
