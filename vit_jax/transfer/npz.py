@@ -44,6 +44,7 @@ from vit_jax.transfer.source import Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
+_CUT = ("crop", "crop_mode", "interpolation")  # a Cut with the crop of timm
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
@@ -171,9 +172,7 @@ def read(source: Source, variant: Variant) -> Pretrained:
         image_size or model.image_size,
         "corner_aligned",
         class_names=class_names_of(stated.get("class_names"), model.num_classes, str(source.path)),
-        cut=Cut(float(stated["crop"]), stated["crop_mode"], stated["interpolation"])
-        if "crop" in stated
-        else None,
+        cut=Cut(*(stated[key] for key in _CUT if key in stated)) if "crop" in stated else None,
         **{key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
         **read_preparation(stated, image_size or model.image_size, str(source.config_path)),
     )
@@ -313,7 +312,7 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
     if image_size:
         stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
-        stated |= zip(("crop", "crop_mode", "interpolation"), spec.cut, strict=True)
+        stated |= dict(zip(_CUT, spec.cut[: len(_CUT)], strict=True))
     stated |= {"ops": spec.ops, "loss": spec.loss, "exif": spec.exif_if_off}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()

@@ -198,7 +198,7 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     crops = steps[-1:] if steps and steps[-1].text in _CROPS else []
     resizes = steps[: len(steps) - len(crops)]
     if crops and not resizes:
-        return Cut(mode="center")
+        return Cut(mode="center", crop=full_size(crops[0].name))
     names = [op.name for op in resizes]
     if names != ["torchvision_resize"] and not (crops and names in (["resize"], ["resize_small"])):
         return None
@@ -206,7 +206,9 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     share = min(max(map(share_of, image_size, resize.gives)), 1.0)
     of_shorter_side = resize.name == "torchvision_resize" and isinstance(resize.size, int)
     covers = getattr(resize, "cover", resize.name == "resize_small") or of_shorter_side
-    return Cut(share, "center" if covers else "squash", getattr(resize, "filter", "bilinear"))
+    crop = {"crop": full_size(crops[0].name)} if crops else {}
+    mode = "center" if covers else "squash"
+    return Cut(share, mode, getattr(resize, "filter", "bilinear"), **crop)
 
 
 def _results(
