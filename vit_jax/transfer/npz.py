@@ -40,16 +40,17 @@ from vit_jax.transfer.names import (
     write_rows,
 )
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, read_preparation
-from vit_jax.transfer.source import Source, write_json
+from vit_jax.transfer.source import READING, Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
-_CUT = ("crop", "crop_mode", "interpolation")  # a Cut with the crop of timm
+# {key: field of a Cut}; "crop_op" is absent in older files.
+_CUT = {"crop": "share", "crop_mode": "mode", "interpolation": "interpolation", "crop_op": "crop"}
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "loss": "softmax or sigmoid",
-          "exif": "true or false"}  # fmt: skip
+          "crop_op": "central_crop or torchvision_crop", "loss": "softmax or sigmoid",
+          **READING}  # fmt: skip
 
 _DENSE = layer({"/kernel": ("kernel", ""), "/bias": ("bias", "")})
 _NORM = layer({"/scale": ("scale", ""), "/bias": ("bias", "")})
@@ -172,7 +173,9 @@ def read(source: Source, variant: Variant) -> Pretrained:
         image_size or model.image_size,
         "corner_aligned",
         class_names=class_names_of(stated.get("class_names"), model.num_classes, str(source.path)),
-        cut=Cut(*(stated[key] for key in _CUT if key in stated)) if "crop" in stated else None,
+        cut=Cut(**{field: stated[key] for key, field in _CUT.items() if key in stated})
+        if "crop" in stated
+        else None,
         **{key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
         **read_preparation(stated, image_size or model.image_size, str(source.config_path)),
     )
@@ -312,8 +315,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
     if image_size:
         stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
-        stated |= dict(zip(_CUT, spec.cut[: len(_CUT)], strict=True))
-    stated |= {"ops": spec.ops, "loss": spec.loss, "exif": spec.exif_if_off}
+        stated |= {key: getattr(spec.cut, field) for key, field in _CUT.items()}
+    stated |= {"ops": spec.ops, "loss": spec.loss, **spec.stated_reading}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()
     np.savez(content, **write_rows(_rows(model, variant), pretrained.params, model))
