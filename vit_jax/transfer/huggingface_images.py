@@ -80,7 +80,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
     interpolation = _FILTERS[given["resample"]]
     nearest = max if in_proportion else min  # if no share gives both sides
     share = nearest(map(share_of, spec.image_size, resized))
-    cut = Cut(share, "center" if in_proportion else "squash", interpolation, "central_crop")
+    cut = Cut(share, "center" if in_proportion else "squash", interpolation, "transformers")
     ops = pixels.get("ops") or ops_of_cut(cut, spec.image_size, resized)
     spec = spec._replace(
         cut=cut,
@@ -193,4 +193,4 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what transformers does with `write_pixels`' values."""
-    return ops_of_cut((spec.cut or Cut())._replace(crop="central_crop"), spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="transformers"), spec.image_size)

@@ -44,12 +44,12 @@ from vit_jax.transfer.source import READING, Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
-# {key: field of a Cut}; "crop_op" is absent in older files.
-_CUT = {"crop": "share", "crop_mode": "mode", "interpolation": "interpolation", "crop_op": "crop"}
+# {key: field of a Cut}; "library" is absent in older files.
+_CUT = {"crop": "share", "crop_mode": "mode"} | {k: k for k in ("interpolation", "library")}
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "crop_op": "central_crop or torchvision_crop", "loss": "softmax or sigmoid",
+          "library": "timm, transformers or vit_jax", "loss": "softmax or sigmoid",
           **READING}  # fmt: skip
 
 _DENSE = layer({"/kernel": ("kernel", ""), "/bias": ("bias", "")})

@@ -34,14 +34,14 @@ class Cut(NamedTuple):
     mode: "center" keeps the aspect ratio and covers that size; "squash" resizes each side
       separately.
     interpolation: Pillow's "bilinear" or "bicubic".
-    crop: the op that crops, which decides on margins of half a pixel: timm's "torchvision_crop", or
-      "central_crop" as transformers does, which also covers the larger of two sides.
+    library: the one that crops so. A margin of half a pixel is rounded to even by "timm", and down
+      by "vit_jax" and by "transformers", which also resizes the shorter side to the larger size.
     """
 
     share: float = 1.0
     mode: str = "squash"
     interpolation: str = "bilinear"
-    crop: str = "torchvision_crop"
+    library: str = "timm"
 
     def resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) to which an image is resized before it is cropped to `image_size`."""
@@ -123,8 +123,9 @@ def ops_of_cut(
     Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.
     """
     height, width = resized or cut.resized(image_size)
-    if cut.mode == "center" and cut.crop == "central_crop":
+    if cut.mode == "center" and cut.library == "transformers":
         height = width = max(height, width)
+    crop = "torchvision_crop" if cut.library == "timm" else "central_crop"
     quoted = repr(cut.interpolation)
     if cut.mode == "squash":
         if (height, width) == image_size:
@@ -134,7 +135,7 @@ def ops_of_cut(
         resize = f"torchvision_resize({height}, {quoted})"
     else:
         resize = f"torchvision_resize(({height}, {width}), {quoted}, cover=True)"
-    return f"decode|{resize}|{cut.crop}"
+    return f"decode|{resize}|{crop}"
 
 
 def share_of(side: int, resized: int) -> float:

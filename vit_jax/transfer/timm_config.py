@@ -111,8 +111,7 @@ class Config:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what timm does with files of `write`."""
-    cut = (spec.cut or Cut())._replace(crop="torchvision_crop")
-    return ops_of_cut(cut, spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="timm"), spec.image_size)
 
 
 def write(
