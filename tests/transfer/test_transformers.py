@@ -54,13 +54,21 @@ def test_the_loss_is_written_and_read(tmp_path, name, loss):
     assert pretrained_spec(tmp_path / "made").loss == loss
 
 
-def test_a_siglip_classifier_states_its_loss(golden, tmp_path):
-    path = copied(golden, tmp_path, "hf_siglip", problem_type="multi_label_classification")
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_siglip_classifier_states_its_loss_and_its_names(golden, tmp_path, is_nested):
+    """Beside the tower's values, which published folders nest: as transformers 4 with all keys."""
+    own = {"problem_type": "multi_label_classification", "id2label": {"0": "a", "1": "b", "2": "c"}}
+    path = copied(golden, tmp_path, "hf_siglip", **own)
+    if is_nested:
+        tower = json.loads((golden / "hf_siglip/config.json").read_text())
+        tower |= {"problem_type": None, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
+        (path / "config.json").write_text(json.dumps({"vision_config": tower} | own))
     arrays = load_file(path / "model.safetensors")
     arrays |= {"classifier.weight": np.ones((3, 48), np.float32),
                "classifier.bias": np.zeros(3, np.float32)}  # fmt: skip
     save_file(arrays, path / "model.safetensors")
-    assert pretrained_spec(path).loss == "sigmoid"
+    spec = pretrained_spec(path)
+    assert (spec.loss, spec.class_names) == ("sigmoid", ("a", "b", "c"))
 
 
 @pytest.mark.parametrize("name", ["hf_vit", "hf_dinov2_with_registers_classifier"])

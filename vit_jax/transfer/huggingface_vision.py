@@ -193,7 +193,8 @@ def read(source: Source) -> Pretrained:
     assert found is not None  # recognises(source)
     name, prefix = found
     kind, content = KINDS[name], source.config or {}
-    stated = source.read_stated(content.get("vision_config", content), _KINDS)
+    of_head = {key: content[key] for key in ("id2label", "problem_type") if key in content}
+    stated = source.read_stated((content.get("vision_config") or content) | of_head, _KINDS)
     source.leave_out(r"(text_model|text_projection|visual_projection|logit_\w+)(\..*)?",
                      "what is not the image tower is")  # fmt: skip
     source.leave_out(r".*embeddings\.(mask_token|position_ids)", "what the tower does not use is")
