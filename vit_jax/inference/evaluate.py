@@ -19,7 +19,7 @@ from vit_jax import transfer
 from vit_jax.base import files, tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.checkpoints import restore
-from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, SOURCES, with_values
 from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.arrays import give
@@ -44,6 +44,7 @@ from vit_jax.run.sources import (
     find_absent,
     open_evaluated,
     say_other_names,
+    say_places,
 )
 from vit_jax.run.validation import (
     as_pairs,
@@ -135,7 +136,8 @@ def evaluate_model(
     mesh = of.make_mesh(config)
     compare_requests(config, of.facts)
     config = with_values(config, find_absent(config, training=False))
-    sources = open_evaluated(config, of.class_names, Divider(of.division, of.source))
+    divider = Divider(of.division, of.source, class_names=of.class_names)
+    sources = open_evaluated(config, of.class_names, divider)
     config = of.settle(config, sources)
     preprocessing = parse_preprocessing(config)
     check_evaluated_images(config, preprocessing, sources)
@@ -301,13 +303,15 @@ def fill_in_ops(config: ConfigDict, pretrained: Pretrained, sources: Sources) ->
 def _warn_of_other_classes(
     config: ConfigDict, names: Sequence[str] | None, model_source: str, sources: Sources
 ) -> None:
-    """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
+    """Log or warn of names of the data's classes that differ from the model's."""
     for name, entry in config.evals.items():
         if EVALUATORS.find(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
-        other = say_other_names(source.class_names, names, source.name, model_source)
-        if other:
+        theirs = source.class_names
+        if theirs and SOURCES.find(source.name).is_own and theirs != names:
+            say_places(f"evals.{name}", theirs, model_source)
+        elif other := say_other_names(theirs, names, source.name, model_source):
             logger.warning(
                 "evals.%s: %s; accuracy is meaningful only if they are the same classes",
                 name, other,

@@ -14,6 +14,7 @@ from etils import epath
 
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError
+from vit_jax.data.class_names import as_name
 from vit_jax.data.division import Division
 from vit_jax.data.images.formats import Reading
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
@@ -257,7 +258,7 @@ def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
 
 
 def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
-    """The source's class names; None if it states none.
+    """The source's class names, by `as_name`; None if it states none.
 
     Raises:
       InputError: if their number is not the number of classes, or they are not strings.
@@ -270,7 +271,7 @@ def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[st
         raise InputError(
             f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
         )
-    return tuple(names)
+    return tuple(map(as_name, names))
 
 
 def read_preparation(

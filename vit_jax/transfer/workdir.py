@@ -17,6 +17,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, SOURCES, has_average, image_hw, model_fields
 from vit_jax.config.stored import read_config
+from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
 from vit_jax.evaluators.metric_names import find_best, find_direction
@@ -142,8 +143,8 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
     return Spec(
         image_size=model.image_size,
         resize="antialiased",
-        mean=tuple(config.data.mean),
-        std=tuple(config.data.std),
+        mean=per_channel(config.data.mean, config.data.channels),
+        std=per_channel(config.data.std, config.data.channels),
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=ops,
