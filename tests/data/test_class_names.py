@@ -33,6 +33,7 @@ def open_of(kind, root, labels, names=None, **fields):
         (root / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
         [(root / name).write_bytes(IMAGE) for name in images]
     if names is not None:
+        root.mkdir(exist_ok=True)
         (root / "classes.txt").write_bytes(names.encode())
     fields.setdefault("split", "all")
     return make_source(kind, data_dir=str(root), image_size=(16, 16), **fields)
@@ -74,9 +75,9 @@ def test_one_name_however_it_is_composed(kind, tmp_path):
 def test_numbers_of_classes_whose_names_are_numbers(kind, tmp_path):
     source = open_of(kind, tmp_path, [0, 1, 2, 3], "\ufeff1\r\n2\r\n3\r\n4\r\n\r\n")
     assert source.class_names == ("1", "2", "3", "4") and read(source) == [0, 1, 2, 3]
-    assert read(open_of(kind, tmp_path, [4, 1], "1\n2\n3\n4\n")) == [3, 0]
+    assert read(open_of(kind, tmp_path / "names", [4, 1], "1\n2\n3\n4\n")) == [3, 0]
     with pytest.raises(InputError, match="the label 1 may be the class of this name"):
-        open_of(kind, tmp_path, [1, 2, 3], "1\n2\n3\n4\n")
+        open_of(kind, tmp_path / "both", [1, 2, 3], "1\n2\n3\n4\n")
 
 
 @pytest.mark.parametrize("kind", ["list", "tar", "parquet"])
