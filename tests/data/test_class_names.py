@@ -4,13 +4,15 @@ import json
 import unicodedata
 
 import pytest
-from images import encode, smooth_image
+from images import encode, make_folder, smooth_image
 from table_files import make_table, write_parquet
 from tar_files import write_tar
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import SplitKey
 from vit_jax.data import Divider, make_source, read_labels
 from vit_jax.data.class_names import as_label, number_labels, read_names, sorted_classes
+from vit_jax.run.sources import _match_own, say_places
 
 IMAGE = encode(smooth_image(16, 16), "PNG")
 COMPOSED, APART = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
@@ -121,3 +123,27 @@ def test_words_and_numbers_among_labels():
     assert read(["1", "0"], ("0", "1")) == {"0": 0, "1": 1}
     with pytest.raises(InputError, match=r"has the labels 2, which classes.txt lacks"):
         read(["0", "2"], ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "names, level, said",
+    [(("0", "1", "2"), "INFO", "'0' is output 0, '2' is output 2"),
+     (("1", "2", "3"), "WARNING", "'1' is output 0, '2' is output 1; accuracy is meaningful only"),
+     (("cat", "dog"), "INFO", "'cat' is output 0, 'dog' is output 1")],
+)  # fmt: skip
+def test_a_match_by_place_is_said(names, level, said, caplog):
+    with caplog.at_level("INFO", "vit_jax"):
+        say_places("evals.val", names, "model.npz")
+    (record,) = caplog.records
+    assert (record.levelname, said in record.message) == (level, True)
+
+
+def test_numbers_from_0_are_the_outputs_of_a_model_with_other_names(tmp_path):
+    root = make_folder(tmp_path, {str(i): 1 for i in range(11)})
+    how = {"data_dir": str(root), "image_size": (16, 16)}
+    source = make_source("folder", split="all", **how)
+    key = SplitKey("folder", "all", str(root))
+    words = [f"word {i}" for i in range(11)]
+    assert _match_own(source, key, words, False, "data.data_dir") is source
+    with pytest.raises(InputError, match="are none of the model.s"):
+        _match_own(source, key, words[1:], False, "data.data_dir")
