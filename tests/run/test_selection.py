@@ -283,3 +283,29 @@ def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
     summary = start(run, stop__patience="5")  # goes on, as it was not long enough
     assert summary["step"] == 40 and "stopped_early" not in summary
     assert summary["best"]["step"] == 30
+
+
+@pytest.mark.parametrize("loss", ["one row", "all rows"])
+def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
+    loss, accuracies, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(loop, "compile_step", count_steps)
+
+    def should_stop(guard, step):
+        if step == 17:
+            raise KillError
+        return False
+
+    with monkeypatch.context() as killing:
+        killing.setattr(loop.PreemptionGuard, "should_stop", should_stop)
+        with pytest.raises(KillError):
+            start(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    text = path.read_text()
+    damaged = text.replace('"test/top1": 0.5', '"test/top1": 0.5"')
+    assert damaged != text
+    path.write_text(damaged if loss == "one row" else "")
+    summary = start(tmp_path)
+    assert (summary["step"], summary["best"]["step"]) == (25, 10)
+    assert 10 in restore.saved_steps(epath.Path(tmp_path / "checkpoints"))
+    assert ("is damaged" in caplog.text) == (loss == "one row")

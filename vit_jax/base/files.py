@@ -4,6 +4,7 @@ import contextlib
 import errno
 import glob
 import json
+import logging
 import os
 import pathlib
 import secrets
@@ -14,6 +15,8 @@ from typing import IO, Any, Self
 from etils import epath
 
 from vit_jax.base.errors import InputError
+
+logger = logging.getLogger("vit_jax")
 
 _MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
 # Errors of writing, which may not name the file.
@@ -74,10 +77,20 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 
 
 def json_lines(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of a file with their content, skipping any that a kill cut short; none of no file."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            yield line, json.loads(line)
+    """Lines of a file with their content; none of no file.
+
+    A last line that a kill cut short is skipped; any other that is damaged too, with a warning.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            if line.endswith(b"\n"):  # a kill leaves none
+                logger.warning("%s: line %d is damaged and left out; restore the file from a copy "
+                               "if you have one", path, number)  # fmt: skip
+            continue
+        yield line.rstrip(b"\r\n"), content
 
 
 def copy_tree(source: epath.Path, target: epath.Path) -> None:

@@ -191,7 +191,7 @@ class Loop:
     def save(self, due: Due, state: TrainState) -> None:
         with self.record.saving(due.step) as meta:
             check_replicas(state, self.run.mesh)
-            self.checkpoints.save(due.step, state, meta)
+            self.checkpoints.save(due.step, state, meta | self.selection.read())
         self.record.saved = due.step
 
     def keep(self, due: Due, state: TrainState) -> None:

@@ -15,7 +15,7 @@ from vit_jax.checkpoints import restore
 from vit_jax.evaluators.metric_names import chosen_metrics, find_best, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
-from vit_jax.run.writers import values_of
+from vit_jax.run.writers import finite_or_none, values_of
 
 
 class Selection:
@@ -68,6 +68,11 @@ class Selection:
             f"(stop.patience={self._config.stop.patience})"
         )
 
+    def read(self) -> dict[str, Any]:
+        """The facts that are saved with a state, from which `_read_values` decides."""
+        values = {key: finite_or_none(found) for key, found in self._values.items()}
+        return {"evaluated": {m: values[key] for key, m in self._metrics.items()}}
+
     def summary(self) -> dict[str, Any]:
         """What summary.json says of it."""
         found: dict[str, Any] = {"stopped_early": True} if self.stops else {}
@@ -101,7 +106,23 @@ def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
         key: values_of(metric, run.workdir, step)
         for key, metric in chosen_metrics(run.config).items()
     }
+    saved_facts = _saved_values(run, step)
+    for key, metric in chosen_metrics(run.config).items():
+        found[key] = dict(sorted((found[key] | saved_facts.get(metric, {})).items()))
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")
         found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}
     return found
+
+
+def _saved_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
+    """{metric: {step: value}} as saved with the newest state up to `step`; {} in older runs.
+
+    It decides where rows of metrics.jsonl are damaged or missing.
+    """
+    folder = run.workdir / "checkpoints"
+    newest = max((at for at in restore.saved_steps(folder) if at <= step), default=None)
+    if newest is None:
+        return {}
+    facts = restore.read_meta(folder / str(newest)).get("evaluated", {})
+    return {m: {int(at): value for at, value in of_m.items()} for m, of_m in facts.items()}

@@ -143,9 +143,9 @@ class TensorBoard:
         self._records.write(event.SerializeToString())
 
 
-def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
+def finite_or_none(scalars: Mapping[Any, float | None]) -> dict[Any, float | None]:
     """`scalars` with None in place of NaN and infinity, for JSON."""
-    return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
+    return {name: v if v is not None and math.isfinite(v) else None for name, v in scalars.items()}
 
 
 def _event_file_name(workdir: epath.Path) -> str:
