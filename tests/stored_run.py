@@ -22,6 +22,7 @@ from vit_jax.config.stored import read_asked
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.job.software import software
 from vit_jax.run.build import prepare
+from vit_jax.transfer import load_pretrained
 
 STORED = pathlib.Path(__file__).parent / "golden" / "run_0_2_0"
 SAVED, LAST = 30, 40  # the step that is resumed, and the end of the run
@@ -56,6 +57,14 @@ def digests_of_batches(workdir: pathlib.Path) -> dict[str, list[str]]:
     return found
 
 
+def logits_of(workdir: pathlib.Path) -> np.ndarray:
+    """The logits of the newest checkpoint for four fixed images, by the running average."""
+    model, variables = load_pretrained(workdir)
+    grid = np.indices((8, 8, 3)).sum(axis=0)
+    images = np.stack([np.cos(0.3 * (i + 1) * grid) for i in range(4)]).astype(np.float32)
+    return np.asarray(jax.jit(model.apply)(variables, images))
+
+
 def machine_and_build() -> dict[str, str]:
     """What two runs must share to have equal bits: the type of CPU, and the compiler."""
     text = pathlib.Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
@@ -83,6 +92,7 @@ def record() -> None:
         lost.unlink()
     shutil.move(workdir, STORED)
     facts |= {"saved_state": digests_of_state(STORED), "batches": digests_of_batches(STORED)}
+    facts["logits"] = logits_of(STORED).tolist()
     write_whole(STORED / "facts.json", json.dumps(facts, indent=1) + "\n")
 
 

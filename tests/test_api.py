@@ -70,8 +70,8 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
     assert [row["file"] for row in rows] == [
         "image 0", *(f"{folder}/{path.name}" for path in sorted(paths[1:]))
     ]  # fmt: skip
-    assert all(open_images(one, True, 3).num_examples == 1 for one in (paths[0], kinds["a.png"]))
-    assert open_images(folder, True, 3).num_examples == 2
+    assert all(open_images(one).num_examples == 1 for one in (paths[0], kinds["a.png"]))
+    assert open_images(folder).num_examples == 2
 
 
 def test_an_image_is_turned_as_its_file_is(source, tmp_path):

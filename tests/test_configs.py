@@ -13,6 +13,7 @@ from etils import epath
 from opened import open_all, with_known_facts
 from PIL import Image
 
+from vit_jax.checkpoints.checksums import checksum
 from vit_jax.config import (
     FAMILIES,
     REQUIRED_TO_EVALUATE,
@@ -42,6 +43,7 @@ from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
 from vit_jax.run.opener import Tables
+from vit_jax.run.replay import find_differences
 from vit_jax.run.resolve import resolve
 from vit_jax.run.sources import check_images, find_absent
 from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
@@ -219,6 +221,17 @@ def in_layers(name, words, number, scan):
     return planned_experiment(c, mesh), c, mesh
 
 
+def made_up_batch(experiment, c):
+    rng = np.random.default_rng(0)
+    batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
+             for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
+    batch["mask"] = np.ones_like(batch["mask"])
+    batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)
+    if batch["label"].ndim == 2:
+        batch["label"] = (batch["label"] < 2).astype(np.float32)
+    return batch
+
+
 @pytest.mark.parametrize(("name", "words"), [(name, debug) for name, _, debug in OF_OBJECTIVES])
 def test_two_layers_are_traced_in_both_forms(name, words):
     for scan in (False, True):
@@ -232,19 +245,42 @@ def test_two_layers_are_traced_in_both_forms(name, words):
 @pytest.mark.parametrize(("name", "words"), [form for form in EVERY_FORM if "debug" in form[1]])
 def test_two_layers_train_in_both_forms(name, words, scan):
     experiment, c, mesh = in_layers(name, words, 2, scan)
-    rng = np.random.default_rng(0)
-    batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
-             for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
-    batch["mask"] = np.ones_like(batch["mask"])
-    batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)
-    if batch["label"].ndim == 2:
-        batch["label"] = (batch["label"] < 2).astype(np.float32)
+    batch = made_up_batch(experiment, c)
     with jax.set_mesh(mesh):
         teachers = place_teachers(read_teachers(c), experiment.abstract_frozen)
         state = experiment.init()
         for _ in range(2):
             state, metrics = experiment.train_step(state, batch, *teachers)
     assert np.isfinite(metrics["loss"]) and int(state.step) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "fsdp"),
+    [
+        *(pytest.param(name, words, 1, marks=pytest.mark.slow)
+          for name, words in EVERY_FORM if "debug" in words),
+        *(pytest.param(name, debug, 2, marks=pytest.mark.slow) for name, _, debug in OF_OBJECTIVES),
+    ],
+)  # fmt: skip
+def test_healthy_devices_agree_in_a_replay(name, words, fsdp):
+    """Bit by bit, whatever the transform rounds, and of gradients that are not all 0."""
+    c = without_files(name, words)
+    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    mesh = make_mesh(replica=1, data=8 // fsdp, fsdp=fsdp, tensor=1)
+    experiment = planned_experiment(c, mesh)
+    shards = {key: leaf.sharding for key, leaf in experiment.abstract_batch.items()}
+    with jax.set_mesh(mesh):
+        teachers = place_teachers(read_teachers(c), experiment.abstract_frozen)
+        state = experiment.init()  # with a head of zeros, which passes no gradients
+        state = state.replace(params=jax.tree.map(lambda p: p + 0.01, state.params))
+        inputs = experiment.inputs(state, jax.device_put(made_up_batch(experiment, c), shards))
+        replay = experiment.replay(digest=checksum)
+        own, turned = (
+            jax.device_get(replay(state, *inputs, np.bool_(turned), *teachers)) for turned in (0, 1)
+        )
+    assert find_differences(mesh, own, turned) == []
+    of_gradients = [norm for name, norm in own[1].items() if name != "loss"]
+    assert any(norm.all() for norm in of_gradients)
 
 
 # The others have plans of small models in planning/test_plan.py.

@@ -25,7 +25,11 @@ def decode(encoded, exif=True):
     """In a data set, as the pipeline does."""
     (op,), () = parse_ops("decode", (16, 16))
     one = tf.data.Dataset.from_tensors(encoded)
-    return next(one.map(lambda e: op(formats.as_known_format(e, exif), None)).as_numpy_iterator())
+    return next(
+        one.map(
+            lambda e: op(formats.as_known_format(e, formats.Reading(exif)), None)
+        ).as_numpy_iterator()
+    )
 
 
 def animated(file_format):

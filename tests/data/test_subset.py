@@ -10,6 +10,8 @@ from prepared import prepare
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.data import image_batch, keep_classes, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.host_tf import tfds
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.run.sources import training_order
 
 SIZE = (16, 16)
 CLASSES = (2, 0)
@@ -188,6 +190,34 @@ def test_a_part_is_trained_on_and_planned_but_not_evaluated():
     assert sources[train_split(found)].num_examples == 718
     (key,) = eval_splits(found, found.evals.test).values()
     assert key.subset is None and sources[key].num_examples == 360
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"subset": "24"}, {"subset": "24", "subset_balanced": True},
+     {"subset": "24", "order": "chunk", "chunk_size": 4, "streams": 2}],
+    ids=str,
+)  # fmt: skip
+def test_epochs_of_a_part_have_all_its_records_each_in_another_order(keys):
+    """The first epoch is the same however long the run lasts."""
+
+    def epochs(duration):
+        config = make_config(classes=None, **keys)
+        config.duration = duration
+        config, sources = open_all(config)
+        source, steps = sources[train_split(config)], parse_durations(config)["duration"]
+        found = pipeline.host_batches(
+            source, image_batch(8, (8, 8)), steps=range(steps), seed=config.seed,
+            rows=np.arange(8), data_order=training_order(config, source),
+        )  # fmt: skip
+        ids = np.concatenate([batch["id"] for batch in found]).reshape(-1, 24)
+        names = [source.record_name(i) for i in range(source.num_examples)]
+        return [[names[i] for i in epoch] for epoch in ids], names
+
+    ([first], names), (five, _) = epochs("1 epochs"), epochs("5 epochs")
+    assert five[0] == first
+    assert [sorted(epoch) for epoch in five] == [sorted(names)] * 5 and len({*names}) == 24
+    assert len({tuple(epoch) for epoch in five}) == 5
 
 
 def test_parts_that_there_are_not():

@@ -14,6 +14,7 @@ from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
+from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_kernel
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
@@ -36,8 +37,8 @@ class FakeMesh:
         return {"tensor": self.tensor}
 
 
-def small_model(**fields):
-    return create_model("ViT-Ti/16", 5, 24, **(SIZES | fields))
+def small_model(image_size=24, **fields):
+    return create_model("ViT-Ti/16", 5, image_size, **(SIZES | fields))
 
 
 def test_kernels_are_chosen_by_platform_and_key():
@@ -60,6 +61,8 @@ def test_kernels_are_chosen_by_platform_and_key():
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
         ("tpu", {"patch_size": 1, "image_size": 28}, 1, ["785 tokens", "1000"]),
         ("gpu", {"dtype": "float32"}, 1, ["cuDNN", "bfloat16", "float32"]),
+        ("gpu", {"dtype": "bfloat16", "pool": "gap"}, 1, ["cuDNN", "odd", "tokens, 9"]),
+        ("gpu", {"dtype": "bfloat16", "registers": 3}, 1, ["cuDNN", "odd", "tokens, 13"]),
         ("gpu", {"dtype": "bfloat16", "pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
         ("gpu", {"dtype": "bfloat16", "attention_dropout": 0.1}, 1, ["attention_dropout=0.1"]),
     ],
@@ -71,6 +74,27 @@ def test_one_line_says_what_has_no_kernel(platform, fields, tensor, words, caplo
     assert len(caplog.messages) == 1
     assert all(word in caplog.messages[0] for word in words)
     assert forms.token_multiple == 1
+
+
+def test_cudnn_computes_only_even_numbers_of_tokens(monkeypatch, caplog):
+    """Crops and visible patches have other numbers than the model's."""
+    by_cudnn = []
+
+    def attend(q_BNHK, k_BMHK, v_BMHK, implementation):
+        by_cudnn.append((q_BNHK.shape[1], k_BMHK.shape[1], implementation))
+        return plain_attention(q_BNHK, k_BMHK, v_BMHK)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    kernels._say_plain_once.cache_clear()
+    model = small_model(dtype="bfloat16", pool="gap", image_size=16)
+    model = choose_forms(model, FakeMesh("gpu"))
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        for height in (16, 24):
+            images = jnp.zeros((1, height, 24, 3))
+            jax.eval_shape(model.clone(image_size=(height, 24)).init, jax.random.key(0), images)
+    assert by_cudnn == [(6, 6, "cudnn")] * 2
+    assert [message.rpartition(", ")[2] for message in caplog.messages] == ["9"]
 
 
 @pytest.mark.parametrize("width", [64, 72, 80, 88, 104, 128])

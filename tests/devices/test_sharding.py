@@ -258,6 +258,62 @@ def test_a_step_moves_weights_between_devices_and_no_activations(layout, scan):
     assert params / 2 < collective_bytes(step.as_text()) < 3 * params
 
 
+@functools.cache
+def gradients(layout, accum_steps):
+    """The gradients of a batch before they are clipped, and the program that computes them.
+
+    Masked rows are shared unequally by devices and by microbatches; one device has no other.
+    """
+    config, mesh = small_config(depth=1), mesh_of(layout)
+    config.data.image_size, config.optimizer.accum_steps = 8, accum_steps
+    experiment = make_experiment(config, mesh)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), experiment.abstract_state)
+    params = {name: 0.3 * rng.standard_normal(leaf.shape, np.float32)
+              for name, leaf in tree.flatten_names(state.params).items()}  # fmt: skip
+    state = state.replace(params=tree.unflatten_names(params))
+    batch = make_batch(0, experiment.abstract_batch)
+    mask = np.array([0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1], np.float32)
+    batch["mask"] = jax.device_put(mask, batch["mask"].sharding)
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state, experiment.shardings)
+        step = jax.jit(
+            lambda state, batch: experiment.watched_step(state, batch)[0].opt_state[0],
+            out_shardings=experiment.shardings.params,
+        ).lower(state, batch).compile()  # fmt: skip
+        return tree.flatten_names(step(state, batch)), step
+
+
+@pytest.mark.parametrize(
+    ("layout", "accum_steps", "shapes"),
+    [
+        pytest.param(
+            "data 8", 1, {"u8[2,8,8,3]", "f32[32,64]", "f32[64,32]"}, marks=pytest.mark.slow
+        ),
+        ("data 2, fsdp 2, tensor 2", 2, {"u8[4,8,8,3]", "f32[16,32]", "f32[32,16]"}),
+    ],
+)
+def test_gradients_before_clipping_are_those_of_one_device_and_of_the_whole_batch(
+    layout, accum_steps, shapes
+):
+    """Leaf by leaf; copies of a leaf on several devices have equal bits."""
+    expected, _ = gradients("one device", 1)
+    found, step = gradients(layout, accum_steps)
+    assert np.sqrt(sum(np.square(g).sum() for g in expected.values())) > 1.5  # clipping would act
+    for name, gradient in expected.items():
+        atol = 1e-5 * np.abs(gradient).max() + 1e-7
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=atol, err_msg=name)
+        copies = {}
+        for shard in found[name].addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert {len(copy) for copy in copies.values()} == {1}, name
+    text = step.as_text()
+    (arguments,) = re.findall(r"entry_computation_layout={\((.*?)\)->", text)
+    assert shapes <= set(re.findall(r"\w+\[[\d,]+\]", arguments))  # images, kernels of the MLP
+    moved = re.findall(r"\w+\[([\d,]+)\]", " ".join(COLLECTIVE.findall(text)))
+    assert moved and not any(shape.endswith(",8,8,3") for shape in moved)  # no image
+
+
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_gradients_can_be_given_a_sharding(accum_steps):
     mesh = mesh_of("data 2, fsdp 2, tensor 2")

@@ -118,3 +118,25 @@ def test_targets_that_cannot_be_read_are_named(root, tmp_path):
     ):
         with pytest.raises(InputError, match=re.escape(fault)):
             evaluate(root, "segmentation", **changes)
+
+
+@pytest.mark.slow
+def test_masks_of_stored_pixels_give_what_upright_ones_give(root, tmp_path, caplog):
+    """Photos with EXIF orientations 6 and 2, and masks by a tool that does not read EXIF."""
+    exif, scores = Image.Exif(), {}
+    for turned in (False, True):
+        for split, seeds in (("training", range(2)), ("validation", range(20, 22))):
+            for seed in seeds:
+                mask = Image.fromarray(scene(seed)[1])
+                picture = Image.fromarray(scene(seed)[0]).resize(mask.size)
+                exif[0x0112] = 6 if turned else 1
+                for folder, image in (("images", picture), ("masks", mask)):
+                    image = image.transpose(Image.Transpose.ROTATE_90) if turned else image
+                    path = tmp_path / str(turned) / folder / split / f"{seed}.png"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    image.save(path, **({"exif": exif} if folder == "images" else {}))
+        places = {"data.data_dir": str(tmp_path / str(turned) / "images"),
+                  "evals.segmentation.targets": str(tmp_path / str(turned) / "masks")}  # fmt: skip
+        scores[turned] = evaluate(root, "segmentation", **places)
+    assert scores[True] == scores[False]
+    assert "targets: " not in caplog.text

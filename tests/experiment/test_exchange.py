@@ -73,11 +73,21 @@ def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
     (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
     assert program.count(" all-reduce(") == 1
+    assert_equal_copies(grads)
     for name, value in expected.items():
         np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     for name, value in expected_metrics.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
     assert state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+
+
+def assert_equal_copies(arrays):
+    """The copies of a part of an array on several devices have equal bits."""
+    for name, array in arrays.items():
+        copies = {}
+        for shard in array.addressable_shards:
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert {len(bits) for bits in copies.values()} == {1}, name
 
 
 SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
@@ -95,6 +105,7 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     (grads, metrics, state), program = gradients_of(mesh, accum_steps, join)
     (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
     assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
+    assert_equal_copies(grads)
     for name, value in expected.items():
         assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
         np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)

@@ -11,7 +11,7 @@ from at_fault import at_fault
 
 from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS, base_config
-from vit_jax.experiment.optimizers import make_config_average, make_optimizer
+from vit_jax.experiment.optimizers import lower_rate, make_config_average, make_optimizer
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
@@ -220,21 +220,27 @@ def test_muon_is_the_published_one(variant, lr, own):
     same_with_golden(tx, arrays, variant)
 
 
-def test_schedule_free_follows_its_equations():
-    """As algorithm 1 of the paper, with a warm-up from 0; frozen leaves are their own average."""
+@pytest.mark.parametrize("on_spike", [None, "lower"])
+def test_schedule_free_follows_its_equations(on_spike):
+    """As algorithm 1 of the paper, with a warm-up from 0; frozen leaves are their own average.
+
+    A spike before the fourth update halves the steps of z.
+    """
     average_share, rates = 0.8, np.array([0.0, 0.1, 0.2, 0.2, 0.1])
     freeze = "dense/bias"
     tx = make_optimizer("schedule_free", schedule=lambda step: jnp.asarray(rates)[step], b2=B2,
                         eps=EPS, weight_decay=WEIGHT_DECAY, average_share=average_share,
-                        freeze=freeze)  # fmt: skip
+                        freeze=freeze, on_spike=on_spike)  # fmt: skip
     config = base_config()
     config.optimizer.name = "schedule_free"
     keep_of = make_config_average(config, STEPS)
     params = tree.unflatten_names(jax.tree.map(jnp.asarray, PARAMS))
     state, found_x = tx.init(params), params
     x, y, z = ({name: p.astype(np.float64) for name, p in PARAMS.items()} for _ in range(3))
-    v, weights = dict.fromkeys(PARAMS, 0), 0.0
+    v, weights, lowered = dict.fromkeys(PARAMS, 0), 0.0, 1.0
     for step, grads in enumerate(GRADS):
+        if on_spike and step == 3:  # z is ahead of y by now
+            state, lowered = lower_rate(state), 0.5
         updates, state = tx.update(tree.unflatten_names(grads), state, params)
         params = optax.apply_updates(params, updates)
         keep = keep_of(step, state)
@@ -245,7 +251,8 @@ def test_schedule_free_follows_its_equations():
         for name in PARAMS.keys() - {freeze}:
             v[name] = B2 * v[name] + (1 - B2) * grads[name].astype(np.float64) ** 2
             d = grads[name] / (np.sqrt(v[name] / (1 - B2 ** (step + 1))) + EPS)
-            z[name] -= rates[step] * (d + WEIGHT_DECAY * y[name] * name.endswith("kernel"))
+            d += WEIGHT_DECAY * y[name] * name.endswith("kernel")
+            z[name] -= lowered * rates[step] * d
             x[name] = (1 - c) * x[name] + c * z[name]
             y[name] = (1 - average_share) * z[name] + average_share * x[name]
         for found, expected in ((params, y), (found_x, x)):
@@ -514,6 +521,22 @@ def test_weight_decay_on_chooses_the_leaves():
     updates, _ = tx.update(zero_grads, tx.init(PARAMS), PARAMS)
     np.testing.assert_allclose(updates["dense/bias"], -0.1 * PARAMS["dense/bias"], rtol=1e-6)
     assert not updates["dense/kernel"].any()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zero_gradients_shrink_weights_by_rate_times_decay(name):
+    """But those of LAMB, whose decay is as large as the weights, and with every rate of a leaf."""
+    named = unrolled(0, depth=2)
+    params = tree.unflatten_names(named)
+    tx = make_optimizer(name, schedule=lambda step: 0.5, weight_decay=0.25, grad_clip_norm=1.0,
+                        layer_decay=0.5, embedding_rate=0.25, head_decay=2.0)  # fmt: skip
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    decay = 1.0 if name == "lamb" else 0.25
+    shares = {"embedding/kernel": decay / 32, "encoder/layer_0/mlp/kernel": decay / 4,
+              "encoder/layer_1/mlp/kernel": decay / 2, "head/kernel": 0.5}  # fmt: skip
+    for leaf, update in tree.flatten_names(updates).items():
+        shrunk = -0.5 * shares.get(leaf, 0.0) * named[leaf]
+        np.testing.assert_allclose(update, shrunk, rtol=1e-6 * (name == "lamb"), err_msg=leaf)
 
 
 @pytest.mark.parametrize("form", [stacked, dict])

@@ -7,12 +7,13 @@ from short_objective import objective_of
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.evaluators import evaluate
+from vit_jax.experiment.accumulation import accumulate
 from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.schedules import make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
-from vit_jax.objectives.contract import ObjectiveOutput, RunFacts
+from vit_jax.objectives.contract import ObjectiveOutput, RunFacts, Term
 from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.supervised import Supervised
 
@@ -176,6 +177,22 @@ def test_microbatches_add_up_to_the_batch(batch, accum_steps):
         assert metrics[name] == pytest.approx(float(value), rel=1e-6), name
     np.testing.assert_allclose(state.params["weight"], expected_state.params["weight"], rtol=1e-6)
     assert state.model_state == {"calls": accum_steps}  # one microbatch hands it to the next
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_gradients_in_parts_have_all_terms_of_the_loss(accum_steps):
+    """Also of a single part, as a replay computes them."""
+    rows = jnp.array([1.0, 1.0, 2.0, 4.0])
+
+    def sums_of(params, state, batch, key):
+        first, further = params["weight"] * batch["rows"].sum(), params["weight"] ** 2
+        terms = {"further": Term(batch["rows"].sum() * further, batch["rows"].sum(), 3.0)}
+        return ObjectiveOutput(first, jnp.float32(len(batch["rows"])), {}, {}, terms)
+
+    state = TrainState(jnp.int32(0), {"weight": jnp.float32(5)}, {}, ())
+    grads, sums = accumulate(sums_of, state, {"rows": rows}, KEY, accum_steps)
+    assert grads["weight"] == pytest.approx(8 / 4 + 3 * 2 * 5)
+    assert sums.loss == pytest.approx(5 * 8 / 4 + 3 * 25)
 
 
 def test_microbatches_are_strided_and_draw_apart():

@@ -15,7 +15,7 @@ import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
-from vit_jax.inference.predict import classify
+from vit_jax.inference.predict import classify, outputs
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Cut, Spec, class_names
@@ -76,6 +76,22 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
     broken, small = (row["error"] for row in rows)
     assert broken.startswith("not a readable image (it holds no image")
     assert all(words in small for words in ("9 x 8 pixels", "'central_crop'", "takes 32 x 32"))
+
+
+def test_other_padding_gives_the_same_outputs(golden, images):
+    """Four files, of which one is broken, in batches of 4, and of 3 with two rows of padding."""
+    names = ("a.png", "b.JPG", "broken.png", "more/c.jpeg")
+    source = read_pretrained(golden / "hf_vit")
+    files = image_files([str(images / name) for name in names])
+
+    def found(batch_size):
+        parts = outputs(source, files, batch_size=batch_size, what="features")
+        values, batches = zip(*parts, strict=True)
+        return np.concatenate(values), np.concatenate([batch["mask"] for batch in batches])
+
+    (expected, mask), (other, other_mask) = found(4), found(3)
+    assert list(mask) == list(other_mask) == [1, 1, 0, 1]
+    np.testing.assert_allclose(other[mask == 1], expected[mask == 1], rtol=0, atol=1e-6)
 
 
 def test_a_table(golden, images, capsys):
@@ -247,7 +263,7 @@ def test_names_of_classes():
 def test_a_head_that_was_never_trained_predicts_no_class(golden, images):
     found = read_pretrained(golden / "hf_vit")
     head = {name: np.zeros_like(found.params[name]) for name in ("head/kernel", "head/bias")}
-    source = image_files([str(images / "a.png")], True, 3)
+    source = image_files([str(images / "a.png")])
     assert next(classify(found, source, batch_size=8, top=1))["classes"]
     untrained = found._replace(params=found.params | head)
     with pytest.raises(InputError, match="never trained; predict --features=FILE"):

@@ -6,6 +6,8 @@ its own tests in test_FILE.py, with the formula `by_hand`: name -> (parameters, 
 
 import functools
 import importlib
+import pathlib
+import re
 
 import flax.linen as nn
 import jax
@@ -25,13 +27,15 @@ from vit_jax.config import FAMILIES, base_config
 from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model, fields_of, find_family, known_names, token_stride
 from vit_jax.models.contract import about, field_names
+from vit_jax.transfer import init_variables
 from vit_jax.transfer.export import export
 from vit_jax.transfer.fit import stack_layers
 from vit_jax.transfer.pretrained import Pretrained, Spec
-from vit_jax.transfer.shapes import abstract_params
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 NAMES = known_names()
 SMALLEST = tuple(FAMILIES.find(start).names[0] for start in FAMILIES)
@@ -305,6 +309,95 @@ def test_export_as_a_program(name, tmp_path):
     assert receipt["read_back"]["largest_logit_difference"] < 1e-5
     card = (tmp_path / "model.stablehlo.md").read_text()
     assert "stem_width 32, " in card and ("stages (1, 2)" in card) == (name == "BiT-R50x1")
+
+
+# Of each family its smallest, and a ViT with all that a ViT may have.
+SWITCHES = {"registers": 2, "pool": "map", "hidden_head": True, "layer_scale": 0.1,
+            "qk_norm": True, "gated_mlp": True, "mlp_norm": True, "pre_norm": True,
+            "pos_embed": "learned_2d", "lora_rank": 2}  # fmt: skip
+
+
+def decay_and_rate(params):
+    """{leaf: (weight decay, learning rate / that of the head)}, with every key that sets them."""
+    tx = make_optimizer("sgd", schedule=lambda step: 1.0, momentum=0.0, weight_decay=2.0**-10,
+                        layer_decay=0.5, embedding_rate=0.75, head_decay=2.0)  # fmt: skip
+    ones = tree.unflatten_names({name: np.ones((1,) * leaf.ndim, np.float32)
+                                 for name, leaf in params.items()})  # fmt: skip
+    state = tx.init(ones)
+    zeros = jax.tree.map(np.zeros_like, ones)
+    decays, rates = (
+        tree.flatten_names(tx.update(grads, state, ones)[0]) for grads in (zeros, ones)
+    )
+    found = {}
+    for name in params:
+        decay, rate = (-x[name].item() for x in (decays, rates))
+        found[name] = decay / (rate - decay), rate - decay
+    return found
+
+
+@functools.cache
+def rates_by_name(name):
+    if name != "ViT with all":
+        return decay_and_rate(abstract_params(shrunk(name)))
+    return decay_and_rate(abstract_params(shrunk("ViT-Ti/16", **SWITCHES)))
+
+
+LEAVES = pathlib.Path(__file__).with_name("decays_and_rates.txt")
+
+
+@pytest.mark.parametrize("name", [*SMALLEST, "ViT with all"])
+def test_every_leaf_has_its_decay_and_rate(name):
+    """As in decays_and_rates.txt: layer decay 0.5, patch embedding 0.75, decay of the head 2."""
+    _, _, rest = LEAVES.read_text().partition(f"\n{name}\n")
+    expected = dict(line.split(maxsplit=1) for line in rest.partition("\n\n")[0].splitlines())
+    found = {leaf: f"{decay * 2**10:g} {rate:g}"
+             for leaf, (decay, rate) in rates_by_name(name).items()}  # fmt: skip
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_every_leaf_that_is_not_loaded_has_the_rate_of_the_head(name):
+    model = shrunk(name)
+    params, state = (
+        {leaf: np.zeros(x.shape, np.float32) for leaf, x in shapes(model).items()}
+        for shapes in (abstract_params, abstract_model_state)
+    )
+    source = Pretrained("here", model, params, Spec(model.image_size, "x"), None, state)
+    loaded, loaded_state = init_variables(source, model.clone(num_classes=7))
+    new = params.keys() - loaded.keys()
+    assert "head/kernel" in new and loaded_state.keys() == state.keys()
+    rates = rates_by_name(name)
+    assert {leaf: rates[leaf][1] for leaf in new} == dict.fromkeys(new, 1.0)
+
+
+def initial(name, wanted, **fields):
+    """The leaves that the regex `wanted` matches, at the start; no others are computed."""
+    model = shrunk(name, **fields)
+
+    def init():
+        images = jnp.zeros((1, *model.image_size, 3))
+        named = tree.flatten_names(model.init(jax.random.key(0), images)["params"])
+        return {leaf: x for leaf, x in named.items() if re.fullmatch(wanted, leaf)}
+
+    return jax.jit(init)()
+
+
+INITIAL = {
+    "head_bias": "head(_distillation)?/bias",
+    "layer_scale": r".*/scale_(attention|mlp)/scale",
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_two_values_of_a_field_start_two_models(name):
+    """The seed's is in experiment/test_experiment.py."""
+    patterns = {field: p for field, p in INITIAL.items() if field in fields_of(name)}
+    for value in (0.25, 3.0):
+        found = initial(name, "|".join(patterns.values()), **dict.fromkeys(patterns, value))
+        for pattern in patterns.values():
+            assert any(re.fullmatch(pattern, leaf) for leaf in found)
+        for leaf, x in found.items():
+            np.testing.assert_array_equal(x, value, err_msg=leaf)
 
 
 @pytest.mark.parametrize(

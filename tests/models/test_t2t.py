@@ -1,6 +1,7 @@
 """T2T-ViT: its authors' files, and its constants in training."""
 
 import json
+import math
 import shutil
 from functools import partial
 
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from etils import epath
 from safetensors.numpy import load_file
 
 import vit_jax
 from vit_jax.base import tree
+from vit_jax.checkpoints.checkpoint import Checkpoints
+from vit_jax.checkpoints.restore import restore_newest
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
@@ -110,14 +114,46 @@ def test_soft_splits_by_hand(split):
         assert found[0, row, column, (channel * size + i) * size + j] == expected
 
 
-def test_constants_are_state_and_not_trained():
+def small_experiment(split):
+    """One whose mesh has `split` devices along each of data, fsdp and tensor."""
     c = base_config()
     c.model.name, c.global_batch_size, c.duration = "T2T-ViT-7", 8, "3 steps"
     c.model.update({"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "token_width": 8})
     c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 4, 64
     c.data.image_size, c.optimizer.peak_lr, c.optimizer.ema_decay = 32, 0.01, 0.9
-    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    experiment = make_experiment(c, mesh)
+    devices = jax.devices()[: split**3]
+    mesh = make_mesh(replica=1, data=split, fsdp=split, tensor=split, devices=devices)
+    return make_experiment(c, mesh), mesh
+
+
+STATES = ("model_state", "ema_model_state")
+
+
+def test_constants_are_their_formula_at_the_start_and_after_a_restore_on_another_mesh(tmp_path):
+    experiment, mesh = small_experiment(1)
+    with jax.set_mesh(mesh):  # the rest of the state is not computed
+        start = jax.jit(lambda: {name: getattr(experiment.init(), name) for name in STATES})()
+    checkpoints = Checkpoints(epath.Path(tmp_path), keep_last=1, keep_every=None)
+    checkpoints.save(1, start, {})
+    checkpoints.close()
+    other, _ = small_experiment(2)
+    wanted = {name: getattr(other.abstract_state, name) for name in STATES}
+    restored, _ = restore_newest(epath.Path(tmp_path), wanted)
+    table = [
+        [(math.cos if i % 2 else math.sin)(n / 10000 ** (i // 2 * 2 / 16)) for i in range(16)]
+        for n in range(5)
+    ]
+    for state in (start, restored):
+        for name in STATES:
+            found = tree.flatten_names(state[name]["constants"])
+            np.testing.assert_allclose(found.pop("pos_embedding")[0], table, atol=1e-6)
+            for features in map(np.asarray, found.values()):
+                np.testing.assert_allclose(features @ features.T, 4 * np.eye(4), atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, restored, start)
+
+
+def test_constants_are_state_and_not_trained():
+    experiment, mesh = small_experiment(1)
     state = experiment.abstract_state
     for kept in (state.model_state, state.ema_model_state):
         assert {name: leaf.shape for name, leaf in tree.flatten_names(kept).items()} == {

@@ -16,6 +16,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import skip_step
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring
 from vit_jax.objectives.block_masks import block_mask, draw_hidden
@@ -231,6 +232,24 @@ def test_a_step_of_self_distillation(compiled):
     assert not changed.objective_state["gram_teacher"]["pos_embedding"].any()  # not copied again
     # The temperature has risen, so that the targets are less sharp.
     assert changed.metric_sums["teacher_entropy"] > out.metric_sums["teacher_entropy"]
+
+
+def test_a_replay_sees_fewer_rows_than_a_group_has(compiled):
+    """Those of one device; they are spread apart, and compared, in groups that divide them."""
+    state, _ = compiled
+    objective = make(koleo_group=8, gram_group=4)
+    rows = {name: leaf[:6] for name, leaf in BATCH.items()}
+    out = jax.eval_shape(objective.loss, state.params, state, rows, None, jax.random.key(1))
+    assert sorted(out.terms) == ["gram", "koleo", "patches"]
+
+
+@pytest.mark.parametrize(("step", "copied"), [(3, True), (4, False)])
+def test_a_step_that_is_left_out_still_copies_the_gram_teacher(compiled, step, copied):
+    state = compiled[0].replace(step=jnp.int32(step))
+    left, _ = skip_step(make(), state, BATCH)
+    teacher = left.objective_state["gram_teacher"]["pos_embedding"]
+    assert (teacher == state.ema["pos_embedding"]).all() == copied == teacher.any()
+    assert left.objective_state["centre"] is state.objective_state["centre"]
 
 
 def test_the_gram_teacher_may_see_larger_crops(compiled):

@@ -1,10 +1,12 @@
 """Spikes: the rule by hand, and runs with a poisoned batch."""
 
+import functools
 import io
 import json
 import math
 import pathlib
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +15,18 @@ from etils import epath
 from finished_run import final_state, rows
 from PIL import Image
 
+from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.row_losses import make_row_losses
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import make_inputs
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
+from vit_jax.objectives.forward import apply_in_training
+from vit_jax.objectives.patches import row_keys
 from vit_jax.run import ledger, loop, spikes
+from vit_jax.run.branch import branch
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.writers import read_history
@@ -97,6 +105,12 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     image = Image.open(io.BytesIO((whole / f"spikes/{POISONED}.png").read_bytes()))
     assert image.size == (64, 64)  # 8 x 8 digits of 8 x 8 pixels
 
+    branch(whole / "checkpoints/30", tmp_path / "branch", "constant")
+    now = read_stored(tmp_path / "branch").resolved
+    first = lowered * float(make_config_schedule(now, parse_durations(now))(30))
+    assert first == pytest.approx(now.optimizer.peak_lr) == pytest.approx(rates[30])
+    assert now.schedule.lowered == lowered
+
     class KilledError(Exception):
         pass
 
@@ -128,6 +142,51 @@ def test_objectives_that_couple_rows_have_no_loss_by_row():
     batch = {"image": np.zeros((3, 2, 2, 3), np.uint8), "id": np.arange(3), "mask": np.ones(3)}
     found = make_row_losses(Coupled, lambda batch, keys: batch, 0)(TrainState(0, {}, {}, {}), batch)
     assert np.isnan(found["loss"]).all() and found["rows"].tolist() == [0, 1, 2]
+
+
+class Normed(nn.Module):
+    """Differences from the mean of the batch."""
+
+    has_batch_statistics = True
+
+    def __call__(self, x_B, *, train, mask):
+        return x_B - (mask * x_B).sum() / mask.sum()
+
+
+def loss_of_batch(params, state, batch, frozen, rng, *, factor=lambda mask: mask):
+    """Has batch statistics, draws for each row, and a second term."""
+    x_B, _ = apply_in_training(Normed(), params, {}, batch, rng)
+    draw_B = jax.vmap(jax.random.uniform)(row_keys(rng, len(x_B)))
+    loss_B, factor_B, weight = x_B**2 + draw_B, factor(batch["mask"]), batch["mask"].sum()
+    further = Term((factor_B * batch["image"]).sum(), weight, 0.5)
+    return ObjectiveOutput((factor_B * loss_B).sum(), weight, {}, {}, {"further": further})
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_losses_by_row_are_those_of_the_step(accum_steps):
+    images, mask = jnp.array([1.0, 2.0, 4.0, 8.0]), jnp.array([1.0, 1.0, 0.0, 1.0])
+    batch = {"image": images[:, None, None, None], "id": jnp.arange(4), "mask": mask}
+    state = TrainState(jnp.int32(0), {}, {}, {})
+
+    def transform(batch, keys):
+        return batch | {"image": batch["image"].reshape(-1)}
+
+    _, key = make_inputs(transform, 0)(state, batch)
+
+    def losses_by(factor):
+        objective = Objective(functools.partial(loss_of_batch, factor=factor))
+        program = make_row_losses(objective, transform, 0, accum_steps=accum_steps)
+        return program(state, batch)["loss"]
+
+    expected = np.zeros(4)
+    for i in range(accum_steps):
+        rows = np.arange(i, 4, accum_steps)
+        of_part = key if accum_steps == 1 else jax.random.fold_in(key, i)
+        draws = jax.vmap(jax.random.uniform)(row_keys(of_part, len(rows)))
+        x = images[rows] - np.average(images[rows], weights=mask[rows])
+        expected[rows] = mask[rows] * (x**2 + draws + 0.5 * images[rows])
+    np.testing.assert_allclose(losses_by(lambda mask: mask), expected, rtol=1e-5)
+    assert np.isnan(losses_by(lambda mask: 1.0 * (mask > 0))).all()  # not its mean
 
 
 def test_spikes_that_follow_each_other_end_the_run():

@@ -8,9 +8,16 @@ import pytest
 from finished_run import rows
 from forked import Forked
 from ml_collections import ConfigDict
-from stored_run import SAVED, STORED, digests_of_batches, digests_of_state, machine_and_build
+from stored_run import (
+    SAVED,
+    STORED,
+    digests_of_batches,
+    digests_of_state,
+    logits_of,
+    machine_and_build,
+)
 
-from vit_jax.config.base import default_config, flatten
+from vit_jax.config.base import declared_keys, default_config, flatten
 from vit_jax.config.stored import read_stored
 
 
@@ -30,12 +37,18 @@ def test_its_keys_and_values_are_read_as_they_were_written(workdir):
         found = flatten(ConfigDict(json.loads(json.dumps(config.to_dict()))))
         assert found | flatten(ConfigDict(written[name])) == found, name
         later = found.keys() - flatten(ConfigDict(written[name]))
-        assert all(found[key] == flatten(default_config())[key] for key in later)
+        before = {key: declared.before for key, declared in declared_keys(config).items()}
+        meant = {key: before[key] for key in later if before[key] is not ...}
+        assert all(found[key] == (flatten(default_config()) | meant)[key] for key in later)
 
 
 def test_its_parameters_and_batches_have_the_bytes_that_they_had(workdir, facts):
     assert digests_of_state(workdir) == facts["saved_state"]
     assert digests_of_batches(workdir) == facts["batches"]
+
+
+def test_its_logits_are_those_that_were_stored(facts):
+    np.testing.assert_allclose(logits_of(STORED), facts["logits"], rtol=0, atol=2e-6)
 
 
 def test_it_goes_on_with_the_losses_of_the_run_that_was_not_stopped(workdir, facts, tmp_path):

@@ -1,5 +1,6 @@
 """The export command: of a run, and of the goldens."""
 
+import functools
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ from vit_jax.models import create_model
 from vit_jax.run.build import prepare
 from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
-from vit_jax.transfer import read_pretrained, with_image_size
+from vit_jax.transfer import init_variables, read_pretrained, with_image_size
 from vit_jax.transfer.pretrained import Cut, ops_for
 from vit_jax.transfer.workdir import _cut
 
@@ -117,6 +118,34 @@ def test_a_run(run, tmp_path, capsys, format):
     assert "computes in" not in card
     assert "| test/top1 | 0.5 | 10 |" in card
     assert "| test/loss | not finite | 5 |" in card
+
+
+def test_every_route_to_a_checkpoint_gives_the_same_features(run, tmp_path):
+    """A run and its files, read, fine-tuned and given to `predict`."""
+    routes = {"run": run, "npz": tmp_path / "model.npz", "timm": tmp_path / "model"}
+    spec = read_pretrained(run).spec
+    for format in ("npz", "timm"):
+        save_pretrained(routes[format], *load_pretrained(run, scan=False), format, spec)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3)).astype(np.uint8)
+    images = ((pixels / 255 - [0.4, 0.5, 0.6]) / 0.5).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def features(model, variables):
+        return model.apply(variables, images, method="features")
+
+    model, variables = load_pretrained(run)
+    expected = np.asarray(features(model, variables))
+    assert np.abs(expected[0] - expected[1]).max() > 0.01
+    for name, path in routes.items():
+        params, _ = init_variables(read_pretrained(path), model)  # of a run with init_from=PATH
+        started = {"params": variables["params"] | tree.unflatten_names(params)}
+        for found in (features(*load_pretrained(path)), features(model, started)):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=name)
+    for i, image in enumerate(pixels):
+        PIL.Image.fromarray(image).save(tmp_path / f"{i}.png")
+    files = image_files([str(tmp_path / f"{i}.png") for i in range(2)])
+    ((found, _),) = outputs(read_pretrained(routes["npz"]), files, batch_size=2, what="features")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_run_in_bfloat16_is_told_from_its_export(run, tmp_path, capsys):

@@ -136,7 +136,7 @@ def figures(
 
     pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     if not isinstance(images, Source | None):
-        images = open_images(images, pretrained.spec.exif is not False, pretrained.spec.channels)
+        images = open_images(images, pretrained.spec.reading)
     subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
     how |= {"batch_size": batch_size, "progress": progress}
     if images is not None:

@@ -227,12 +227,11 @@ def open_source(
     from vit_jax.data.images.given import image_files
 
     spec = pretrained.spec
-    how = {"exif": spec.exif is not False, "channels": spec.channels}
     if not flags.data:
-        return image_files(paths, **how)
+        return image_files(paths, spec.reading)
     start, name, split = re.fullmatch("(hf:)?([^:]*):?(.*)", flags.data).groups("")
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"multi_label": None, **how}
+    where |= {"multi_label": None, **spec.reading._asdict()}
     if name in ("folder", "list"):
         where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:

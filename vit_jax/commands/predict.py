@@ -92,7 +92,7 @@ def main(flags: argparse.Namespace) -> int:
         how = {"top": flags.top or 5, "batch_size": flags.batch_size}
         rows = [*neighbours.nearest(pretrained, paths, among, **how), *absent]
         if sheet:
-            neighbours.write_sheet(sheet, rows)
+            neighbours.write_sheet(sheet, rows, pretrained.spec.reading)
         num_errors = _print_rows(rows, flags.format, how["top"], _NEIGHBOURS)
         return exit_codes.FAILED if num_errors else exit_codes.DONE
     source = open_source(flags, pretrained, paths)

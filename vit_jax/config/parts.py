@@ -44,6 +44,7 @@ class Key(typing.NamedTuple):
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
       "" for any.
+    before: its value in a stored config that lacks it; `...`: the default.
     item: the type of a tuple's items; None: it is no tuple.
     """
 
@@ -53,6 +54,7 @@ class Key(typing.NamedTuple):
     within: str
     choices: tuple[str, ...]
     form: str
+    before: Any
     item: type | None
 
     def describe(self) -> str:
@@ -87,10 +89,12 @@ def _lies_in(number: float, interval: str) -> bool:
 
 
 def key(
-    default: Any, meaning: str, *, within: str = "", choices: Sequence[str] = (), form: str = ""
-) -> Any:
+    default: Any, meaning: str, *,
+    within: str = "", choices: Sequence[str] = (), form: str = "", before: Any = ...,
+) -> Any:  # fmt: skip
     """Declare a key as a field of a `Section` or `Part`; see `Key` for the arguments."""
     about = {"meaning": meaning, "within": within, "choices": tuple(choices), "form": form}
+    about["before"] = before
     if default is ...:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)

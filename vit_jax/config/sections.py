@@ -70,6 +70,13 @@ class Data(Section):
     split: str = key("train", "training split; TFDS also takes a slice, train[:90%]")
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
+    pixel_range: tuple[float, ...] | None = key(
+        None,
+        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
+    )
+    decoding: int = key(
+        2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
+    )
     image_size: Size = key(None, "int or (height, width), in pixels")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int | None = key(None, "None: taken from the data set", within=POSITIVE)
@@ -236,6 +243,10 @@ class Schedule(Section):
     start: str = key(
         "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
     )
+    lowered: float = key(
+        1.0, "with a branch, what optimizer.on_spike=lower had left of the rate of its run; "
+        "optimizer.peak_lr is what remains of it", within="(0, 1]",
+    )  # fmt: skip
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: str = key(
         "0 steps",

@@ -14,7 +14,13 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins
-from vit_jax.config.base import add_plugins, default_config, flatten
+from vit_jax.config.base import (
+    add_plugins,
+    declared_keys,
+    default_config,
+    flatten,
+    with_values,
+)
 from vit_jax.config.evals import EVALUATORS, make_entry
 from vit_jax.config.upgrades import FORMAT, upgrade
 
@@ -117,7 +123,9 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
     with _naming(where):
         names = tuple(dict.fromkeys([*resolved["plugins"], *asked["plugins"]]))
     plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
-    return StoredConfig(_from_dict(asked, where), _from_dict(resolved, where), decided_by)
+    config = _from_dict(resolved, where)
+    decided_by = dict.fromkeys(flatten(config), "default") | decided_by  # also of later keys
+    return StoredConfig(_from_dict(asked, where), config, decided_by)
 
 
 def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
@@ -151,7 +159,12 @@ def _from_dict(values: dict[str, Any], where: str) -> ConfigDict:
             faults += _fill_entry(config.evals, name, entry)
     faults += _fill(config, {key: value for key, value in values.items() if key != "evals"}, "")
     collect_faults(faults, f"{where} is from another version of vit_jax; use that version")
-    return config
+    stored = flatten(ConfigDict(values))
+    return with_values(config, {
+        key: declared.before
+        for key, declared in declared_keys(config).items()
+        if declared.before is not ... and key not in stored
+    })  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -173,16 +186,21 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
     kind = entry["type"]
     if kind not in EVALUATORS:
         return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
-    wanted, found = {"type", *EVALUATORS.find(kind).declared()}, set(entry)
-    if wanted == found:
+    known = EVALUATORS.find(kind).declared()
+    faults = [f"evals.{name}.{key}: no such key" for key in sorted(entry.keys() - {"type", *known})]
+    faults += [f"evals.{name}.{key}: missing" for key, declared in known.items()
+               if declared.default is ... and key not in entry]  # fmt: skip
+    if not faults:
         evals[name] = make_entry(kind, **{k: v for k, v in entry.items() if k != "type"})
-    missing = [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
-    return missing + [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
+    return faults
 
 
 def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
-    """Set the stored `values` in the section `prefix` of a config; return the faults."""
-    faults = [f"{prefix}{key}: missing" for key in node if key not in {*values, "evals"}]
+    """Set the stored `values` in the section `prefix` of a config; return the faults.
+
+    Keys that `values` lack are younger than the stored config; they keep their defaults.
+    """
+    faults = []
     for key, value in values.items():
         if key not in node:
             faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")

@@ -1,7 +1,8 @@
 """Upgrades of config.json, one function from each format to the next.
 
-FORMAT goes up when config.json changes; UPGRADES then gets the function from the last format.
-Version 0.2.0 wrote format 3; every later version resumes its runs.
+FORMAT goes up when a key is renamed or gets another meaning; UPGRADES then gets the function from
+the last format. A new key needs none: see `before` of `parts.Key`. Version 0.2.0 wrote format 3;
+every later version resumes its runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +15,12 @@ FORMAT = 4
 Content = dict[str, Any]  # of a config.json
 
 
-def _add_memory_dir(content: Content) -> Content:
-    """Format 4 has the key checkpoint.memory_dir."""
-    for part in ("asked", "resolved"):
-        content[part]["checkpoint"]["memory_dir"] = "/dev/shm"
-    content["decided_by"]["checkpoint.memory_dir"] = "default"
+def _same(content: Content) -> Content:
+    """Format 4 only added a key."""
     return content
 
 
-UPGRADES: Mapping[int, Callable[[Content], Content]] = {3: _add_memory_dir}
+UPGRADES: Mapping[int, Callable[[Content], Content]] = {3: _same}
 
 
 def upgrade(content: Content) -> Content:

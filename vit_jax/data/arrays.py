@@ -30,7 +30,7 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
 from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
-from vit_jax.data.images.formats import as_file, to_known_format, why_unreadable
+from vit_jax.data.images.formats import Reading, as_file, to_known_format, why_unreadable
 from vit_jax.data.images.given import image_of
 from vit_jax.data.records import open_in_python, read_one
 from vit_jax.data.shards import parts_of
@@ -136,7 +136,8 @@ class Split:
         for i in np.unique(np.linspace(0, count - 1, _SAMPLE).astype(int)):
             with contextlib.suppress(Exception):  # of a broken item, or of the user's code
                 image, label = self.item(int(i))
-                digest.update(f"{i} {np.asarray(label).tolist()} ".encode() + _file_of(image))
+                content = _file_of(image, Reading(decoding=1))  # as digests of older runs
+                digest.update(f"{i} {np.asarray(label).tolist()} ".encode() + content)
         return digest.hexdigest()[:12]
 
     @property
@@ -272,7 +273,7 @@ class Arrays(DataSet):
                 return labels[record]
 
             shape = [num_classes] if multi_label else []
-            how = _open_items(split, rows, label_of, shape, request.exif)
+            how = _open_items(split, rows, label_of, shape, request.reading)
         identity = [*map(list, parts), split.digest, names, multi_label, request.exif]
         return Source(
             name=request.name,
@@ -344,7 +345,7 @@ def _open_items(
     rows: np.ndarray,
     label_of: Callable[[int, Any], np.ndarray],
     shape: list[int],
-    exif: bool,
+    reading: Reading,
 ) -> dict[str, Any]:
     """Fields of a `Source` of items, which are read one by one.
 
@@ -358,7 +359,7 @@ def _open_items(
 
     def load(record):
         image, label = split.item(int(rows[record]))
-        return label_of(record, label).tobytes(), _file_of(image, exif)
+        return label_of(record, label).tobytes(), _file_of(image, reading)
 
     def read_item(record):
         try:
@@ -380,7 +381,7 @@ def _open_items(
             return str(e)
         except Exception as e:  # of the user's code
             return f"{type(e).__name__}: {e}"
-        return why_unreadable(image) if isinstance(image, bytes) else ""
+        return why_unreadable(image, reading) if isinstance(image, bytes) else ""
 
     files = open_in_python(np.zeros(1, np.int64), lambda ids: [*map(read_item, ids)], parse=parse)
     return {
@@ -391,10 +392,10 @@ def _open_items(
     }
 
 
-def _file_of(image: Any, exif: bool = True) -> bytes:
+def _file_of(image: Any, reading: Reading) -> bytes:
     """An image of any kind as JPEG, PNG or BMP bytes; empty if its bytes hold no image."""
     found = _image_of(image)
-    return to_known_format(found, exif) if isinstance(found, bytes) else as_file(found, exif)
+    return to_known_format(found, reading) if isinstance(found, bytes) else as_file(found, reading)
 
 
 def _image_of(image: Any) -> bytes | Image.Image:

@@ -66,6 +66,10 @@ def _check_views(config: ConfigDict, kind: str, faults: Faults) -> list:
 
 def _check_pixels(config: ConfigDict, faults: Faults) -> None:
     d = config.data
+    faults.need(
+        d.pixel_range is None or (len(d.pixel_range) == 2 and d.pixel_range[0] < d.pixel_range[1]),
+        f"data.pixel_range={d.pixel_range}: needs LOW,HIGH with LOW < HIGH, such as 0,4095",
+    )
     for key in ("mean", "std"):
         numbers = all(isinstance(v, int | float) for v in d[key])
         alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are

@@ -25,7 +25,7 @@ from etils import epath
 from vit_jax.base.errors import InputError, few, shown
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.files import is_hidden, split_of, warn_once
-from vit_jax.data.images.formats import as_known_format, why_unreadable
+from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.images.list import sorted_labels
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
 from vit_jax.data.sources import Request, Source, fingerprint
@@ -280,7 +280,7 @@ def open_shards(
         label = label_of(record_id)
         with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(label >= 0), [label])]):
             label = tf.identity(label)
-        image = as_known_format(stored, request.exif)
+        image = as_known_format(stored, request.reading)
         return {"image": image, "label": label, "mask": tf.ones([])}
 
     files = dataclasses.replace(open_parts(records.parts), parse=parse, knows_labels=True)
@@ -293,7 +293,7 @@ def open_shards(
             return fault
         stored = read_now(files, record, lambda stored, _: stored.numpy())
         changed = "its shard has changed since the run began, or cannot be read; restore it"
-        return changed if stored is None else why_unreadable(stored)
+        return changed if stored is None else why_unreadable(stored, request.reading)
 
     identity = [[part.shard.digest, part.skip, part.take] for part in records.parts]
     digests = digest_records(files, len(counts))
@@ -310,6 +310,7 @@ def open_shards(
         record_name=records.name,
         encoded=True,
         why_unreadable=why,
+        turn=lambda record: read_now(files, record, lambda stored, _: turn_of(stored.numpy())),
         record_files=files,
         file_names=records.file_names,
         multi_label=multi_label,

@@ -23,6 +23,7 @@ from vit_jax.config.parts import Part
 from vit_jax.data.division import Divider
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import Reading, Turn
 from vit_jax.data.order import Chunks
 from vit_jax.data.records import RecordFiles, stored_labels
 
@@ -53,6 +54,7 @@ class Source:
       image_shape: (H, W, channels) if all images have the same size, else None.
       encoded: whether images are JPEG or PNG bytes.
       why_unreadable: index -> why the record's file cannot be read, and the remedy; "" if unknown.
+      turn: index -> how EXIF turns the record's image; None if nothing states it.
       record_files: the way an encoded source reads neighbours together; None if that saves nothing.
       file_names: (start, stop) -> the original file names of these records, "" where one cannot be
         read; None if the source does not know them.
@@ -74,6 +76,7 @@ class Source:
     image_shape: tuple[int, int, int] | None = None
     encoded: bool = False
     why_unreadable: Callable[[int], str] = lambda record: ""
+    turn: Callable[[int], Turn | None] = lambda record: None
     record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
     channels: int = 3
@@ -102,6 +105,7 @@ class Request:
     data_dir: the folder of the images, or of TFDS data sets (None: TFDS's default).
     divider: divides the user's own images without a split `val`.
     exif: whether own images are turned by their EXIF orientation.
+    pixel_range, decoding: see `formats.Reading`.
     multi_label: whether images must have several labels (True) or one (False); None: either.
     channels: number of channels of the pipeline's images.
     num_classes: number of classes of synthetic data; for other data the expected number, or None.
@@ -117,6 +121,8 @@ class Request:
     data_dir: str | None = None
     divider: Divider = dataclasses.field(default_factory=lambda: Divider(anew=True))
     exif: bool = True
+    pixel_range: tuple[float, ...] | None = None
+    decoding: int = 2
     multi_label: bool | None = False
     channels: int = 3
     num_classes: int | None = None
@@ -124,6 +130,11 @@ class Request:
     reader: str | None = None
     max_corrupt_fraction: float = 1.0
     class_names: Sequence[str] | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """How the bytes of image files become pixels."""
+        return Reading(self.exif, self.channels, self.pixel_range, self.decoding)
 
 
 class DataSet(Part):

@@ -169,6 +169,7 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
         why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
+        turn=lambda record: source.turn(int(kept[record])),
         record_files=None,
         file_names=None if names is None else file_names,
         part_sizes=(len(kept),),

@@ -31,7 +31,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
 from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.images.formats import Reading, as_known_format, to_pixels
 from vit_jax.data.records import (
     RecordFiles,
     digest_records,
@@ -101,7 +101,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
 
     parts = info.splits[split].file_instructions
     reader = _choose_reader(request.reader, info, parts, num_examples, image_shape)
-    parse = _make_parse(features, view, num_classes)
+    parse = _make_parse(features, view, num_classes, request.reading._replace(exif=False))
     files = open_files(info.file_format.value, parts, parse)
     if class_names is not None:
         _check_labelled(files, features, view, f"data.split={split!r} of {info.full_name}")
@@ -267,7 +267,7 @@ def _container_memory() -> float:
         return math.inf
 
 
-def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
+def _make_parse(features: dict, view: View, num_classes: int, reading: Reading) -> Callable:
     """Make `RecordFiles.parse`, which decodes only `features`."""
     dictionary = tfds.features.FeaturesDict(features)
 
@@ -278,7 +278,7 @@ def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
         labelled = tf.debugging.Assert((label >= 0) & (label < num_classes), [label])
         with tf.control_dependencies([labelled]):
             label = tf.identity(label)
-        image = example["image"]
+        image = as_known_format(example["image"], reading)
         if view.image_scale != 1:
             image = to_pixels(image) * tf.constant(view.image_scale, tf.uint8)
         return {"image": image, "label": label, "mask": tf.ones([])}

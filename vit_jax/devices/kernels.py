@@ -7,7 +7,7 @@ heads over `tensor`.
 import dataclasses
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -29,6 +29,7 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
+_ODD = "JAX has no gradient of cuDNN's attention for an odd number of tokens, {}"
 
 # VMEM of one core in MiB, by `pltpu.get_tpu_info_for_chip`, of chips with kernels of rows. v4 has
 # too little; there and on v5p, a kernel whose programs run in order would use one of two cores.
@@ -107,6 +108,8 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return f"mesh.tensor={mesh.shape['tensor']} does not divide model.num_heads={heads}"
     if on_tpu and tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
+    if not on_tpu and tokens is not None and tokens % 2:
+        return _ODD.format(tokens)
     if not on_tpu and width > 128:
         return f"heads are {width} wide; cuDNN takes up to 128"
     if not on_tpu and model.dtype != jnp.bfloat16:
@@ -116,6 +119,12 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
 
 def _say_plain(reason: str) -> None:
     logger.info("attention computes without kernel: %s", reason)
+
+
+@cache
+def _say_plain_once(reason: str) -> None:
+    """Of a number of tokens that is known only where attention is traced, in each layer."""
+    _say_plain(reason)
 
 
 def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
@@ -133,7 +142,7 @@ def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
     if turns is not None:
         q_BNHK, k_BMHK = turn(q_BNHK, turns), turn(k_BMHK, turns)
     if tokens < LONG:  # images of a size that was not known before
-        _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
+        _say_plain_once(f"{tokens} tokens lie between {SHORT} and {LONG}")
         keys_values = (x_BMHK[:, :num_keys] for x_BMHK in (k_BMHK, v_BMHK))
         return choose_attention("tpu")(q_BNHK, *keys_values)
     attend = _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh)
@@ -250,6 +259,10 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
 def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM):
     """`attention.Attend` by cuDNN, by its name, as JAX would fall back in silence."""
     assert bias_BHNM is None, "choose_forms has found that cuDNN computes it"
-    if jax.default_backend() != "gpu":  # a plan: JAX traces cuDNN's attention only on GPU hosts
+    odd = [tokens for tokens in (q_BNHK.shape[1], k_BMHK.shape[1]) if tokens % 2]
+    if odd:  # e.g. the visible patches of MAE, or small crops
+        _say_plain_once(_ODD.format(odd[0]))
+    # In a plan too: JAX traces cuDNN's attention only on hosts with a GPU.
+    if odd or jax.default_backend() != "gpu":
         return choose_attention("gpu")(q_BNHK, k_BMHK, v_BMHK)
     return jax.nn.dot_product_attention(q_BNHK, k_BMHK, v_BMHK, implementation="cudnn")

@@ -94,7 +94,8 @@ def examine(
     if data_dir is not None:
         remedy = remedy_of_path(data_dir)
         yield bounded("data folder", lambda: check_data_dir(data_dir), timeout_s, remedy)
-    yield bounded("decoding", lambda: check_decoding(data_dir), start_s, install)
+    pixel_range = None if config is None else config.data.pixel_range
+    yield bounded("decoding", lambda: check_decoding(data_dir, pixel_range), start_s, install)
     if workdir is not None:
         remedy = remedy_of_path(workdir)
         yield bounded("workdir", lambda: check_workdir(workdir), timeout_s, remedy)
@@ -193,19 +194,22 @@ def check_memory(workdir: epath.Path | None) -> Finding:
     return Finding("memory", OK, text)
 
 
-def check_decoding(data_dir: str | None) -> Finding:
+def check_decoding(data_dir: str | None, pixel_range: tuple[float, ...] | None = None) -> Finding:
     """CPU time to decode a JPEG of 500 x 375 pixels, or some images below `data_dir`."""
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.images.formats import to_known_format, to_pixels
+    from vit_jax.data.images.bits import unused_bits
+    from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
 
     paths = [] if data_dir is None else some_images(os.path.expanduser(data_dir))
     what = f"{len(paths)} images of {data_dir}" if paths else "a JPEG of 500 x 375 pixels made here"
     images, broken = [path.read_bytes() for path in paths] or [_made_image()] * _IMAGES, 0
+    known, reading = list[bytes](), Reading(pixel_range=pixel_range)
     with tf.device("cpu"):
         since = time.process_time()
         for image in images:
             try:
-                to_pixels(tf.constant(to_known_format(image)))
+                known.append(to_known_format(image, reading))
+                to_pixels(tf.constant(known[-1]))
             except (OSError, tf.errors.OpError):
                 broken += 1
         cpu_s = (time.process_time() - since) / len(images)
@@ -213,6 +217,8 @@ def check_decoding(data_dir: str | None) -> Finding:
     if broken:
         remedy = "training leaves them out and names each; repair or remove them"
         return Finding("decoding", WARNING, f"{text}; {broken} cannot be decoded", remedy)
+    if fault := unused_bits(known):
+        return Finding("decoding", WARNING, f"{text}; {fault[0]}", fault[1])
     return Finding("decoding", OK, text)
 
 

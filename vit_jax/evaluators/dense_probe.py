@@ -24,6 +24,7 @@ from vit_jax.data import Source
 from vit_jax.evaluators.features import FeatureEvaluator, NothingToMeasureError, fit_whitening
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.evaluators.linear_probe import Classifier, fit_or_warn, split_over_devices
+from vit_jax.evaluators.upright import Upright
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.watched import as_map
 
@@ -65,6 +66,7 @@ class DenseProbe(FeatureEvaluator):
     def bind(self, inputs: EvalInputs) -> Measure:
         _check(inputs)
         files = {k: find_targets(self.targets, source) for k, source in inputs.sources.items()}
+        upright = Upright(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
         def compute(state, batch):
@@ -72,15 +74,22 @@ class DenseProbe(FeatureEvaluator):
             x_BRSD = as_map(inputs.model, x_BND, inputs.image_size)
             return x_BRSD.astype(jnp.float32), batch["id"], batch["mask"]
 
-        def maps(state: TrainState, split_key: str) -> Iterator[tuple[np.ndarray, pathlib.Path]]:
-            """The features (R, S, D) and the file of the target of each image."""
+        def maps(state: TrainState, split_key: str) -> Iterator[tuple[np.ndarray, int]]:
+            """The features (R, S, D) and the record of each image."""
             batches = inputs.batches(split_key)
             for x_BRSD, id_B, mask_B in fetch(compute(state, batch) for batch in batches):
                 for i in np.flatnonzero(mask_B):
-                    yield x_BRSD[i], files[split_key][id_B[i]]
+                    yield x_BRSD[i], int(id_B[i])
+
+        def target(split_key: str, record: int) -> np.ndarray:
+            file = files[split_key][record]
+            return upright(self._read(file), file, split_key, record)
 
         def measure(state: TrainState) -> dict[str, float]:
-            parts = [self._draw(*one) for one in maps(state, "train_split")]
+            parts = [
+                self._draw(x_RSD, target("train_split", i), files["train_split"][i].name)
+                for x_RSD, i in maps(state, "train_split")
+            ]
             x_ND, target_NQ = map(np.concatenate, zip(*parts, strict=True))
             known_N = ~np.isnan(target_NQ).all(axis=1)
             if not known_N.any():
@@ -89,27 +98,29 @@ class DenseProbe(FeatureEvaluator):
             learned = self.learn(inputs, whiten(x_ND[known_N]), target_NQ[known_N])
             kernel_DC, bias_C, score = learned
 
-            def pairs(x_RSD, file):
-                target_HW = self._read(file)
+            def pairs(x_RSD, record):
+                target_HW = target("test_split", record)
                 return interpolate(whiten(x_RSD) @ kernel_DC + bias_C, target_HW.shape), target_HW
 
             tests = maps(state, "test_split")
             mine = itertools.islice(tests, jax.process_index(), None, jax.process_count())
             sums = score(itertools.starmap(pairs, mine))
+            upright.warn()
             bits = multihost_utils.process_allgather(sums.view(np.int32))  # JAX has no int64
             return self.results(bits.reshape(-1, bits.shape[-1]).view(sums.dtype).sum(axis=0))
 
         return measure
 
-    def _draw(self, x_RSD: np.ndarray, file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(
+        self, x_RSD: np.ndarray, target_HW: np.ndarray, name: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Features, and pixels of the target, of some patches of an image; (n, D), (n, Q)."""
         rows, columns, width = x_RSD.shape
-        target_HW = self._read(file)
         y, x = (np.arange(n * _SAMPLES) * side // (n * _SAMPLES)
                 for n, side in zip((rows, columns), target_HW.shape, strict=True))  # fmt: skip
         target = target_HW[y][:, x].reshape(rows, _SAMPLES, columns, _SAMPLES)
         target_NQ = target.swapaxes(1, 2).reshape(rows * columns, -1)
-        seed = np.frombuffer(file.name.encode(), np.uint8)
+        seed = np.frombuffer(name.encode(), np.uint8)
         drawn = np.random.default_rng(seed).permutation(rows * columns)[: self.num_patches]
         return x_RSD.reshape(-1, width)[drawn], target_NQ[drawn]
 

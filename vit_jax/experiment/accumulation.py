@@ -56,18 +56,19 @@ def accumulate(
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
             return rows, jax.random.fold_in(key, i)
 
-        def weights_of(carried, i):  # without the model, on which the weights do not depend
+        def weights_of_part(carried, i):  # without the model, on which the weights do not depend
             sums = sums_of(state.params, state, *inputs(i))
-            return (sums.weight_sum, {name: t.weight for name, t in sums.terms.items()}), carried
+            return weights_of(sums), carried
 
         has_terms = jax.eval_shape(lambda: sums_of(state.params, state, *inputs(0))).terms
         assert not has_terms or join is None, "a device knows the weights of its rows only"
         if accum_steps == 1:
-            return gradients(lambda sums: sums.loss_sum, state, batch, key)
-        weights = _add_up(weights_of, {}, accum_steps)[0] if has_terms else None
+            of_batch = (lambda sums: sums.loss) if has_terms else (lambda sums: sums.loss_sum)
+            return gradients(of_batch, state, batch, key)
+        weights = _add_up(weights_of_part, {}, accum_steps)[0] if has_terms else None
 
         def loss_of(sums):
-            return sums.loss_sum if weights is None else _with_weights(sums, *weights).loss
+            return sums.loss_sum if weights is None else with_weights(sums, *weights).loss
 
         def of_part(carried, i):
             grads, sums = gradients(loss_of, state.replace(**carried), *inputs(i))
@@ -104,6 +105,14 @@ def _carried(holder: TrainState | ObjectiveOutput) -> dict[str, Any]:
     return {name: getattr(holder, name) for name in ("model_state", "objective_state")}
 
 
-def _with_weights(sums, weight_sum, of_terms):
+def weights_of(sums: ObjectiveOutput) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The weight of the first term of the loss, and those of the further ones."""
+    return sums.weight_sum, {name: term.weight for name, term in sums.terms.items()}
+
+
+def with_weights(
+    sums: ObjectiveOutput, weight_sum: jax.Array, of_terms: dict[str, jax.Array]
+) -> ObjectiveOutput:
+    """`sums` divided by these weights in place of their own; see `weights_of`."""
     terms = {name: term.replace(weight=of_terms[name]) for name, term in sums.terms.items()}
     return sums._replace(weight_sum=weight_sum, terms=terms)

@@ -41,7 +41,13 @@ from vit_jax.experiment.replay import make_replay
 from vit_jax.experiment.row_losses import make_row_losses
 from vit_jax.experiment.schedules import Schedule, make_config_schedule
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import AbstractBatch, Step, make_train_step, skip_step
+from vit_jax.experiment.step import (
+    AbstractBatch,
+    Step,
+    make_inputs,
+    make_train_step,
+    skip_step,
+)
 from vit_jax.objectives.contract import Objective, Teacher, TokenPass
 
 Tree = TypeVar("Tree")
@@ -59,7 +65,8 @@ class Experiment:
     init: () -> TrainState, jitted and sharded.
     train_step: (state, batch, *frozen) -> (state, metrics), jitted; donates the state.
     layer_norms: (state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state.
-    replay: (digest, flip) -> as `make_replay` makes, jitted; keeps the state.
+    inputs: as `step.make_inputs` makes, jitted; keeps the state.
+    replay: (digest, flip) -> as `make_replay` makes, of these inputs, jitted; keeps the state.
     row_losses: as `make_row_losses` makes, jitted; keeps the state.
     skip_step: as `step.skip_step`, jitted; donates the state.
     abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
@@ -82,6 +89,7 @@ class Experiment:
     layer_norms: jax.stages.Wrapped
     abstract_state: TrainState
     abstract_batch: AbstractBatch
+    inputs: jax.stages.Wrapped
     replay: Callable[..., jax.stages.Wrapped]
     row_losses: jax.stages.Wrapped
     skip_step: jax.stages.Wrapped
@@ -224,10 +232,11 @@ def make_experiment(
         return make_step(plain, optax.identity(), freeze=freeze)
 
     def replay(**how: Any) -> jax.stages.Wrapped:
-        function = make_replay(objective, mesh=mesh, **drawn, **in_parts, **how)
-        return whole(function, in_shardings=(*shardings[:2], None, *shardings[2:]))
+        function = make_replay(objective, mesh, **in_parts, **how)
+        return whole(function, in_shardings=(*shardings[:1], *of_inputs, None, *shardings[2:]))
 
     jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
+    of_inputs = batch_sharding(mesh), NamedSharding(mesh, P())
     whole = partial(jit, out_shardings=NamedSharding(mesh, P()))
     train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
     return Experiment(
@@ -240,9 +249,15 @@ def make_experiment(
             train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
         ),
         layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
+        inputs=jit(make_inputs(**drawn), in_shardings=shardings[:2], out_shardings=of_inputs),
         replay=replay,
-        row_losses=whole(make_row_losses(plain, **drawn), in_shardings=shardings),
-        skip_step=jit(skip_step, out_shardings=(shardings[0], None), donate_argnums=0),
+        row_losses=whole(
+            make_row_losses(objective, **drawn, accum_steps=num_microbatches(config)),
+            in_shardings=shardings,
+        ),
+        skip_step=jit(
+            partial(skip_step, objective), out_shardings=(shardings[0], None), donate_argnums=0
+        ),
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,

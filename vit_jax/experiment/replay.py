@@ -2,7 +2,8 @@
 
 The rows move, the parameters do not: every device computes with its own copies. Nothing is summed
 over rows of several devices, so both computations add in the same order, by the same program, and
-agree bit by bit unless a device is faulty.
+agree bit by bit unless a device is faulty. The rows are arguments of that program: if it made them,
+the compiler might round those that stay and those that move in different ways.
 """
 
 import contextlib
@@ -17,12 +18,10 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.base import tree
 from vit_jax.base.faults import Fault, flip_activation, flip_bit
 from vit_jax.base.tree import Batch, PyTree
-from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.accumulation import accumulate
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.state import TrainState
-from vit_jax.experiment.step import make_inputs
 from vit_jax.objectives.contract import Objective
 
 # {name: (places,)} of the loss and of each gradient: checksums (uint32), and norms (float32).
@@ -39,26 +38,25 @@ def axes_of_places(mesh: Mesh) -> tuple[str, ...]:
 
 def make_replay(
     objective: Objective,
-    transform: DeviceTransform,
     mesh: Mesh,
-    seed: int,
     *,
     digest: Callable[[jax.Array], jax.Array],
     freeze: str | None = None,
     accum_steps: int = 1,
     flip: Fault | None = None,
 ) -> Callable[..., Found]:
-    """Make replay(state, batch, turned, frozen=None) -> `Found` of the step from `state`; pure.
+    """Make replay(state, inputs, key, turned, frozen=None) -> `Found` of a step; pure.
 
-    Place p computes the gradient of its own rows, or, if `turned`, of those of place p - 1. An
-    objective that couples rows sees those of one place.
+    The step starts from `state`, with `inputs` and `key` as `step.make_inputs` makes them. Place p
+    computes the gradient of its own rows, or, if `turned`, of those of place p - 1. An objective
+    that couples rows sees those of one place; so do its groups of rows, which shrink to fit.
 
     Args:
-      objective, transform, seed, freeze, accum_steps: as for `make_train_step`.
+      objective, freeze, accum_steps: as for `make_train_step`.
       digest: array -> uint32, its checksum.
       flip: of an activation or a gradient, in the computation that is not turned.
     """
-    axes, inputs_of = axes_of_places(mesh), make_inputs(transform, seed)
+    axes = axes_of_places(mesh)
     places = math.prod(mesh.shape[axis] for axis in axes)
     flipped = -1 if flip is None else flip.place // (mesh.size // places)
 
@@ -83,8 +81,9 @@ def make_replay(
         norms = {name: jnp.sqrt(jnp.square(leaf).sum()) for name, leaf in leaves.items()}
         return jax.tree.map(lambda x: x[None], (jax.tree.map(digest, leaves), norms))
 
-    def replay(state: TrainState, batch: Batch, turned: jax.Array, frozen: PyTree = None) -> Found:
-        inputs, key = inputs_of(state, batch)
+    def replay(
+        state: TrainState, inputs: Batch, key: jax.Array, turned: jax.Array, frozen: PyTree = None
+    ) -> Found:
         by_place = jax.shard_map(
             of_place, mesh=mesh, in_specs=(P(), P(axes), P(), P(), P()), out_specs=P(axes),
             axis_names={*(mesh.axis_names if axes == BATCH_AXES else axes)}, check_vma=False,

@@ -184,14 +184,17 @@ def make_schedule(
 
 
 def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
-    """The learning rate of a resolved config, whose durations in steps are `durations`."""
+    """The learning rate of a resolved config, whose durations in steps are `durations`.
+
+    It is multiplied by the optimizer's factor LOWERED, which is `schedule.lowered` at the start.
+    """
     keys = SCHEDULES.find(config.schedule.name).declared()
     numbers = {k: config.schedule[k] for k, declared in keys.items() if not declared.form}
     own: dict[str, Any] = {k: number for k, number in numbers.items() if number is not None}
     own |= {k: durations[f"schedule.{k}"] for k in keys if f"schedule.{k}" in durations}
     return make_schedule(
         config.schedule.name,
-        peak_lr=config.optimizer.peak_lr,
+        peak_lr=config.optimizer.peak_lr / config.schedule.lowered,
         total_steps=durations["duration"],
         start=durations["schedule.start"],
         warmup_steps=durations["schedule.warmup"],

@@ -11,7 +11,7 @@ from vit_jax.base.tree import Batch, ModelState, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.sharding import constrain_params
 from vit_jax.experiment.accumulation import Sums, accumulate
-from vit_jax.experiment.optimizers import LOWERED
+from vit_jax.experiment.optimizers import lower_rate
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.schedules import Keep
 from vit_jax.experiment.state import TrainState
@@ -126,20 +126,20 @@ def make_inputs(
     return inputs_of
 
 
-def skip_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def skip_step(objective: Objective, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """A step that leaves its batch out: counters advance, so the schedule goes on; pure.
 
-    All else stays, except for `optimizers.LOWERED`, which is halved where the optimizer has it.
+    All else stays, except for the rate, which `lower_rate` halves where the optimizer has it, and
+    what `objective.skip` does.
     """
 
     def advance(x: jax.Array) -> jax.Array:
         return x + 1 if jnp.issubdtype(x.dtype, jnp.integer) else x
 
-    opt_state = jax.tree.map(advance, state.opt_state)
-    if LOWERED in opt_state:
-        opt_state = opt_state | {LOWERED: opt_state[LOWERED] / 2}
+    opt_state = lower_rate(jax.tree.map(advance, state.opt_state))
     metrics = {"masked": (1.0 - batch["mask"]).sum()}
-    return state.replace(step=state.step + 1, opt_state=opt_state), metrics
+    own = state.objective_state if objective.skip is None else objective.skip(state)
+    return state.replace(step=state.step + 1, opt_state=opt_state, objective_state=own), metrics
 
 
 def climb(params: optax.Params, grads: optax.Updates, radius: float) -> optax.Params:

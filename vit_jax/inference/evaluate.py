@@ -239,7 +239,7 @@ class _OfSource:
             "--config.data.image_size",
         )
         d.channels = about(model).channels
-        d.exif = spec.exif is not False
+        d.exif, d.pixel_range = spec.exif is not False, d.pixel_range or spec.pixel_range
         d.mean, d.std, d.num_classes = spec.mean, spec.std, model.num_classes
         if run is not None:
             config_lib.add_plugins(config, run["config"]["plugins"])

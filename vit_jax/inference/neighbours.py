@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from etils import epath
 from PIL import Image, ImageDraw, ImageOps
 
 from vit_jax.base import files
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
 from vit_jax.data.images.given import image_files
 from vit_jax.inference.predict import outputs, why_unread, without_masked
 from vit_jax.transfer.pretrained import Pretrained
@@ -26,10 +29,9 @@ def nearest(
     and one that cannot be read is none. Similarity is the cosine of the angle between features. For
     a path that cannot be read: {"file": ..., "error": ...}.
     """
-    exif, channels = pretrained.spec.exif is not False, pretrained.spec.channels
 
     def features(some: Sequence[str]) -> Iterator[np.ndarray]:
-        source = image_files(some, exif, channels)
+        source = image_files(some, pretrained.spec.reading)
         for x_BD, batch in outputs(pretrained, source, what="features", batch_size=batch_size):
             x_BD = x_BD / np.maximum(np.linalg.norm(x_BD, axis=1, keepdims=True), 1e-12)
             yield without_masked(x_BD, batch)
@@ -40,8 +42,8 @@ def nearest(
     for x_BD in features(paths):
         for path, similarity_N in zip(asked, x_BD @ index_ND.T, strict=False):
             if np.isnan(similarity_N).all():
-                why = why_unread(pretrained, image_files([path], exif, channels), 0)
-                yield {"file": path, "error": why}
+                source = image_files([path], pretrained.spec.reading)
+                yield {"file": path, "error": why_unread(pretrained, source, 0)}
                 continue
             if (own := places.get(os.path.realpath(path))) is not None:
                 similarity_N[own] = np.nan
@@ -52,8 +54,11 @@ def nearest(
             ]}  # fmt: skip
 
 
-def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a PNG with a line of pictures for each row of `nearest`: the one asked for, its own."""
+def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Reading) -> None:
+    """Write a PNG with a line of pictures for each row of `nearest`: the one asked for, its own.
+
+    `reading`: of the model.
+    """
     lines = [row for row in rows if "neighbours" in row]
     columns = 1 + max((len(row["neighbours"]) for row in lines), default=0)
     step = _SIDE + 4
@@ -62,16 +67,16 @@ def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]]) -> None:
         shown = [(row["file"], os.path.basename(row["file"]))]
         shown += [(one["file"], f"{one['similarity']:.3f}") for one in row["neighbours"]]
         for j, (file, text) in enumerate(shown):
-            sheet.paste(_tile(file, text), (j * step + 12 * (j > 0), i * (step + _TEXT)))
+            sheet.paste(_tile(file, text, reading), (j * step + 12 * (j > 0), i * (step + _TEXT)))
     content = io.BytesIO()
     sheet.save(content, "png")
     files.write_whole(path, content.getvalue())
 
 
-def _tile(file: str, text: str) -> Image.Image:
-    """A picture, and the beginning of a text below it."""
-    with Image.open(file) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+def _tile(file: str, text: str, reading: Reading) -> Image.Image:
+    """A picture as the model sees it, and the beginning of a text below it."""
+    known = to_known_format(pathlib.Path(file).read_bytes(), reading._replace(channels=3))
+    upright = Image.fromarray(to_pixels(tf.constant(known)).numpy())
     tile = Image.new("RGB", (_SIDE, _SIDE + _TEXT), "white")
     tile.paste(ImageOps.pad(upright, (_SIDE, _SIDE), color="white"))
     ImageDraw.Draw(tile).text((2, _SIDE + 1), text, fill="black")

@@ -93,7 +93,7 @@ def predict(
     if image_size is not None:
         pretrained = transfer.with_image_size(pretrained, image_size)
     spec = pretrained.spec
-    found = open_images(images, spec.exif is not False, spec.channels)
+    found = open_images(images, spec.reading)
     if batch_size is None:
         ways, needed = jax.device_count(), min(found.num_examples, _BATCH_SIZE)
         batch_size = -(-needed // ways) * ways

@@ -28,7 +28,6 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.data.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.predict import check_classes, outputs
-from vit_jax.models.contract import about
 from vit_jax.run.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.pretrained import ops_for
@@ -170,9 +169,8 @@ def _open_images(
         split=split,
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=spec.image_size,
-        channels=about(pretrained.model).channels,
         divider=divider,
-        exif=spec.exif is not False,
+        **spec.reading._asdict(),
         reader=d.reader,
         num_classes=d.num_classes if made else None,
         num_examples=d.num_examples if made else None,

@@ -132,6 +132,7 @@ class Objective:
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
     needs_average: whether it reads `state.ema`, as when a model is its own teacher.
+    skip: state -> its objective_state after a step that leaves its batch out; None: as it is.
     is_single_pass: whether a step is one pass of the images through the model, and the loss one sum
       over them: no further terms, own parameters, teachers or states.
     collapse: signs of a collapse; None: it learns from labels or teachers, and cannot collapse.
@@ -146,6 +147,7 @@ class Objective:
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
     needs_average: bool = False
+    skip: Callable[[State], ModelState] | None = None
     is_single_pass: bool = False
     collapse: Collapse | None = None
 

@@ -31,6 +31,8 @@ def apply_in_training(
     kwargs |= {"train": True, "rngs": {"dropout": rng}}
     if not about(model).has_batch_statistics:
         return model.apply(variables, batch["image"], **kwargs), model_state
-    kwargs |= {"mask": batch["mask"], "mutable": [*model_state]}
+    # `row_losses` takes the gradient of the mask as a row's weight in the loss, not in statistics.
+    mask = jax.lax.stop_gradient(batch["mask"])
+    kwargs |= {"mask": mask, "mutable": [*model_state]}
     output, changed = model.apply(variables, batch["image"], **kwargs)
     return output, {**model_state, **changed}

@@ -160,6 +160,7 @@ class SelfDistillation(ObjectivePart):
         return Objective(
             bound.loss,
             init=bound.init,
+            skip=bound.skip if self.gram_weight else None,
             passes=_passes(model, facts.shapes, self.gram_weight > 0),
             needs=(GLOBAL, "mask"),
             couples_rows=True,
@@ -305,7 +306,7 @@ class _SelfDistillation:
             terms["patches"] = self._patch_term(student, patch_targets, hidden, mask_B, num_global)
         if k.koleo_weight:
             each_GB = [
-                koleo(student["features"][:, g], mask_B, k.koleo_group or len(mask_B))
+                koleo(student["features"][:, g], mask_B, _fit(k.koleo_group, len(mask_B)))
                 for g in range(num_global)
             ]
             sum_B = mask_B * sum(each_GB)
@@ -414,27 +415,44 @@ class _SelfDistillation:
         sum_B = mask_B * each_BU.sum(axis=1)
         return Term(sum_B.sum(), mask_B.sum() * num_global, self.keys.patch_weight)
 
-    def _gram(self, state, student, images, mask_B):
-        """The term, and the Gram teacher after it was copied anew where that is due."""
-        k = self.keys
+    def skip(self, state: State) -> ModelState:
+        """`Objective.skip`: the Gram teacher is copied where that is due."""
+        return {**state.objective_state, "gram_teacher": self._gram_teacher(state)}
+
+    def _gram_teacher(self, state):
+        """The Gram teacher of a step, copied anew where that is due."""
         due = state.step % self.durations["objective.gram_every"] == 0
         ema = {name: leaf for name, leaf in state.ema.items() if name != OBJECTIVE}
         old = state.objective_state["gram_teacher"]
-        teacher = jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
+        return jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
+
+    def _gram(self, state, student, images, mask_B):
+        """The term, and the Gram teacher."""
+        k, teacher = self.keys, self._gram_teacher(state)
         flat = images.reshape(-1, *images.shape[2:])
         model, resampled = at_size(self.model, teacher, flat.shape[1:3])
         tokens: Any = model.apply({"params": resampled}, flat, method="tokens")
         tokens = jax.lax.stop_gradient(tokens[:, model.num_prefix_tokens :])
         tokens = resize_tokens(tokens, model.grid, self.model.grid)
         tokens = tokens.reshape(student["tokens"].shape)
-        counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)
+        group = _fit(k.gram_group, len(mask_B))
+        counts_R = mask_B.reshape(-1, group).min(axis=1)
         each_GR = [
-            gram_distance(student["tokens"][:, g], tokens[:, g], k.gram_group, k.gram_negatives)
+            gram_distance(student["tokens"][:, g], tokens[:, g], group, k.gram_negatives)
             for g in range(images.shape[1])
         ]
         each_R = sum(each_GR) / len(each_GR)
         term = Term((counts_R * each_R).sum(), counts_R.sum(), k.gram_weight)
         return term, teacher
+
+
+def _fit(group: int | None, rows: int) -> int:
+    """Rows of a group; None: all.
+
+    A replay sees the rows of one place; where the group does not divide them, it is their greatest
+    common divisor.
+    """
+    return math.gcd(group or rows, rows)
 
 
 def _masked_patches(hidden: Hidden, num_views: int) -> jax.Array:

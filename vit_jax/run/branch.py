@@ -8,7 +8,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax.base import files
@@ -19,6 +22,7 @@ from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
 from vit_jax.experiment.durations import parse_durations, shares_in_steps
+from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.run.changes import HARDLY_LEARNS, KEYS_OF_THE_END, past_of
 from vit_jax.run.validation import as_pairs, validate
@@ -82,7 +86,8 @@ def branch(
         raise InputError(f"--init_from={source}: has no config.json; give the workdir of a run, or "
                          "RUN/checkpoints/STEP")  # fmt: skip
     stored, step = read_stored(parent), _find_step(source, parent)
-    new = _with_rule(stored, step, rule, dict(as_pairs(overrides)))
+    lowered = _read_lowered(stored.resolved, parent / f"checkpoints/{step}")
+    new = _with_rule(stored, step, rule, dict(as_pairs(overrides)), lowered)
     command = {"branch_of": str(parent), "rule": rule, "overrides": dict(overrides or {})}
     try:
         events = files.LiteralPath(parent).glob("events.out.tfevents.*")
@@ -98,7 +103,7 @@ def branch(
         raise
     was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
     durations = parse_durations(new.resolved)
-    first = float(make_config_schedule(new.resolved, durations)(step))
+    first = lowered * float(make_config_schedule(new.resolved, durations)(step))
     warmup = durations["schedule.warmup"]
     rises = f", which rises to {now:.4g} by step {step + warmup}" * (warmup > 0)
     logger.info(
@@ -125,10 +130,23 @@ def _find_step(source: epath.Path, parent: epath.Path) -> int:
     )
 
 
+def _read_lowered(config: ConfigDict, path: epath.Path) -> float:
+    """The factor of the rate in the checkpoint at `path`; see `optimizers.LOWERED`."""
+    if config.optimizer.on_spike != "lower":
+        return 1.0
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = {"opt_state": {LOWERED: jax.ShapeDtypeStruct((), np.float32, sharding=device)}}
+    return float(restore.restore_step(path, target, partial=True)[0]["opt_state"][LOWERED])
+
+
 def _with_rule(
-    stored: StoredConfig, step: int, rule: str, overrides: Mapping[str, str]
+    stored: StoredConfig, step: int, rule: str, overrides: Mapping[str, str], lowered: float = 1.0
 ) -> StoredConfig:
-    """What config.json of the branch holds."""
+    """What config.json of the branch holds.
+
+    `lowered`: what `optimizer.on_spike=lower` has left of the scheduled rate; the optimizer's state
+    keeps it.
+    """
     other = [key for key in overrides if key not in KEYS]
     collect_faults([
         f"--config.{key}: a branch may set {', '.join(KEYS)}; keys that a resumed run may change "
@@ -143,14 +161,18 @@ def _with_rule(
     lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
     changes = fixed | defaults
-    changes |= {"duration": was.duration, "optimizer.peak_lr": lasts.pop("the learning rate")}
+    rate = lasts.pop("the learning rate")
     changes |= {"schedule.name": RULES[rule], "schedule.start": f"{step} steps"}
+    changes |= {"duration": was.duration, "schedule.lowered": lowered}
     if rule == "rsqrt":
         timescale = step
         if was.schedule.name == "rsqrt":
             risen = before["schedule.start"] + before["schedule.warmup"]
-            timescale = before["schedule.timescale"] + max(step - 1 - risen, 0)
+            timescale = before["schedule.timescale"] + max(step - risen, 0)
+            # It goes on falling; where a cooldown has ended at 0, it keeps the last rate.
+            rate = float(make_config_schedule(was, before)(step)) or rate
         changes["schedule.timescale"] = f"{timescale} steps"
+    changes["optimizer.peak_lr"] = lowered * rate
     for key, last in lasts.items():  # from here on it moves from one value to the same
         last = min(last, _BELOW_1) if key == "optimizer.ema_decay" else last
         changes |= {key: last, f"{key}_end": last}

@@ -18,6 +18,7 @@ from vit_jax.base import faults, files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config import SplitKey
+from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
@@ -218,6 +219,8 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if fault := unused_bits_of(run.sources[config_lib.train_split(run.config)]):
+        logger.warning("data: %s; %s", *fault)
     if size > d.num_examples:
         logger.warning(
             "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",

@@ -41,21 +41,25 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Faul
         logger.warning("job.replay_every=%r: the same devices compute both gradients, so replays "
                        "find only passing faults", run.config.job.replay_every)  # fmt: skip
 
-    def compiled(flip: Fault | None) -> jax.stages.Compiled:
-        turned = jax.ShapeDtypeStruct((), bool)
+    def compiled(program: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Compiled:
         with watchdog.phase("compile"):
-            program = e.replay(digest=checksum, flip=flip)
-            return program.lower(*e.arguments[:2], turned, *e.arguments[2:]).compile()
+            return program.lower(*arguments).compile()
 
-    replay = compiled(None)
-    faulty = {flip.step: compiled(flip) for flip in left if flip.is_for_replay}
+    made, turned = jax.eval_shape(e.inputs, *e.arguments[:2]), jax.ShapeDtypeStruct((), bool)
+    arguments = e.abstract_state, *made, turned, *e.abstract_frozen
+    inputs_of = compiled(e.inputs, *e.arguments[:2])
+    replay = compiled(e.replay(digest=checksum), *arguments)
+    faulty = {
+        flip.step: compiled(e.replay(digest=checksum, flip=flip), *arguments)
+        for flip in left if flip.is_for_replay
+    }  # fmt: skip
 
     def watch(step):
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if number % every == 0:
-                program = faulty.pop(number, replay)
+                program, inputs = faulty.pop(number, replay), inputs_of(state, batch)
                 check(run, number, *(
-                    jax.device_get(program(state, batch, np.bool_(turned), *frozen))
+                    jax.device_get(program(state, *inputs, np.bool_(turned), *frozen))
                     for turned in (0, 1)  # one by one: on CPUs exchanges can block each other
                 ))  # fmt: skip
             return step(number, state, batch)

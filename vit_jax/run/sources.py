@@ -343,7 +343,8 @@ def _open_split(
 ) -> data.Source:
     """Opens a split; `asked`: further fields of `data.sources.Request`."""
     d = config.data
-    common = {name: d[name] for name in ("reader", "exif", "multi_label", "channels")}
+    keys = ("reader", "exif", "pixel_range", "decoding", "multi_label", "channels")
+    common = {name: d[name] for name in keys}
     return data.make_source(
         key.data_name,
         split=key.split,
@@ -414,4 +415,5 @@ def data_fingerprint(config: ConfigDict, source: data.Source) -> str:
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(config)
-    return fingerprint(*identity, *channels, *views)
+    ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
+    return fingerprint(*identity, *channels, *views, *ranges)

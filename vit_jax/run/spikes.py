@@ -147,7 +147,7 @@ class Spikes:
         values, limits: of loss and gradient norm.
         norms: by layer, as `log.by_layer` gives them.
         rows: id and mask of each row of the batch; losses: theirs, null: not finite,
-          or the objective couples rows.
+          or there is no loss by row (`row_losses`).
         shown: rows of the images in the PNG.
         """
         e = self._run.experiment

@@ -7,7 +7,7 @@ from typing import Any
 
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
-from vit_jax.transfer.source import Source, read_json
+from vit_jax.transfer.source import READING, Source, read_json
 from vit_jax.transfer.timm_blocks import CLIP, IMAGENET
 
 logger = logging.getLogger("vit_jax")
@@ -18,7 +18,7 @@ _PIXELS = {
     "rescale_factor": "a positive number", "image_mean": "three numbers",
     "image_std": "three positive numbers", "image_processor_type": "text",
     "feature_extractor_type": "text", "ops": "text",
-    "exif": "true or false",
+    **READING,
 }  # fmt: skip
 _PROCESSOR = re.compile(
     r"(ViT|DeiT|Bit|CLIP|Siglip|DINOv3ViT)(ImageProcessor(Fast|Pil)?|FeatureExtractor)"
@@ -179,7 +179,7 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = spec.ops or ops_for(spec)
-    return pixels | {"exif": spec.exif_if_off}
+    return pixels | spec.stated_reading
 
 
 def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:

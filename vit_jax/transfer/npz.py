@@ -40,7 +40,7 @@ from vit_jax.transfer.names import (
     write_rows,
 )
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, read_preparation
-from vit_jax.transfer.source import Source, write_json
+from vit_jax.transfer.source import READING, Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
@@ -48,7 +48,7 @@ _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
           "loss": "softmax or sigmoid",
-          "exif": "true or false"}  # fmt: skip
+          **READING}  # fmt: skip
 
 _DENSE = layer({"/kernel": ("kernel", ""), "/bias": ("bias", "")})
 _NORM = layer({"/scale": ("scale", ""), "/bias": ("bias", "")})
@@ -314,7 +314,7 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
         stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
         stated |= zip(("crop", "crop_mode", "interpolation"), spec.cut, strict=True)
-    stated |= {"ops": spec.ops, "loss": spec.loss, "exif": spec.exif_if_off}
+    stated |= {"ops": spec.ops, "loss": spec.loss, **spec.stated_reading}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()
     np.savez(content, **write_rows(_rows(model, variant), pretrained.params, model))

@@ -14,6 +14,7 @@ from etils import epath
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.data.division import Division
+from vit_jax.data.images.formats import Reading
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
 
 logger = logging.getLogger("vit_jax")
@@ -56,6 +57,7 @@ class Spec(NamedTuple):
       size. None derives it from `cut`. `ops_for` gives the string for any images.
     loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
     exif: whether images are turned by their EXIF orientation; None means yes.
+    pixel_range: as `data.pixel_range`.
     channels: number of channels of the images.
     fault: the reason why the stated preprocessing is not supported (`ops_for` raises it);
       None if it is supported.
@@ -70,13 +72,19 @@ class Spec(NamedTuple):
     ops: str | None = None
     loss: str | None = None
     exif: bool | None = None
+    pixel_range: tuple[float, ...] | None = None
     channels: int = 3
     fault: str | None = None
 
     @property
-    def exif_if_off(self) -> bool | None:
-        """`exif` for a JSON file, which states it only if it is False."""
-        return None if self.exif else self.exif
+    def reading(self) -> Reading:
+        """How the bytes of image files become pixels."""
+        return Reading(self.exif is not False, self.channels, self.pixel_range)
+
+    @property
+    def stated_reading(self) -> dict[str, Any]:
+        """`exif` and `pixel_range` for a JSON file, which states `exif` only if it is False."""
+        return {"exif": None if self.exif else self.exif, "pixel_range": self.pixel_range}
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """This spec for another image size; `ops` resize, and are kept if they contain no size."""
@@ -202,13 +210,13 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
     encoded = epath.Path(path).read_bytes()
     try:
         with tf.device("cpu"):
-            image = tf.constant(to_known_format(encoded, spec.exif is not False))
+            image = tf.constant(to_known_format(encoded, spec.reading))
             if spec.channels != 3:
                 image = to_pixels(image, spec.channels)
             for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
                 image = op(image, None)
     except tf.errors.OpError:  # whose text is TensorFlow's own
-        why = why_unreadable(encoded) or "it is damaged; save it again"
+        why = why_unreadable(encoded, spec.reading) or "it is damaged; save it again"
         raise InputError(f"{os.fspath(path)}: not a readable image: {why}") from None
     per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
     mean, std = (np.asarray(values, np.float32) for values in per)
@@ -260,7 +268,7 @@ def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[st
 def read_preparation(
     stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
 ) -> dict[str, Any]:
-    """{"ops", "loss", "exif"} of a Spec: keys that this project adds to a format's own.
+    """Fields of a Spec that this project adds to a format's own: ops, loss, exif, pixel_range.
 
     Raises:
       InputError: if `ops` cannot be parsed.
@@ -268,4 +276,5 @@ def read_preparation(
     ops = stated.get("ops")
     if ops is not None:
         parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "exif")}
+    found = {"ops": ops} | {key: stated.get(key) for key in ("loss", "exif")}
+    return found | {"pixel_range": tuple(stated.get("pixel_range") or ()) or None}

@@ -272,8 +272,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_three(value: Any, above: float) -> bool:
-    is_list = isinstance(value, list) and len(value) == 3
+def _are_numbers(value: Any, length: int, above: float = -math.inf) -> bool:
+    is_list = isinstance(value, list) and len(value) == length
     return is_list and all(_is_number(number) and number > above for number in value)
 
 
@@ -288,6 +288,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "softmax or sigmoid": lambda value: value in list(LOSSES),
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
-    "three numbers": lambda value: _is_three(value, -math.inf),
-    "three positive numbers": lambda value: _is_three(value, 0),
+    "two numbers": lambda value: _are_numbers(value, 2),
+    "three numbers": lambda value: _are_numbers(value, 3),
+    "three positive numbers": lambda value: _are_numbers(value, 3, above=0),
 }
+READING = {"exif": "true or false", "pixel_range": "two numbers"}  # of any format's files

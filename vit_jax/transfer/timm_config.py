@@ -19,12 +19,12 @@ from vit_jax.transfer.pretrained import (
     ops_of_cut,
     read_preparation,
 )
-from vit_jax.transfer.source import WEIGHTS, Source, write_json, write_tensors
+from vit_jax.transfer.source import READING, WEIGHTS, Source, write_json, write_tensors
 from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
           "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
-          "exif": "true or false", "width": "a positive number",
+          **READING, "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "eps": "a positive number", "init_values": "a positive number", "act_layer": "text",
@@ -137,7 +137,7 @@ def write(
         "pretrained_cfg": pixels,
         "label_names": list(spec.class_names) if spec.class_names else None,
         "loss": spec.loss,
-        "exif": spec.exif_if_off,
+        **spec.stated_reading,
         "ops": spec.ops or ops_for(spec) if ops_are_own else None,
     }
     alone = path.suffix == ".safetensors"

@@ -149,6 +149,7 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
         ops=ops,
         loss=config.loss.name,
         exif=config.data.exif,
+        pixel_range=config.data.pixel_range,
         channels=config.data.channels,
     )
 

@@ -35,7 +35,7 @@ from vit_jax.data.images.files import (
     split_of,
     warn_once,
 )
-from vit_jax.data.images.formats import read_image, why_file_unreadable
+from vit_jax.data.images.formats import read_image, turn_of, why_file_unreadable
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def own_images(
     def read(record_id):
         path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
         return {
-            "image": read_image(path, request.exif),
+            "image": read_image(path, request.reading),
             "label": tf.gather(labels_tensor, record_id),
             "mask": tf.ones([]),
         }
@@ -216,7 +216,8 @@ def own_images(
         read=read,
         record_name=lambda record: shown(base.relative_to(root) / paths[record]),
         encoded=True,
-        why_unreadable=lambda record: why_file_unreadable(base / paths[record]),
+        why_unreadable=lambda record: why_file_unreadable(base / paths[record], request.reading),
+        turn=lambda record: turn_of((base / paths[record]).read_bytes()),
         multi_label=multi_label,
         file_names=lambda start, stop: paths[start:stop],
     )

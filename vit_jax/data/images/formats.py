@@ -1,9 +1,9 @@
 """Formats of image files: which are read, how they become pixels, and why one cannot.
 
 TensorFlow decodes JPEG and PNG files, of JPEGs also a window only, at their size or at a half, a
-quarter or an eighth. Pillow decodes the rest: WebP, BMP, the first frame of a GIF or TIFF, and
-images that their EXIF orientation turns. These become BMP bytes, or PNG bytes if they have alpha,
-so that later stages know three formats only.
+quarter or an eighth. Pillow decodes the rest: WebP, BMP, the first frame of a GIF or TIFF, CMYK
+JPEGs, and images that their EXIF orientation turns. These become BMP bytes, or PNG bytes if they
+have alpha or 16-bit grey, so that later stages know three formats only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from etils import epy
@@ -22,9 +23,11 @@ from vit_jax.data.host_tf import tf
 
 with epy.lazy_imports():
     import PIL.Image
+    import PIL.ImageFile
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _PNG = b"\x89PNG\r\n\x1a\n"
+_DEPTH_AT = 24  # the byte of a PNG that has the bits of a value
 # EXIF data begin so in a JPEG, and in a PNG. In a JPEG they are looked for near the beginning:
 # behind it a thumbnail might hold these bytes, at the cost of time. A PNG has them anywhere.
 _EXIF = rb"Exif\x00\x00", rb"eXIf"
@@ -34,6 +37,7 @@ _ORIENTATION = 0x0112  # the tag's number
 # `exif_transpose` writes all tags anew, which fails for the odd tags of some cameras.
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 _32_BITS = ("I", "F")  # Pillow's modes
+_SET_RANGE = "set --config.data.pixel_range=LOW,HIGH, or save it with 8 or 16 bits"
 
 _RATIOS = (1, 2, 4, 8)  # at which libjpeg decodes, from the low frequencies of 8 x 8 pixels
 _DCT_METHOD = "INTEGER_ACCURATE"  # as PIL; TensorFlow's default is off by up to 10 and no faster
@@ -41,20 +45,63 @@ _MARGIN = 2  # extra columns decoded on each side; without them chroma differs a
 _SPARE = 2  # as `reducing_gap` of Pillow
 
 
-def read_image(path: tf.Tensor, exif: bool = True) -> tf.Tensor:
+class Reading(NamedTuple):
+    """How the bytes of an image file become pixels.
+
+    exif: whether the image is turned as its EXIF orientation says.
+    channels: of the pixels that `to_pixels` will be asked for.
+    pixel_range: of values of 16 or 32 bits: those that become 0 and 255; None: the high byte of 16
+      bits is taken, and 32 bits are refused.
+    decoding: see `data.decoding`.
+    """
+
+    exif: bool = True
+    channels: int = 3
+    pixel_range: tuple[float, ...] | None = None
+    decoding: int = 2
+
+    def takes(self, image: PIL.Image.Image, encoded: bytes) -> bool:
+        """Whether TensorFlow decodes the bytes of `image` as asked, if they need no turning."""
+        if image.format == "PNG":
+            shallow, opaque = encoded[_DEPTH_AT] < 8, "transparency" not in image.info
+            wrong_alpha = shallow and opaque and self.channels == 4 and self.decoding > 1
+            return not (wrong_alpha or (is_deep_png(encoded) and self.pixel_range))
+        return image.format == "JPEG" and (image.mode != "CMYK" or self.decoding < 2)
+
+
+USUAL = Reading()
+
+
+def is_deep_png(encoded: bytes) -> bool:
+    """Whether the values of a PNG have 16 bits; False for other formats."""
+    return encoded.startswith(_PNG) and encoded[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
+
+
+def read_image(path: tf.Tensor, reading: Reading) -> tf.Tensor:
     """The image in the file `path` as JPEG, PNG or BMP bytes; see `as_known_format`."""
-    return as_known_format(tf.io.read_file(path), exif)
+    return as_known_format(tf.io.read_file(path), reading)
 
 
-def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
+def as_known_format(encoded: tf.Tensor, reading: Reading = USUAL) -> tf.Tensor:
     """`encoded` bytes of an image, a scalar string, as JPEG, PNG or BMP bytes.
 
-    `exif` turns the image as its EXIF orientation says. Bytes that hold no image become empty,
-    which no decoder takes.
+    Bytes that hold no image become empty, which no decoder takes.
     """
     is_png = tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
-    plain = tf.io.is_jpeg(encoded) | is_png
-    if exif:
+    is_jpeg = tf.io.is_jpeg(encoded)
+    plain = is_jpeg | is_png
+    # What `Reading.takes` may refuse.
+    depths = [b"\1", b"\2", b"\4"] * (reading.channels == 4) + [b"\x10"] * bool(reading.pixel_range)
+    if depths:
+        beginning = tf.strings.join(
+            [tf.strings.substr(encoded, 0, _DEPTH_AT + 1), bytes(_DEPTH_AT + 1)]
+        )
+        plain &= ~(is_png & tf.reduce_any(tf.strings.substr(beginning, _DEPTH_AT, 1) == depths))
+    if reading.decoding > 1:
+        plain &= tf.cond(
+            is_jpeg, lambda: tf.image.extract_jpeg_shape(encoded)[2] != 4, lambda: True
+        )
+    if reading.exif:
         within = tf.where(is_png, tf.int32.max, _EXIF_WITHIN)
         rest = beginning = tf.strings.substr(encoded, 0, within)
         for mark in _EXIF:  # a search for constant text takes a sixth of the time of a match
@@ -64,7 +111,7 @@ def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
     def convert(encoded):
         # Bytes, or an array of one object; an array of bytes would lose NULs at its end.
         encoded = encoded if isinstance(encoded, bytes) else encoded.item()
-        return np.array(to_known_format(encoded, exif), object)
+        return np.array(to_known_format(encoded, reading), object)
 
     converted = tf.cond(
         plain,
@@ -74,26 +121,28 @@ def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
     return tf.ensure_shape(converted, [])
 
 
-def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
+def to_known_format(encoded: bytes, reading: Reading = USUAL) -> bytes:
     """As `as_known_format`, of bytes and by Pillow."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of large images
             image = PIL.Image.open(io.BytesIO(encoded))
-            if image.format in ("JPEG", "PNG") and _turn_of(image, exif) is None:
+            if reading.takes(image, encoded) and _turn_of(image, reading.exif) is None:
                 return encoded
-            return as_file(image, exif)
+            return as_file(image, reading)
     except Exception:  # Pillow's decoders raise what they like of broken files
         return b""
 
 
-def as_file(image: PIL.Image.Image, exif: bool = True) -> bytes:
-    """An image as BMP bytes, or PNG bytes if it has alpha; `exif` as in `as_known_format`.
+def as_file(image: PIL.Image.Image, reading: Reading) -> bytes:
+    """An image as BMP bytes, or PNG bytes if it has alpha or 16-bit grey.
 
-    Raises: as `to_8_bit`, or whatever Pillow raises of a broken file.
+    Raises: as `to_known_mode`, or whatever Pillow raises of a broken file.
     """
-    turn, pixels = _turn_of(image, exif), to_8_bit(image)
-    if turn is not None:
+    if image.format == "TIFF" and not reading.exif:
+        image.getexif()[_ORIENTATION] = 1  # Pillow turns it when it loads it
+    pixels = to_known_mode(image, reading)  # first: looking for a PNG's EXIF data loads its pixels
+    if (turn := _turn_of(image, reading.exif)) is not None:
         pixels = pixels.transpose(PIL.Image.Transpose(turn))
     buffer = io.BytesIO()
     # A BMP takes a tenth of the time of an uncompressed PNG.
@@ -103,42 +152,90 @@ def as_file(image: PIL.Image.Image, exif: bool = True) -> bytes:
 
 def _turn_of(image: PIL.Image.Image, exif: bool) -> int | None:
     """How to undo the EXIF orientation; None: there is none, or Pillow does on loading."""
-    if image.format == "TIFF":  # which Pillow turns when it loads them
-        if not exif:
-            image.getexif()[_ORIENTATION] = 1
+    if image.format == "TIFF" or not exif:
         return None
-    return _TURNS.get(image.getexif().get(_ORIENTATION, 1)) if exif else None
+    return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
 
 
-def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:
-    """The first frame in RGB or RGBA of 8 bits, as Pillow converts it.
+class RangeError(ValueError):
+    """The range of an image's values is unknown, or cannot be scaled; the text has the remedy."""
 
-    Of 16-bit grey the high byte is taken, as of a PNG's 16-bit colours; Pillow would clip at 255.
 
-    Raises:
-      ValueError: pixels of 32 bits, whose range nothing states.
+class Turn(NamedTuple):
+    """How an image is turned by its EXIF orientation.
+
+    transpose: the number of Pillow's Transpose; None: it stays as it is stored.
+    swaps: whether its sides swap.
+    size: (height, width) afterwards.
     """
+
+    transpose: int | None
+    swaps: bool
+    size: tuple[int, int]
+
+
+def turn_of(encoded: bytes) -> Turn | None:
+    """How the image in `encoded` is turned; None if nothing states its orientation."""
+    image = PIL.Image.open(io.BytesIO(encoded))
+    if (orientation := image.getexif().get(_ORIENTATION)) is None:
+        return None
+    swaps, as_turned = orientation in (5, 6, 7, 8), image.format == "TIFF"  # by Pillow
+    size = image.size if swaps and not as_turned else image.size[::-1]
+    return Turn(_TURNS.get(orientation), swaps, size)
+
+
+def to_known_mode(image: PIL.Image.Image, reading: Reading) -> PIL.Image.Image:
+    """The first frame in RGB or RGBA of 8 bits, as Pillow converts it, or in grey of 16 bits.
+
+    Without a `pixel_range` grey keeps its 16 bits, of which decoders take the high byte.
+
+    Raises: RangeError, without a range for 32 bits, or with one for the colours of a TIFF.
+    """
+    if reading.pixel_range is not None and (values := _deep_values(image)) is not None:
+        image = PIL.Image.fromarray(_scaled(values, *reading.pixel_range))
     if image.mode in _32_BITS:
-        raise ValueError(f"pixels of mode {image.mode}, whose range is not stated")
+        raise RangeError(f"its pixels have 32 bits, and nothing states their range; {_SET_RANGE}")
     if image.mode.startswith("I;16"):
-        high_bytes = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
-        image = PIL.Image.fromarray(high_bytes)
+        grey = np.asarray(image).astype(np.uint16)  # in this machine's order
+        return PIL.Image.fromarray(grey if reading.decoding > 1 else (grey >> 8).astype(np.uint8))
     if image.mode == "La":  # Pillow converts it to this mode only
         image = image.convert("LA")
     return image.convert("RGBA" if image.has_transparency_data else "RGB")
 
 
-def why_file_unreadable(path: str | os.PathLike) -> str:
+def _deep_values(image: PIL.Image.Image) -> np.ndarray | None:
+    """The values of more than 8 bits, (h, w) or (h, w, channels); None if an image has none."""
+    if image.mode in _32_BITS or image.mode.startswith("I;16"):
+        return np.asarray(image)
+    if not isinstance(image, PIL.ImageFile.ImageFile) or ";16" not in str(image.tile):
+        return None
+    # Pillow gives the high byte of colours only.
+    if image.format != "PNG" or image.fp is None:
+        raise RangeError("data.pixel_range takes colours of 16 bits from PNGs only; save it as one")
+    image.fp.seek(0)
+    return tf.io.decode_png(image.fp.read(), dtype=tf.uint16).numpy()
+
+
+def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """uint8: `low` and less become 0, `high` and more 255; alpha, the high byte."""
+    shares = np.nan_to_num((values - np.float64(low)) / (high - low))
+    pixels = np.rint(255 * shares.clip(0, 1)).astype(np.uint8)
+    if values.shape[2:] in ((2,), (4,)):
+        pixels[..., -1] = values[..., -1] >> 8
+    return pixels
+
+
+def why_file_unreadable(path: str | os.PathLike, reading: Reading = USUAL) -> str:
     """The reason why an image file cannot be read, and the remedy; "" if Pillow can."""
     try:
-        return why_unreadable(pathlib.Path(path).read_bytes())
+        return why_unreadable(pathlib.Path(path).read_bytes(), reading)
     except FileNotFoundError:
         return "there is no such file, or it is a link that leads to no file; restore it"
     except OSError as e:
         return f"{e.strerror}; check your rights"
 
 
-def why_unreadable(encoded: bytes) -> str:
+def why_unreadable(encoded: bytes, reading: Reading = USUAL) -> str:
     """The reason why `encoded` bytes cannot be decoded, and the remedy; "" if Pillow can."""
     if not encoded:
         return "it is empty; copy it again"
@@ -150,31 +247,25 @@ def why_unreadable(encoded: bytes) -> str:
             warnings.simplefilter("ignore")
             image = PIL.Image.open(io.BytesIO(encoded))
             mode = image.mode
-            image.load()
+            to_known_mode(image, reading).load()
+    except RangeError as e:
+        return str(e)
     except PIL.Image.DecompressionBombError:
         return "it has more than 178 megapixels, which Pillow refuses; save it smaller"
     except Exception:  # Pillow's decoders raise what they like of broken files
         if mode is None:
             return "it holds no image; needed: JPEG, PNG, WebP, BMP, GIF or TIFF"
         return "it is damaged; save it again"
-    if mode in _32_BITS:
-        return "its pixels have 32 bits, and nothing states their range; save it with 8 or 16 bits"
     return ""
 
 
 def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:
     """Decode JPEG, PNG or BMP bytes to uint8 (h, w, channels); pixels are returned unchanged.
 
-    `channels` is 1, 3 or 4; a JPEG has no fourth channel, so decoding it to 4 fails. A BMP has 3
-    channels, as made by `as_known_format`.
+    `channels` is 1, 3 or 4; a JPEG is opaque. A BMP has 3 channels, as made by `as_known_format`.
     """
     if image.dtype != tf.string:
         return image
-
-    def from_jpeg():
-        if channels == 4:
-            return tf.io.decode_png("", channels=4)  # fails when it is called
-        return decode_jpeg(image, channels)
 
     def from_others():
         return tf.cond(
@@ -183,7 +274,11 @@ def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:
             lambda: tf.io.decode_png(image, channels=channels),
         )
 
-    return tf.cond(tf.io.is_jpeg(image), from_jpeg, from_others)
+    return tf.cond(
+        tf.io.is_jpeg(image),
+        lambda: with_channels(decode_jpeg(image, min(channels, 3)), channels),
+        from_others,
+    )
 
 
 def with_channels(image: tf.Tensor, channels: int) -> tf.Tensor:

@@ -17,9 +17,11 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import images_below
 from vit_jax.data.images.formats import (
     EXTENSIONS,
+    USUAL,
+    Reading,
     as_known_format,
     read_image,
-    to_8_bit,
+    to_known_mode,
     why_file_unreadable,
 )
 from vit_jax.data.sources import Source, fingerprint
@@ -61,29 +63,26 @@ def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[s
     return found, faults
 
 
-def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> Source:
-    """A source of the files `paths`, in that order; each is read on demand.
-
-    `exif` turns them by their EXIF orientation; they are decoded to `channels`.
-    """
+def image_files(paths: Sequence[str], reading: Reading = USUAL) -> Source:
+    """A source of the files `paths`, in that order; each is read on demand."""
     paths_tensor = tf.constant([os.fsencode(path) for path in paths], tf.string)
     return _without_labels(
-        lambda record_id: read_image(tf.gather(paths_tensor, record_id), exif),
+        lambda record_id: read_image(tf.gather(paths_tensor, record_id), reading),
         identity=("files", list(paths)),
         names=[shown(path) for path in paths],
-        channels=channels,
-        why_unreadable=lambda record: why_file_unreadable(paths[record]),
+        channels=reading.channels,
+        why_unreadable=lambda record: why_file_unreadable(paths[record], reading),
     )
 
 
-def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
+def open_images(images: Any, reading: Reading = USUAL) -> Source:
     """A source of `images`, in their order.
 
     Args:
       images: one image, or a list of images of any kinds and sizes: a path to a file or a folder; a
         Pillow image; an array of uint8 pixels (H, W) or (H, W, C) for C of 1, 3 or 4, or several of
         one size, (N, H, W, C). Folders in a list are searched as by `find_images`.
-      exif, channels: as in `image_files`.
+      reading: how they become pixels.
 
     Raises:
       InputError: if there are none, or one is of another kind.
@@ -93,18 +92,18 @@ def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
         images = [images]
     images = list(images)
     if all(isinstance(image, (str, os.PathLike)) for image in images):
-        return image_files(find_images(images), exif, channels)
-    files = [file for i, image in enumerate(images) for file in _encode(i, image)]
+        return image_files(find_images(images), reading)
+    files = [file for i, image in enumerate(images) for file in _encode(i, image, reading)]
     encoded = tf.constant([content for _, content in files])
     return _without_labels(
-        lambda record_id: as_known_format(tf.gather(encoded, record_id), exif),
+        lambda record_id: as_known_format(tf.gather(encoded, record_id), reading),
         identity=("images", [len(content) for _, content in files]),
         names=[path or f"image {i}" for i, (path, _) in enumerate(files)],
-        channels=channels,
+        channels=reading.channels,
     )
 
 
-def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
+def _encode(i: int, image: Any, reading: Reading) -> list[tuple[str | None, bytes]]:
     """(path if there is one, bytes) of the image, or of those of a folder.
 
     All are files, so that all are decoded alike; PNG is lossless.
@@ -115,9 +114,9 @@ def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
         image = image_of(image, f"images[{i}]")
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
         try:
-            image = to_8_bit(image)
+            image = to_known_mode(image, reading)
         except ValueError as e:
-            raise InputError(f"images[{i}]: {e}; scale them to 8 or 16 bits") from None
+            raise InputError(f"images[{i}]: {e}") from None
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1, exif=image.getexif())
     return [(None, png.getvalue())]

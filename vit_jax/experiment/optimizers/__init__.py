@@ -41,6 +41,7 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 
 import functools
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -55,6 +56,7 @@ from vit_jax.experiment.schedules import Keep, half_cosine, make_ema_decay
 __all__ = [
     "LOWERED",
     "Optimizer",
+    "lower_rate",
     "make_config_average",
     "make_config_optimizer",
     "make_optimizer",
@@ -170,6 +172,16 @@ def make_optimizer(
     ]
     followed = [[(k, tx), *([(f"after_{k}", after[k])] if k in after else [])] for k, tx in chain]
     return optax.named_chain(*itertools.chain(*followed))
+
+
+def lower_rate(opt_state: Any) -> Any:
+    """The state with half the number LOWERED; as it is where the optimizer has none."""
+    if LOWERED not in opt_state:
+        return opt_state
+    # Of schedule_free; it is multiplied by LOWERED too, but the point z stays where it is.
+    if (ahead := optax.tree.get(opt_state, "ahead")) is not None:
+        opt_state = optax.tree.set(opt_state, ahead=optax.tree.scale(2, ahead))
+    return opt_state | {LOWERED: opt_state[LOWERED] / 2}
 
 
 def _scale_by_state() -> optax.GradientTransformation:

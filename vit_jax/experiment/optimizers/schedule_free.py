@@ -41,6 +41,9 @@ class ScheduleFree(Optimizer):
 class ScheduleFreeState(NamedTuple):
     """ahead: z - y, a tree like the parameters; the others are scalars.
 
+    A run that has lowered its rate multiplies what this part gives by a factor f; then `ahead` is
+    (z - y) / f.
+
     step: number of updates so far.
     max_lr: the largest learning rate so far.
     weight: the sum of all w so far / the newest w.

@@ -1,0 +1,60 @@
+"""Targets of pixels, turned with the images that EXIF turns."""
+
+import functools
+import pathlib
+
+import numpy as np
+from PIL import Image
+
+from vit_jax.base.errors import few, shown
+from vit_jax.data.images.files import warn_once
+from vit_jax.data.images.formats import turn_of
+from vit_jax.evaluators.inputs import EvalInputs
+
+
+class Upright:
+    """Turns a target that shows the pixels of its image as they are stored.
+
+    A target with an EXIF orientation of its own follows that. Any other is turned with its image if
+    it is tall where the turned image is wide, or the reverse. Where its shape cannot show this (a
+    square, a mirrored image, one on its head) it stays as it is, and `warn` counts it.
+    """
+
+    def __init__(self, inputs: EvalInputs):
+        self._exif = inputs.config.data.exif
+        self._turns = {key: functools.cache(s.turn) for key, s in inputs.sources.items()}
+        self._unsure: set[pathlib.Path] = set()
+
+    def __call__(
+        self, target_HW: np.ndarray, file: pathlib.Path, split_key: str, record: int
+    ) -> np.ndarray:
+        """The target in `file` as its image, a record of a split, is shown."""
+        if not self._exif:
+            return target_HW
+        content = file.read_bytes() if file.suffix.lower() == ".png" else b""
+        own = turn_of(content) if b"eXIf" in content else None
+        turn = own or self._turns[split_key](record)
+        if turn is None or turn.transpose is None:
+            return target_HW
+        if own is None:
+            # 0 for a square; of opposite signs where only one of the two is tall.
+            shape, image = (np.sign(height - width)
+                            for height, width in (target_HW.shape, turn.size))  # fmt: skip
+            if not (turn.swaps and shape * image):
+                self._unsure.add(file)
+            if not turn.swaps or shape * image >= 0:
+                return target_HW
+        places = np.arange(target_HW.size, dtype=np.int32).reshape(target_HW.shape)
+        turned = Image.fromarray(places).transpose(Image.Transpose(turn.transpose))
+        return target_HW.ravel()[np.asarray(turned)]
+
+    def warn(self) -> None:
+        """Warn, once, of the targets whose shape does not show whether they need a turn."""
+        if self._unsure:
+            names = few(map(shown, sorted(self._unsure)))
+            warn_once(
+                f"targets: EXIF turns the images of {len(self._unsure):,} targets whose shape does "
+                f"not show whether they need it too: {names}; they are taken as "
+                "upright. If they show the stored pixels, give them the EXIF orientation of their "
+                "images, or set --config.data.exif=false"
+            )
