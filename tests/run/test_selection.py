@@ -1,5 +1,7 @@
 """The best step is kept, and a run ends early; a killed run decides as an uninterrupted one."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -170,7 +172,7 @@ def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     monkeypatch.setattr(
         selection.processes, "say_to_all", lambda *_: {"stop.metric": {"5": 1.0, "10": 1.5}}
     )
-    assert selection.share_selection(run, 10).stops
+    assert selection.share_selection(run, 10, {}).stops
 
 
 TOP1 = {5: 0.1, 10: 0.5, 15: 0.4, 20: 0.3, 25: 0.2, 30: 0.9}
@@ -285,27 +287,66 @@ def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
     assert summary["best"]["step"] == 30
 
 
-@pytest.mark.parametrize("loss", ["one row", "all rows"])
-def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
-    loss, accuracies, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(loop, "compile_step", count_steps)
-
+def start_and_kill(workdir, monkeypatch, at=17):
     def should_stop(guard, step):
-        if step == 17:
+        if step == at:
             raise KillError
         return False
 
     with monkeypatch.context() as killing:
         killing.setattr(loop.PreemptionGuard, "should_stop", should_stop)
         with pytest.raises(KillError):
-            start(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    text = path.read_text()
-    damaged = text.replace('"test/top1": 0.5', '"test/top1": 0.5"')
-    assert damaged != text
-    path.write_text(damaged if loss == "one row" else "")
+            start(workdir)
+    return workdir / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("loss", ["one byte", "all rows", "the file"])
+def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
+    loss, accuracies, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(loop, "compile_step", count_steps)
+    rows = start_and_kill(tmp_path, monkeypatch)
+    damaged = rows.read_text().replace('"test/top1": 0.5', '"test/top1": x.5')
+    assert "x.5" in damaged
+    rows.write_text(damaged if loss == "one byte" else "")
+    if loss == "the file":
+        rows.unlink()
     summary = start(tmp_path)
     assert (summary["step"], summary["best"]["step"]) == (25, 10)
-    assert 10 in restore.saved_steps(epath.Path(tmp_path / "checkpoints"))
-    assert ("is damaged" in caplog.text) == (loss == "one row")
+    folder = epath.Path(tmp_path / "checkpoints")
+    assert 10 in restore.saved_steps(folder)
+    if loss == "one byte":  # said once, and still there to be mended
+        assert caplog.text.count("is damaged and not read") == 1 and "x.5" in rows.read_text()
+    assert ("ends at step 0, but has had rows up to step 15" in caplog.text) == (loss != "one byte")
+
+    if loss == "all rows":
+        rows.write_text("")
+        newest = folder / str(restore.saved_steps(folder)[0]) / "meta/metadata"
+        newest.write_text(newest.read_text().replace("0.5", "0.0"))
+        run = read_pretrained(tmp_path, best=True).run
+        assert (run["step"], run["results"]["test/top1"]) == (10, {"value": 0.5, "step": 10})
+
+
+def test_a_run_whose_states_tell_no_values_decides_by_its_rows(accuracies, tmp_path, monkeypatch):
+    """As those of 0.2.0."""
+    monkeypatch.setattr(loop, "compile_step", count_steps)
+    with monkeypatch.context() as before:
+        before.setattr(Selection, "read", lambda self: {})
+        start_and_kill(tmp_path, before)
+    assert "evaluated" not in restore.read_meta(epath.Path(tmp_path / "checkpoints/16"))
+    summary = start(tmp_path)
+    assert (summary["step"], summary["best"]["step"]) == (25, 10)
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "memory"])
+def test_what_decides_is_saved_in_the_store_and_in_memory(place, monkeypatch):
+    monkeypatch.setattr(loop, "check_replicas", lambda state, mesh: None)
+    saved = []
+    store = types.SimpleNamespace(save=lambda step, state, meta: saved.append(meta))
+    record = types.SimpleNamespace(saved=8, saving=lambda step: contextlib.nullcontext({"a": 1}))
+    found = Selection(make_config(stop__metric="test/top1"), {"stop.metric": {5: 0.5}})
+    parts = dict.fromkeys(field.name for field in dataclasses.fields(loop.Loop))
+    parts |= {"run": types.SimpleNamespace(mesh=None), "selection": found, "record": record}
+    opened, due = loop.Loop(**parts | {place: store}), types.SimpleNamespace(step=10)
+    (opened.save if place == "checkpoints" else opened.keep)(due, state=None)
+    assert saved[0]["evaluated"] == {"test/top1": {5: 0.5}} and saved[0]["a"] == 1

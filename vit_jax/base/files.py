@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import glob
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
 
 from etils import epath
@@ -76,21 +77,36 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
     open_for_append(path, data).close()
 
 
-def json_lines(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of a file with their content; none of no file.
+def read_lines(
+    path: epath.Path, check: Callable[[Any], object]
+) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines of a file of JSON with their content, None if damaged, as is said; none of no file.
 
-    A last line that a kill cut short is skipped; any other that is damaged too, with a warning.
+    A last line that a kill cut short is skipped. `check` gets the content, and raises ValueError,
+    LookupError or TypeError if it is not what was written.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             content = json.loads(line)
-        except ValueError:
-            if line.endswith(b"\n"):  # a kill leaves none
-                logger.warning("%s: line %d is damaged and left out; restore the file from a copy "
-                               "if you have one", path, number)  # fmt: skip
-            continue
+            check(content)
+        except (ValueError, LookupError, TypeError):
+            if not line.endswith(b"\n"):
+                continue
+            _say_damaged(path, number)
+            content = None
         yield line.rstrip(b"\r\n"), content
+
+
+@functools.cache  # once in a process, however often the file is read
+def _say_damaged(path: epath.Path, number: int) -> None:
+    logger.warning("%s: line %d is damaged and not read; restore it from a copy if you have one, "
+                   "or remove it", path, number)  # fmt: skip
+
+
+def json_lines(path: epath.Path, check: Callable[[Any], object]) -> list[dict[str, Any]]:
+    """The content of the lines that `read_lines` finds whole."""
+    return [content for _, content in read_lines(path, check) if content is not None]
 
 
 def copy_tree(source: epath.Path, target: epath.Path) -> None:
