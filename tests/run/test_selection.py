@@ -18,6 +18,7 @@ from opened import open_all
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.history import read_values
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.metric_names import check_metrics, find_best, find_direction
@@ -300,7 +301,9 @@ def start_and_kill(workdir, monkeypatch, at=17):
     return workdir / "metrics.jsonl"
 
 
-@pytest.mark.parametrize("loss", ["one byte", "all rows", "the file"])
+@pytest.mark.parametrize(
+    "loss", ["one byte", "all rows", pytest.param("the file", marks=pytest.mark.slow)]
+)
 def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
     loss, accuracies, tmp_path, monkeypatch, caplog
 ):
@@ -327,15 +330,14 @@ def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
         assert (run["step"], run["results"]["test/top1"]) == (10, {"value": 0.5, "step": 10})
 
 
-def test_a_run_whose_states_tell_no_values_decides_by_its_rows(accuracies, tmp_path, monkeypatch):
-    """As those of 0.2.0."""
-    monkeypatch.setattr(loop, "compile_step", count_steps)
-    with monkeypatch.context() as before:
-        before.setattr(Selection, "read", lambda self: {})
-        start_and_kill(tmp_path, before)
-    assert "evaluated" not in restore.read_meta(epath.Path(tmp_path / "checkpoints/16"))
-    summary = start(tmp_path)
-    assert (summary["step"], summary["best"]["step"]) == (25, 10)
+def test_states_tell_values_before_rows_do_and_those_of_0_2_0_tell_none(tmp_path):
+    rows = [{"step": 5, "test/top1": 0.25, "test/loss": 2.0}, {"step": 10, "test/top1": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    workdir = epath.Path(tmp_path)
+    assert read_values(workdir, 10, {})["test/top1"] == {5: 0.25, 10: 0.5}
+    meta = {"evaluated": {"test/top1": {"5": 0.75, "7": None}}}
+    found = read_values(workdir, 7, meta)
+    assert (found["test/top1"], found["test/loss"]) == ({5: 0.75, 7: None}, {5: 2.0})
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "memory"])

@@ -41,6 +41,5 @@ def read_values(
     for metric, values in meta.get("evaluated", {}).items():
         found.setdefault(metric, {}).update({int(at): value for at, value in values.items()})
     return {
-        metric: {at: values[at] for at in sorted(values) if at <= last_step}
-        for metric, values in found.items()
+        m: {at: of_m[at] for at in sorted(of_m) if at <= last_step} for m, of_m in found.items()
     }

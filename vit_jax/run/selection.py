@@ -71,8 +71,8 @@ class Selection:
 
     def read(self) -> dict[str, Any]:
         """The facts that are saved with a state, for `read_values`."""
-        values = {key: finite_or_none(found) for key, found in self._values.items()}
-        return {"evaluated": {m: values[key] for key, m in self._metrics.items()}}
+        values = {m: finite_or_none(self._values[key]) for key, m in self._metrics.items()}
+        return {"evaluated": values}
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says of it."""
