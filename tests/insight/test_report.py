@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
         (run / "config.json").write_text(json.dumps(config))
     start = {"time": "2026-11-22", "command": "vit_jax --config=<b>", "resumed_at": None,
              "commit": "0d37fb3", "clean": True, "software": {"jax": "0.10.2"},
-             "hardware": {"host": "here"}}  # fmt: skip
+             "hardware": {"host": "here", "devices": 1, "device_kind": "cpu"}}  # fmt: skip
     (study / "a_seed_0/starts.jsonl").write_text(json.dumps(start) + '\n{"cut')
     members = {"b": {"state": "failed", "error": "one\nout of memory\n", "summary": {}}}
     content = {

@@ -20,7 +20,8 @@ def write_run(workdir, rows):
     (workdir / "config.json").write_text(config_json(config))
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     hardware = {"host": "node7", "devices": 8, "device_kind": "TPU v5 lite"}
-    (workdir / "starts.jsonl").write_text(json.dumps({"hardware": hardware}) + "\n")
+    start = {"time": "2026-11-22", "command": "", "resumed_at": None, "hardware": hardware}
+    (workdir / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return workdir
 
 

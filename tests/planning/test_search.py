@@ -343,8 +343,9 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
     asked = config_of(auto=auto)
     began = StoredConfig(config_of(auto=was_auto), stored, {})
     (tmp_path / "config.json").write_text(began.to_json())
-    hardware = dict(zip(("devices", "device_kind"), last, strict=True))
-    (tmp_path / "starts.jsonl").write_text(json.dumps({"hardware": hardware}) + "\n")
+    hardware = dict(zip(("devices", "device_kind"), last, strict=True)) | {"host": "here"}
+    start = {"time": "2026-11-22", "command": "", "resumed_at": None, "hardware": hardware}
+    (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
 
     def choose(config, mesh):

@@ -21,10 +21,11 @@ ROWS = [
 
 def write_starts(workdir, *lines):
     """A line for each (seconds ago, other fields)."""
-    text = ""
+    text, hardware = "", {"host": "here", "devices": 1, "device_kind": "cpu"}
+    rest = {"command": "", "resumed_at": None, "hardware": hardware}
     for ago_s, fields in lines:
         began = datetime.datetime.fromtimestamp(time.time() - ago_s, datetime.UTC)
-        text += json.dumps({"time": began.isoformat(), **fields}) + "\n"
+        text += json.dumps({"time": began.isoformat(), **rest, **fields}) + "\n"
     (workdir / "starts.jsonl").write_text(text)
     return epath.Path(workdir)
 

@@ -1,5 +1,7 @@
 """The best step is kept, and a run ends early; a killed run decides as an uninterrupted one."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -16,6 +18,7 @@ from opened import open_all
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.history import read_values
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.metric_names import check_metrics, find_best, find_direction
@@ -170,7 +173,7 @@ def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     monkeypatch.setattr(
         selection.processes, "say_to_all", lambda *_: {"stop.metric": {"5": 1.0, "10": 1.5}}
     )
-    assert selection.share_selection(run, 10).stops
+    assert selection.share_selection(run, 10, {}).stops
 
 
 TOP1 = {5: 0.1, 10: 0.5, 15: 0.4, 20: 0.3, 25: 0.2, 30: 0.9}
@@ -283,3 +286,69 @@ def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
     summary = start(run, stop__patience="5")  # goes on, as it was not long enough
     assert summary["step"] == 40 and "stopped_early" not in summary
     assert summary["best"]["step"] == 30
+
+
+def start_and_kill(workdir, monkeypatch, at=17):
+    def should_stop(guard, step):
+        if step == at:
+            raise KillError
+        return False
+
+    with monkeypatch.context() as killing:
+        killing.setattr(loop.PreemptionGuard, "should_stop", should_stop)
+        with pytest.raises(KillError):
+            start(workdir)
+    return workdir / "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "loss", ["one byte", "all rows", pytest.param("the file", marks=pytest.mark.slow)]
+)
+def test_lost_rows_change_neither_the_best_step_nor_its_checkpoint(
+    loss, accuracies, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(loop, "compile_step", count_steps)
+    rows = start_and_kill(tmp_path, monkeypatch)
+    damaged = rows.read_text().replace('"test/top1": 0.5', '"test/top1": x.5')
+    assert "x.5" in damaged
+    rows.write_text(damaged if loss == "one byte" else "")
+    if loss == "the file":
+        rows.unlink()
+    summary = start(tmp_path)
+    assert (summary["step"], summary["best"]["step"]) == (25, 10)
+    folder = epath.Path(tmp_path / "checkpoints")
+    assert 10 in restore.saved_steps(folder)
+    if loss == "one byte":  # said once, and still there to be mended
+        assert caplog.text.count("is damaged and not read") == 1 and "x.5" in rows.read_text()
+    assert ("ends at step 0, but has had rows up to step 15" in caplog.text) == (loss != "one byte")
+
+    if loss == "all rows":
+        rows.write_text("")
+        newest = folder / str(restore.saved_steps(folder)[0]) / "meta/metadata"
+        newest.write_text(newest.read_text().replace("0.5", "0.0"))
+        run = read_pretrained(tmp_path, best=True).run
+        assert (run["step"], run["results"]["test/top1"]) == (10, {"value": 0.5, "step": 10})
+
+
+def test_states_tell_values_before_rows_do_and_those_of_0_2_0_tell_none(tmp_path):
+    rows = [{"step": 5, "test/top1": 0.25, "test/loss": 2.0}, {"step": 10, "test/top1": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    workdir = epath.Path(tmp_path)
+    assert read_values(workdir, 10, {})["test/top1"] == {5: 0.25, 10: 0.5}
+    meta = {"evaluated": {"test/top1": {"5": 0.75, "7": None}}}
+    found = read_values(workdir, 7, meta)
+    assert (found["test/top1"], found["test/loss"]) == ({5: 0.75, 7: None}, {5: 2.0})
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "memory"])
+def test_what_decides_is_saved_in_the_store_and_in_memory(place, monkeypatch):
+    monkeypatch.setattr(loop, "check_replicas", lambda state, mesh: None)
+    saved = []
+    store = types.SimpleNamespace(save=lambda step, state, meta: saved.append(meta))
+    record = types.SimpleNamespace(saved=8, saving=lambda step: contextlib.nullcontext({"a": 1}))
+    found = Selection(make_config(stop__metric="test/top1"), {"stop.metric": {5: 0.5}})
+    parts = dict.fromkeys(field.name for field in dataclasses.fields(loop.Loop))
+    parts |= {"run": types.SimpleNamespace(mesh=None), "selection": found, "record": record}
+    opened, due = loop.Loop(**parts | {place: store}), types.SimpleNamespace(step=10)
+    (opened.save if place == "checkpoints" else opened.keep)(due, state=None)
+    assert saved[0]["evaluated"] == {"test/top1": {5: 0.5}} and saved[0]["a"] == 1

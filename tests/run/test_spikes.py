@@ -15,6 +15,7 @@ from etils import epath
 from finished_run import final_state, rows
 from PIL import Image
 
+from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.durations import parse_durations
@@ -29,7 +30,6 @@ from vit_jax.run import ledger, loop, spikes
 from vit_jax.run.branch import branch
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.writers import read_history
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"

@@ -29,7 +29,7 @@ from vit_jax.devices.mesh import start_backend
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
-from vit_jax.run import loop, record, speed, writers
+from vit_jax.run import ledger, loop, record, speed, writers
 from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
 from vit_jax.run.guards import NonFiniteError, check_finite
@@ -157,10 +157,12 @@ def test_what_git_says_of_a_clone(tmp_path):
     assert clone_state(tmp_path) == found | {"clean": False}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]\n", '{"hardware": {}}\n'])
-def test_a_damaged_record_of_starts_stops_no_run(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "{", "[]\n", '{"hardware": {}}\n', '{"time": "2x26"}\n'])
+def test_a_damaged_record_of_starts_stops_no_run(tmp_path, text, caplog):
     (tmp_path / "starts.jsonl").write_text(text)
     assert workdir_module.read_run(epath.Path(tmp_path)).devices is None
+    assert ledger.read_past(epath.Path(tmp_path), [], None).wall_s < 60
+    assert caplog.text.count("line 1 is damaged") == text.endswith("\n")
 
 
 def test_a_step_of_a_run_is_a_source_too(finished, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit_jax.base import files
+from vit_jax.checkpoints.history import read_history
 from vit_jax.run import writers
 from vit_jax.run.writers import MetricWriter
 
@@ -145,6 +146,22 @@ def test_killed_before_the_first_row_of_the_second_try(tmp_path):
     write_steps(tmp_path, [1, 2, 3], loss=3.0)
     write_steps(tmp_path, [], loss=2.0, restored_step=2)
     assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 3.0), row(2, 3.0)])
+
+
+@pytest.mark.parametrize("line", ['{"step": 2,, "a": 1}', '{"stop": 2}', "[2]", "2", "\xff"])
+def test_a_damaged_line_stays_and_is_said_once(tmp_path, line, caplog):
+    whole = ['{"step": 1}', '{"step": 3}']
+    (tmp_path / "metrics.jsonl").write_bytes(
+        "\n".join([whole[0], line, whole[1], '{"step": 4', ""])[:-1].encode("latin-1")
+    )
+    assert [row["step"] for row in read_history(tmp_path)] == [1, 3]
+    write_steps(tmp_path, [], loss=2.0, restored_step=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes().decode("latin-1").splitlines() == [
+        whole[0], line,
+    ]  # fmt: skip
+    assert [r.getMessage().partition(": ")[2][:33] for r in caplog.records] == [
+        "line 2 is damaged and not read; r"
+    ]
 
 
 def test_from_scratch_drops_everything(tmp_path):

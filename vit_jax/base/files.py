@@ -2,18 +2,22 @@
 
 import contextlib
 import errno
+import functools
 import glob
 import json
+import logging
 import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
 
 from etils import epath
 
 from vit_jax.base.errors import InputError
+
+logger = logging.getLogger("vit_jax")
 
 _MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
 # Errors of writing, which may not name the file.
@@ -73,11 +77,36 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
     open_for_append(path, data).close()
 
 
-def json_lines(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of a file with their content, skipping any that a kill cut short; none of no file."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            yield line, json.loads(line)
+def read_lines(
+    path: epath.Path, check: Callable[[Any], object]
+) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines of a file of JSON with their content, None if damaged, as is said; none of no file.
+
+    A last line that a kill cut short is skipped. `check` gets the content, and raises ValueError,
+    LookupError or TypeError if it is not what was written.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+            check(content)
+        except (ValueError, LookupError, TypeError):
+            if not line.endswith(b"\n"):
+                continue
+            _say_damaged(path, number)
+            content = None
+        yield line.rstrip(b"\r\n"), content
+
+
+@functools.cache  # once in a process, however often the file is read
+def _say_damaged(path: epath.Path, number: int) -> None:
+    logger.warning("%s: line %d is damaged and not read; restore it from a copy if you have one, "
+                   "or remove it", path, number)  # fmt: skip
+
+
+def json_lines(path: epath.Path, check: Callable[[Any], object]) -> list[dict[str, Any]]:
+    """The content of the lines that `read_lines` finds whole."""
+    return [content for _, content in read_lines(path, check) if content is not None]
 
 
 def copy_tree(source: epath.Path, target: epath.Path) -> None:

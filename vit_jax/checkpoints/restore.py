@@ -1,5 +1,6 @@
 """Restores a saved step: finds it, verifies it, and shards it over any mesh."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -45,6 +46,16 @@ def steps_of_first(directory: epath.Path) -> list[int]:
 def read_meta(step_dir: epath.Path) -> dict:
     """The metadata saved with the state."""
     return json.loads((step_dir / "meta" / "metadata").read_text())
+
+
+def newest_meta(directory: epath.Path, last_step: int) -> dict:
+    """The metadata of the newest step up to `last_step` that is as sealed; {}: there is none."""
+    for step in saved_steps(directory):
+        if step <= last_step:
+            with contextlib.suppress(OSError, ValueError):
+                check_seal(directory / str(step))
+                return read_meta(directory / str(step))
+    return {}
 
 
 def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:

@@ -12,11 +12,12 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
+from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_values
 from vit_jax.evaluators.metric_names import guess_direction
 from vit_jax.run.ledger import add_up
 from vit_jax.run.terminal import is_accuracy, is_of_class
-from vit_jax.run.writers import read_history
+from vit_jax.run.workdir import read_starts
 
 logger = logging.getLogger("vit_jax")
 
@@ -153,7 +154,7 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         step,
         _read_json(workdir / "summary.json"),
         _read_json(diverged).get("error", "") if diverged.exists() else None,
-        [line for _, line in files.json_lines(workdir / "starts.jsonl")],
+        read_starts(workdir),
         teachers.read_text() if teachers.exists() else "",
         seconds,
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax.base.files import json_lines
+from vit_jax.run.workdir import read_starts
 
 logger = logging.getLogger("vit_jax")
 
@@ -69,7 +69,7 @@ def read_past(
 def _began(workdir: epath.Path, rows: Iterable[Mapping[str, Any]]) -> float:
     """When a run began, by `time.time`; a branch pauses until it is trained for the first time."""
     before_s, began = 0.0, time.time()
-    for _, line in reversed([*json_lines(workdir / "starts.jsonl")]):
+    for line in reversed(read_starts(workdir)):
         if "branch_of" in line:
             past = [row["time/wall_s"] for row in rows if row["step"] <= line["resumed_at"]]
             before_s = past[-1] if past else 0.0

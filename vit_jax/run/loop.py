@@ -15,6 +15,7 @@ from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints.history import read_history
 from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops
@@ -27,14 +28,13 @@ from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run, RunStep
 from vit_jax.run.host_memory import open_memory
 from vit_jax.run.ledger import Past, read_past
-from vit_jax.run.record import Record, evaluate_missed, open_writer
+from vit_jax.run.record import Record, check_rows, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.speed import Profiler
 from vit_jax.run.spikes import Spikes
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
 from vit_jax.run.watchers import watched_step
-from vit_jax.run.writers import read_history
 
 logger = logging.getLogger("vit_jax")
 
@@ -57,7 +57,9 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
     """
     since, start = time.perf_counter(), int(state.step)
     # `catch_up` drops the rows after `start`.
-    past = read_past(run.workdir, read_history(run.workdir), start if meta else None)
+    history = read_history(run.workdir)
+    check_rows(run, history, meta)
+    past = read_past(run.workdir, history, start if meta else None)
     selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return
@@ -188,16 +190,21 @@ class Loop:
             self.selection.add(due.step, self.record.evaluate(state, rest))
             logger.info("stopped early: %s", self.selection.describe_end())
 
-    def save(self, due: Due, state: TrainState) -> None:
-        with self.record.saving(due.step) as meta:
+    @contextlib.contextmanager
+    def saving(self, due: Due, state: TrainState) -> Iterator[dict[str, Any]]:
+        """Check what is saved, and yield the facts to save with it, in whatever place."""
+        with self.record.saving(due.step) as facts:
             check_replicas(state, self.run.mesh)
+            yield facts | self.selection.read()
+
+    def save(self, due: Due, state: TrainState) -> None:
+        with self.saving(due, state) as meta:
             self.checkpoints.save(due.step, state, meta)
         self.record.saved = due.step
 
     def keep(self, due: Due, state: TrainState) -> None:
         assert self.memory is not None  # as `keeps` says
-        with self.record.saving(due.step) as meta:
-            check_replicas(state, self.run.mesh)
+        with self.saving(due, state) as meta:
             self.memory.save(due.step, state, meta | {"saved": self.record.saved})
 
     def stop(self, due: Due, state: TrainState) -> None:
@@ -269,7 +276,7 @@ def catch_up(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoL
     step = int(state.step)
     if meta:
         evaluate_missed(run, state, run.timetable.evaluators(step), lock)
-    selection = share_selection(run, step if meta else 0)
+    selection = share_selection(run, step if meta else 0, meta)
     if selection.stops:
         evaluate_missed(run, state, list(run.config.evals), lock)
         logger.info("stopped early: %s", selection.describe_end())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from vit_jax.checkpoints.history import ROWS
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.optimizers import LOWERED
@@ -66,7 +67,7 @@ class Record(contextlib.AbstractContextManager):
     ):
         config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = meta.get("saved", start) if meta else None
-        self._start = start
+        self._start, self._logged = start, meta.get("logged", 0)
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._spikes, self._stalls, self._results = spikes, Stalls(config), Results()
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
@@ -174,6 +175,7 @@ class Record(contextlib.AbstractContextManager):
                 tell(self._run, state, metrics)
 
     def _note(self, step: int, row: Mapping[str, float]) -> None:
+        self._logged = step
         self._untold |= row
         for warning in [*self._health.add(row), *self._stalls.add(row)]:
             logger.warning("step %d: %s", step, warning)
@@ -185,11 +187,26 @@ class Record(contextlib.AbstractContextManager):
         Raises LostLockError if another job trains in the workdir now.
         """
         self._lock.check(fresh=True)
-        facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds()}
+        facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds(),
+                 "logged": self._logged}  # fmt: skip
         with watchdog.phase("save"), self._throughput.pause("save"):
             self._writer.flush()
             own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}
             yield facts | self._health.read() | self._spikes.read() | own
+
+
+def check_rows(run: Run, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
+    """Warn, on process 0, if metrics.jsonl ends before the last row that `meta` tells of.
+
+    `rows`: of the file. That row was on disk before the state of `meta` was saved.
+    """
+    logged = meta.get("logged", 0)  # not in older runs
+    last = max((row["step"] for row in rows), default=0)
+    if jax.process_index() == 0 and last < logged:
+        logger.warning(
+            "%s: ends at step %d, but has had rows up to step %d; restore it from a copy if you "
+            "have one: reports lack what is lost", run.workdir / ROWS, last, logged,
+        )  # fmt: skip
 
 
 def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> MetricWriter:

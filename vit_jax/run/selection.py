@@ -1,8 +1,8 @@
 """The best step of a run (`checkpoint.keep_best`) and its early end, decided by its evaluations.
 
-Both follow from the config and from the rows of metrics.jsonl up to a step, and from nothing else:
-a run that was killed decides as one that was not. Evaluators declare whether the higher or the
-lower value of a metric is better. A value that is not finite is never better.
+Both follow from the config and from the evaluations up to a step, which are saved with each state,
+and from nothing else: a run that was killed decides as one that was not. Evaluators declare whether
+the higher or the lower value of a metric is better. A value that is not finite is never better.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import SharedInputError, nearest
 from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.history import read_values
 from vit_jax.evaluators.metric_names import chosen_metrics, find_best, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
-from vit_jax.run.writers import values_of
+from vit_jax.run.writers import finite_or_none
 
 
 class Selection:
@@ -68,6 +69,11 @@ class Selection:
             f"(stop.patience={self._config.stop.patience})"
         )
 
+    def read(self) -> dict[str, Any]:
+        """The facts that are saved with a state, for `read_values`."""
+        values = {m: finite_or_none(self._values[key]) for key, m in self._metrics.items()}
+        return {"evaluated": values}
+
     def summary(self) -> dict[str, Any]:
         """What summary.json says of it."""
         found: dict[str, Any] = {"stopped_early": True} if self.stops else {}
@@ -78,29 +84,33 @@ class Selection:
 
 
 def read_selection(run: Run, step: int) -> Selection:
-    """The decisions of a run up to and with `step`, from the rows that this process sees."""
+    """The decisions of a run up to and with `step`, from the files that this process sees."""
     return Selection(run.config, _read_values(run, step))
 
 
-def share_selection(run: Run, step: int) -> Selection:
-    """`read_selection` from the rows that process 0 sees; all processes call it."""
+def share_selection(run: Run, step: int, meta: Mapping[str, Any]) -> Selection:
+    """`read_selection` from the files that process 0 sees; all processes call it.
+
+    `meta`: saved with the state of `step`; {} from scratch.
+    """
+    deadline_s = run.config.job.compile_deadline_s
     found = processes.say_to_all(
-        "the evaluations so far", lambda: _read_values(run, step), run.config.job.compile_deadline_s
+        "the evaluations so far", lambda: _read_values(run, step, meta), deadline_s
     )
     # The keys of JSON are texts.
     values = {key: {int(at): v for at, v in by_step.items()} for key, by_step in found.items()}
     return Selection(run.config, values)
 
 
-def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
+def _read_values(
+    run: Run, step: int, meta: Mapping[str, Any] | None = None
+) -> dict[str, dict[int, float | None]]:
     """{key of `chosen_metrics`: {step: value}}; for `checkpoint.keep_best` of the steps saved.
 
     A run that began with this key has saved its best step; another may have lost it.
     """
-    found = {
-        key: values_of(metric, run.workdir, step)
-        for key, metric in chosen_metrics(run.config).items()
-    }
+    values = read_values(run.workdir, step, meta)
+    found = {key: values.get(metric, {}) for key, metric in chosen_metrics(run.config).items()}
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")
         found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}

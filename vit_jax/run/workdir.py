@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import importlib
 import json
+import operator
 import os
 import pathlib
 import platform
@@ -237,6 +238,18 @@ def record_start(
     write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
+def read_starts(workdir: epath.Path) -> list[dict[str, Any]]:
+    """The lines of WORKDIR/starts.jsonl, oldest first."""
+    return json_lines(workdir / "starts.jsonl", _check_start)
+
+
+def _check_start(line: Mapping[str, Any]) -> None:
+    """Raise an error unless the line has what is read of it, as `record_start` writes it."""
+    datetime.datetime.fromisoformat(line["time"])
+    operator.itemgetter("host", "devices", "device_kind")(line["hardware"])
+    operator.itemgetter("command", "resumed_at")(line)
+
+
 def run_name(workdir: epath.Path) -> str:
     """A name for the run in `workdir` that no other run has, from its first start; "" before it."""
     path = workdir / "starts.jsonl"
@@ -246,11 +259,8 @@ def run_name(workdir: epath.Path) -> str:
 
 def _last_devices(workdir: epath.Path) -> list[int | str] | None:
     """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
-    try:
-        lines = [line["hardware"] for _, line in json_lines(workdir / "starts.jsonl")]
-        said = [[h["devices"], h["device_kind"]] for h in lines if h["devices"]]
-    except (OSError, LookupError, TypeError):  # damaged
-        return None
+    found = [line["hardware"] for line in read_starts(workdir)]
+    said = [[h["devices"], h["device_kind"]] for h in found if h["devices"]]
     return said[-1] if said else None
 
 

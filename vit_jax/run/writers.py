@@ -16,7 +16,8 @@ from etils import epath
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from vit_jax.base.files import LiteralPath, json_lines, open_for_append
+from vit_jax.base.files import LiteralPath, open_for_append, read_lines
+from vit_jax.checkpoints.history import ROWS, check_row, read_history
 from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 
@@ -89,13 +90,15 @@ class MetricWriter(contextlib.AbstractContextManager):
 class JsonLines:
     """WORKDIR/metrics.jsonl: one JSON object per row; NaN and infinity, unknown to JSON, are null.
 
-    Rows from `first_step` on are dropped.
+    Rows from `first_step` on are dropped. Damaged lines stay, unless it is 0, so that they can be
+    restored by hand.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int, may_write: Callable[[], bool]):
         self._may_write = may_write
-        path = workdir / "metrics.jsonl"
-        kept = [line + b"\n" for line, row in json_lines(path) if row["step"] < first_step]
+        path = workdir / ROWS
+        kept = [line + b"\n" for line, row in read_lines(path, check_row)
+                if (0 if row is None else row["step"]) < first_step]  # fmt: skip
         self._file = open_for_append(path, b"".join(kept))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -143,9 +146,9 @@ class TensorBoard:
         self._records.write(event.SerializeToString())
 
 
-def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
+def finite_or_none(scalars: Mapping[Any, float | None]) -> dict[Any, float | None]:
     """`scalars` with None in place of NaN and infinity, for JSON."""
-    return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
+    return {name: v if v is not None and math.isfinite(v) else None for name, v in scalars.items()}
 
 
 def _event_file_name(workdir: epath.Path) -> str:
@@ -158,17 +161,6 @@ def _event_file_name(workdir: epath.Path) -> str:
     ]
     now = max([int(time.time()), *(t + 1 for t in times)])
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
-
-
-def read_history(workdir: epath.Path) -> list[dict[str, Any]]:
-    """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
-    return [row for _, row in json_lines(workdir / "metrics.jsonl")]
-
-
-def values_of(metric: str, workdir: epath.Path, last_step: int) -> dict[int, float | None]:
-    """{step: value} that WORKDIR/metrics.jsonl has of `metric` up to and with `last_step`."""
-    rows = read_history(workdir)
-    return {row["step"]: row[metric] for row in rows if metric in row and row["step"] <= last_step}
 
 
 def values_at(step: int, workdir: epath.Path) -> dict[str, float | None]:

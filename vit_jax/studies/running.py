@@ -33,6 +33,7 @@ from vit_jax.run.changes import KEYS_OF_THE_END, branch_command
 from vit_jax.run.guards import DIVERGED_FILE
 from vit_jax.run.terminal import readable
 from vit_jax.run.validation import validate
+from vit_jax.run.workdir import read_starts
 from vit_jax.studies.engine import Found, Member, Result, Results, Study, without_seed
 from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Measured, Report
 
@@ -324,9 +325,8 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
 
 def _read_command(call: Call, member: Member) -> str:
     """The command by which a member was last started, else the one that would start it."""
-    starts = call.workdir / member.name / "starts.jsonl"
-    if starts.exists():
-        return json.loads(starts.read_text().splitlines()[-1])["command"]
+    if starts := read_starts(call.workdir / member.name):
+        return starts[-1]["command"]
     return shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)])
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.base import files, tree
+from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.history import read_values
 from vit_jax.config import EVALUATORS, SOURCES, has_average, image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data.device_ops import per_channel
@@ -97,8 +98,8 @@ def best_step(path: epath.Path, config: ConfigDict) -> int:
             "train with --config.checkpoint.keep_best=METRIC, such as val/top1"
         )
     saved = restore.saved_steps(path / "checkpoints")
-    values = {row["step"]: row[metric] for _, row in files.json_lines(path / "metrics.jsonl")
-              if metric in row and row["step"] in saved}  # fmt: skip
+    found = read_values(path, max(saved, default=0)).get(metric, {})
+    values = {step: value for step, value in found.items() if step in saved}
     step, _ = find_best(values, find_direction(config, metric))
     if step is None:
         raise InputError(f"{where} by {metric} yet; wait, or leave out the choice of the best step")
@@ -224,10 +225,9 @@ def _results(
 
     `raw` selects the metrics of the raw weights of a run with a running average.
     """
-    found = {}
-    for _, row in files.json_lines(path / "metrics.jsonl"):
-        for name, value in row.items():
-            of_these = name.endswith("_raw") == raw and name.partition("/")[0] in evals
-            if of_these and row["step"] <= step:
-                found[name.removesuffix("_raw")] = {"value": value, "step": row["step"]}
-    return found
+    return {
+        name.removesuffix("_raw"): {"value": values[last], "step": last}
+        for name, values in read_values(path, step).items()
+        if name.endswith("_raw") == raw and name.partition("/")[0] in evals
+        for last in [*values][-1:]
+    }

@@ -1,0 +1,45 @@
+"""What a run has measured, as its workdir tells it.
+
+The rows of metrics.jsonl may be damaged or lost. So the values by which the run decides are saved
+with each state too, and count before the rows; runs stored before have only the rows.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from vit_jax.base import files
+from vit_jax.checkpoints import restore
+
+ROWS = "metrics.jsonl"
+check_row = operator.itemgetter("step")  # each row has it
+
+
+def read_history(workdir: epath.Path) -> list[dict[str, Any]]:
+    """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
+    return files.json_lines(workdir / ROWS, check_row)
+
+
+def read_values(
+    workdir: epath.Path, last_step: int, meta: Mapping[str, Any] | None = None
+) -> dict[str, dict[int, float | None]]:
+    """{metric: {step: value}} up to and with `last_step`, in the order of steps.
+
+    Args:
+      workdir: of the run.
+      last_step: a step.
+      meta: saved with the state of that step; None: with the newest intact one up to it.
+    """
+    if meta is None:
+        meta = restore.newest_meta(workdir / "checkpoints", last_step)
+    found: dict[str, dict[int, float | None]] = {}
+    for row in read_history(workdir):
+        for metric, value in row.items():
+            found.setdefault(metric, {})[row["step"]] = value
+    for metric, values in meta.get("evaluated", {}).items():
+        found.setdefault(metric, {}).update({int(at): value for at, value in values.items()})
+    return {
+        m: {at: of_m[at] for at in sorted(of_m) if at <= last_step} for m, of_m in found.items()
+    }
