@@ -145,5 +145,5 @@ def test_numbers_from_0_are_the_outputs_of_a_model_with_other_names(tmp_path):
     key = SplitKey("folder", "all", str(root))
     words = [f"word {i}" for i in range(11)]
     assert _match_own(source, key, words, False, "data.data_dir") is source
-    with pytest.raises(InputError, match="are none of the model.s"):
+    with pytest.raises(InputError, match=r"are none of the model.s"):
         _match_own(source, key, words[1:], False, "data.data_dir")
