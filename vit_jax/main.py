@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, collect_faults, nearest
+from vit_jax.base.errors import InputError, ReadError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -180,6 +180,9 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
+    except ReadError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return exit_codes.FAILED, e
     except KeyboardInterrupt as e:
         print("Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
