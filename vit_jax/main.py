@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, ReadError, collect_faults, nearest
+from vit_jax.base.errors import InputError, OneProcessError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -136,11 +136,12 @@ def _overview() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command that `argv` names and return the exit code."""
-    from vit_jax.job import watchdog
+    from vit_jax.job import interrupts, watchdog
 
     try:
         code, _ = execute(argv)
     finally:
+        interrupts.stop()
         watchdog.stop()
     return code
 
@@ -180,12 +181,12 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
-    except ReadError as e:
+    except KeyboardInterrupt as e:
+        print(str(e) or "Interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED, e
+    except OneProcessError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED, e
-    except KeyboardInterrupt as e:
-        print("Interrupted", file=sys.stderr)
-        return exit_codes.INTERRUPTED, e
     except Exception as e:
         said = str(e)
         remedy = next((_REMEDIES[n] for n in _REMEDIES if os.strerror(n) in said), None)
@@ -212,8 +213,10 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
         code, error = exit_codes.FAILED, e
     finally:
         _drop_unread_output()
-    from vit_jax.job import watchdog
+    from vit_jax.job import interrupts, watchdog
 
+    if isinstance(error, KeyboardInterrupt | OneProcessError):  # the others have not met it
+        interrupts.end_job(code, "Ctrl-C" if code == exit_codes.INTERRUPTED else str(error))
     watchdog.leave(code, error)
 
 

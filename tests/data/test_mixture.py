@@ -5,16 +5,22 @@ import dataclasses
 import numpy as np
 import pytest
 from at_fault import at_fault
+from images import encode
 from opened import open_all
 from prepared import prepare
+from table_files import make_table, write_parquet
+from tar_files import write_tar
 
 from vit_jax.config import SplitKey, train_split, with_values
+from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline
+from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse_ops, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
+from vit_jax.run import validation
 from vit_jax.run.sources import training_order
+from vit_jax.run.validation import find_faults
 
 
 def test_notation():
@@ -25,6 +31,59 @@ def test_notation():
         Part("sun397/tfds:4.0.0", "train[:50%]+test[10:]", 0.25),
         Part("digits", None, 0.001),
     )
+
+
+LIST = [{"name": "parquet", "data_dir": "b", "weight": 0.25}]
+
+
+def test_a_list_of_dicts_is_kept_as_its_text():
+    """From a config file, from Python and from the command line, through config.json too."""
+    assert parse_mix(repr(LIST)) == (Part("parquet", None, 0.25, "b"),)
+    config = config_of(mix=repr(tuple(LIST)))
+    of_file = load_config("quickstart:debug")
+    of_file.data.mix = LIST
+    assert of_file == validation.load_config("quickstart:debug", {"data.mix": LIST}) == config
+    assert from_json(to_json(config)) == config and find_faults(config) == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [3, {"name": "a"}, {"name": "", "weight": 0.1}, {"name": "a", "weight": 1.5},
+     {"name": "a", "weight": "0.1"}, {"name": "a", "weight": 0.1, "folder": "b"}],
+)  # fmt: skip
+def test_entries_of_a_list_that_are_refused(entry):
+    with at_fault("data.mix"):
+        parse_mix(repr([entry]))
+
+
+@pytest.mark.parametrize(
+    ("mix", "equal"),
+    [("folder=0.25", True), ("folder@train=0.25", True), ("folder@val=0.25", False),
+     ("list=0.1,list=0.2", True),
+     ([{"name": "folder", "data_dir": "x/../a", "weight": 0.25}], True),
+     ([{"name": "folder", "data_dir": "b", "weight": 0.25}], False)],
+)  # fmt: skip
+def test_data_are_not_mixed_with_themselves(mix, equal):
+    config = config_of(name="folder", data_dir="a", mix=str(mix))
+    faults = find_faults(config)
+    assert ["is there already" in fault for fault in faults] == [True] * equal
+
+
+def test_tar_files_beside_parquet_files(tmp_path):
+    images = [encode(np.full((8, 8, 3), i, np.uint8), "PNG") for i in range(8)]
+    members = [(f"{i}.{end}", content) for i, image in enumerate(images[:5])
+               for end, content in (("png", image), ("cls", b"%d" % (i % 2)))]  # fmt: skip
+    write_tar(tmp_path / "a/train.tar", members)
+    table = make_table(images[5:], [0, 1, 1], names=["0", "1"])
+    write_parquet(table, tmp_path / "b/train.parquet")
+    mix = [{"name": "parquet", "data_dir": str(tmp_path / "b"), "weight": 0.25}]
+    config = config_of(name="tar", data_dir=str(tmp_path / "a"), mix=str(mix))
+    _, sources = open_all(with_values(config, {"evals.test": None}))
+    source = sources[train_split(config)]
+    spec = image_batch(8, (8, 8), parse_ops("decode|resize", (8, 8))[0], "data.ops")
+    (batch,) = pipeline.host_eval_batches(source, spec, rows=np.arange(8))
+    np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], np.arange(8))
+    np.testing.assert_array_equal(batch["label"], [0, 1, 0, 1, 0, 0, 1, 1])
 
 
 @pytest.fixture(scope="module")

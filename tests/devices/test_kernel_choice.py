@@ -14,7 +14,6 @@ from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_kernel
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
@@ -27,6 +26,7 @@ class FakeMesh:
     platform: str
     tensor: int = 1
     device_kind: str = "TPU v5e"
+    compute_capability: str = "9.0"
 
     @property
     def devices(self):
@@ -41,7 +41,28 @@ def small_model(image_size=24, **fields):
     return create_model("ViT-Ti/16", 5, image_size, **(SIZES | fields))
 
 
-def test_kernels_are_chosen_by_platform_and_key():
+def loss_and_grads(model, mesh):
+    """Of two images, with parameters that are the same in every form."""
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 24, 3)), jnp.float32)
+
+    def loss(params):
+        return (model.apply(params, images, train=True) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.clone(forms=PLAIN).init)(jax.random.key(0), images)
+        params = jax.tree.map(
+            lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
+        )
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def assert_same(found, expected):
+    for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
+        np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
+
+
+def test_kernels_are_chosen_by_platform_and_key(cudnn_by_xla):
     model = small_model(dtype="bfloat16")
     chosen = {
         (platform, kernels): has_kernels(choose_forms(model, FakeMesh(platform), kernels))
@@ -61,8 +82,6 @@ def test_kernels_are_chosen_by_platform_and_key():
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
         ("tpu", {"patch_size": 1, "image_size": 28}, 1, ["785 tokens", "1000"]),
         ("gpu", {"dtype": "float32"}, 1, ["cuDNN", "bfloat16", "float32"]),
-        ("gpu", {"dtype": "bfloat16", "pool": "gap"}, 1, ["cuDNN", "odd", "tokens, 9"]),
-        ("gpu", {"dtype": "bfloat16", "registers": 3}, 1, ["cuDNN", "odd", "tokens, 13"]),
         ("gpu", {"dtype": "bfloat16", "pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
         ("gpu", {"dtype": "bfloat16", "attention_dropout": 0.1}, 1, ["attention_dropout=0.1"]),
     ],
@@ -76,25 +95,51 @@ def test_one_line_says_what_has_no_kernel(platform, fields, tensor, words, caplo
     assert forms.token_multiple == 1
 
 
-def test_cudnn_computes_only_even_numbers_of_tokens(monkeypatch, caplog):
-    """Crops and visible patches have other numbers than the model's."""
-    by_cudnn = []
+@pytest.fixture
+def cudnn_by_xla(monkeypatch):
+    """The lengths of keys that cuDNN's attention is called with; XLA computes in its place.
 
-    def attend(q_BNHK, k_BMHK, v_BMHK, implementation):
-        by_cudnn.append((q_BNHK.shape[1], k_BMHK.shape[1], implementation))
-        return plain_attention(q_BNHK, k_BMHK, v_BMHK)
+    No interpreter runs cuDNN. It is called with arrays (B, N, H, K), N even.
+    """
+    called, attend = [], jax.nn.dot_product_attention
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    kernels._say_plain_once.cache_clear()
-    model = small_model(dtype="bfloat16", pool="gap", image_size=16)
-    model = choose_forms(model, FakeMesh("gpu"))
-    with caplog.at_level(logging.INFO, "vit_jax"):
-        for height in (16, 24):
-            images = jnp.zeros((1, height, 24, 3))
-            jax.eval_shape(model.clone(image_size=(height, 24)).init, jax.random.key(0), images)
-    assert by_cudnn == [(6, 6, "cudnn")] * 2
-    assert [message.rpartition(", ")[2] for message in caplog.messages] == ["9"]
+    def by_xla(q_BNHK, k_BMHK, v_BMHK, key_value_seq_lengths, implementation):
+        called.append((q_BNHK.shape[1], key_value_seq_lengths is not None))
+        assert (
+            implementation == "cudnn" and q_BNHK.shape == k_BMHK.shape and q_BNHK.shape[1] % 2 == 0
+        )
+        return attend(q_BNHK, k_BMHK, v_BMHK, key_value_seq_lengths=key_value_seq_lengths)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(kernels, "has_cuda", lambda: True)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("fields", "called"),
+    [
+        ({"pool": "gap"}, (10, True)),
+        ({}, (10, False)),
+        ({"registers": 3, "rotary": "indices", "qk_norm": True}, (14, True)),
+        ({"pool": "map", "parallel": True, "key_bias": False}, (10, True)),
+    ],
+    ids=str,
+)
+def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
+    model = small_model(**fields).clone(constrain=constrain)
+    by_cudnn = dataclasses.replace(model, dtype=jnp.bfloat16)
+    by_cudnn = model.clone(forms=kernels.gpu_forms(by_cudnn, mesh))
+    expected, found = (loss_and_grads(each, mesh) for each in (model, by_cudnn))
+    assert {*cudnn_by_xla} == {called}
+    assert_same(found, expected)
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32_without_kernel(caplog):
+    mesh = FakeMesh("gpu", device_kind="Tesla T4", compute_capability="7.5")
+    model = choose_forms(small_model(dtype="bfloat16"), mesh)
+    assert model.dtype == jnp.float32 and not has_kernels(model)
+    assert "Tesla T4" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("width", [64, 72, 80, 88, 104, 128])
@@ -123,24 +168,8 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
     mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
     model = small_model(**fields).clone(constrain=constrain)
-    images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 24, 3)), jnp.float32)
-    with jax.set_mesh(mesh):
-        params = jax.jit(model.init)(jax.random.key(0), images)
-        params = jax.tree.map(
-            lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
-        )
-
-        def loss_and_grads(model):
-            def loss(params):
-                return (model.apply(params, images, train=True) ** 2).sum()
-
-            return jax.jit(jax.value_and_grad(loss))(params)
-
-        expected = loss_and_grads(model)
-        found = loss_and_grads(model.clone(forms=tpu_forms(model, mesh)))
-    for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
-        np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
+    expected = loss_and_grads(model, mesh)
+    assert_same(loss_and_grads(model.clone(forms=tpu_forms(model, mesh)), mesh), expected)
 
 
 def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):

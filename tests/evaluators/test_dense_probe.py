@@ -1,6 +1,7 @@
 """Probes of patch features, from the public function to the metrics, against scikit-learn."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 import vit_jax
 from vit_jax.base.errors import InputError
+from vit_jax.evaluators.dense_probe import find_targets
 
 SIDE, HEIGHT, WIDTH = 32, 48, 40  # of images; of masks
 TRAIN, TEST, SAMPLES = range(12), range(20, 25), 16
@@ -107,6 +109,38 @@ def test_probes_are_those_of_scikit_learn(root):
     assert found["depth/abs_rel"] == pytest.approx((abs(error) / truth[known]).mean(), rel=1e-3)
     ratio = predicted[known] / truth[known]
     assert found["depth/delta1"] == pytest.approx(((ratio < 1.25) & (ratio > 0.8)).mean(), abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "masks", "found"),
+    [
+        (["1.jpg"], "val", ["train/1.png", "val/1.png"], ["val/1.png"]),
+        (["1.jpg"], "val", ["train/1.png"], None),  # of other images
+        (["1.jpg"], "val", ["training/1.png", "validation/1.npy"], ["validation/1.npy"]),
+        (["train/1.jpg", "val/1.jpg"], "all", ["train2017/1.png", "val2017/1.png"],
+         ["train2017/1.png", "val2017/1.png"]),
+        (["train2017/1.jpg"], "all", ["a/train/1.png", "a/val/1.png"], ["a/train/1.png"]),
+        (["1.jpg"], "train", ["1.png"], ["1.png"]),  # the folder of one split, or of all
+        (["train/1.jpg"], "train", ["1.png"], ["1.png"]),
+        (["a/1.jpg", "b/1.jpg"], "val", ["val/a/1.png", "val/b/1.png"],
+         ["val/a/1.png", "val/b/1.png"]),
+        (["a/1.jpg"], "val", ["val/a/1.png", "val/b/1.png", "train/a/1.png"], ["val/a/1.png"]),
+        (["1.jpg"], "val", ["val/a/1.png", "val/b/1.png"], None),
+    ],
+)  # fmt: skip
+def test_targets_are_found_by_the_path_below_the_split(names, split, masks, found, tmp_path):
+    for mask in masks:
+        (tmp_path / mask).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / mask).touch()
+    source = types.SimpleNamespace(
+        name="unlabelled", split=split, num_examples=len(names),
+        file_names=lambda start, stop: names[start:stop],
+    )  # fmt: skip
+    if found is None:
+        with pytest.raises(InputError, match="targets="):
+            find_targets(str(tmp_path), source)
+    else:
+        assert find_targets(str(tmp_path), source) == [tmp_path / path for path in found]
 
 
 def test_targets_that_cannot_be_read_are_named(root, tmp_path):

@@ -125,6 +125,30 @@ def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
     assert "label 1 is '1', but output 1 is '2'" in warning
 
 
+@pytest.mark.parametrize(
+    "names, level, said",
+    [(("0", "1", "2"), "INFO", "'0' is output 0, '2' is output 2"),
+     (("1", "2", "3"), "WARNING", "'1' is output 0, '2' is output 1; accuracy is meaningful only"),
+     (("cat", "dog"), "INFO", "'cat' is output 0, 'dog' is output 1")],
+)  # fmt: skip
+def test_a_match_by_place_is_said(names, level, said, caplog):
+    with caplog.at_level("INFO", "vit_jax"):
+        say_places("evals.val", names, "model.npz")
+    (record,) = caplog.records
+    assert (record.levelname, said in record.message) == (level, True)
+
+
+def test_numbers_from_0_are_the_outputs_of_a_model_with_other_names(tmp_path):
+    root = make_folder(tmp_path, {str(i): 1 for i in range(11)})
+    how = {"data_dir": str(root), "image_size": (16, 16)}
+    source = make_source("folder", split="all", **how)
+    key = SplitKey("folder", str(root), "all", None, None)
+    words = [f"word {i}" for i in range(11)]
+    assert _match_own(source, key, words, False, "data.data_dir") is source
+    with pytest.raises(InputError, match="are none of the model's"):
+        _match_own(source, key, words[1:], False, "data.data_dir")
+
+
 def test_data_of_another_number_of_classes_are_refused(published):
     config = evaluation_config("classification,debug")
     pretrained = read_pretrained(published)
@@ -145,3 +169,30 @@ def test_what_the_source_does_not_tell_must_be_said(published):
         config.model.unlock()
         config.model.pools = "gap"
         evaluate_model(config, pretrained)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("data.exif", "false"), ("data.exif", "true"), ("data.mean", "0.5,0.5,0.5"),
+     ("data.std", "0.2,0.3,0.4"), ("data.pixel_range", "0,4095"), ("loss.name", "softmax")],
+)  # fmt: skip
+def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
+    """Also one that is set to its default; without it, the source's value holds."""
+    pretrained = read_pretrained(published)
+    stated = {"exif": text != "true", "mean": (0.1, 0.2, 0.3), "std": (0.1, 0.1, 0.1)}
+    spec = pretrained.spec._replace(**stated, pixel_range=(0.0, 10.0))
+    run = {"config": {"plugins": (), "loss": {"name": "sigmoid"}, "data": {"multi_label": False}}}
+    of = evaluation._OfSource(pretrained._replace(spec=spec, run=run))
+    config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
+    section, name = key.split(".")
+    expected = config[section][name]
+    assert of.complete(config, {key: text})[section][name] == expected
+    own = of.complete(evaluation_config("classification,debug"), ())
+    assert own[section][name] != expected
+
+
+@pytest.mark.parametrize(("key", "text"), [("data.channels", "1"), ("data.num_classes", "3")])
+def test_a_key_that_the_model_decides_is_refused(published, key, text):
+    config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
+    with at_fault(key):
+        evaluate_model(config, read_pretrained(published), by_user={key: text})

@@ -15,6 +15,7 @@ import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
+from vit_jax.inference.neighbours import nearest
 from vit_jax.inference.predict import classify, outputs
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
@@ -164,6 +165,27 @@ def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
     assert Image.open(sheet).size == (3 * 132 + 12, 146)
     rows = [*csv.DictReader(io.StringIO(predict(capsys, *words, "--format=csv", code=1)))]
     assert (rows[0]["neighbour"], rows[1]["neighbour"]) == (next(iter(found)), "")
+
+
+@pytest.mark.parametrize("number", [16, 19])  # in batches of 8
+def test_each_picture_has_its_own_neighbours(golden, tmp_path, number):
+    rng = np.random.default_rng(0)
+    paths = [str(tmp_path / f"{i}.png") for i in range(number)]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize((32, 32)).save(path)
+    broken = paths[3]
+    (tmp_path / "3.png").write_bytes(b"not an image")
+    model = read_pretrained(golden / "hf_vit")
+    rows = [*nearest(model, paths, paths, top=1, batch_size=8)]
+    assert [row["file"] for row in rows] == paths
+    x = vit_jax.predict(paths, model, output="features", batch_size=8)
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    similarity = np.nan_to_num(x @ x.T, nan=-2) - 4 * np.eye(number)
+    for row, similar in zip(rows, similarity, strict=True):
+        if row["file"] == broken:
+            assert "not a readable image" in row["error"]
+        else:
+            assert [one["file"] for one in row["neighbours"]] == [paths[similar.argmax()]]
 
 
 def test_features_of_a_data_set(golden, tmp_path, capsys):

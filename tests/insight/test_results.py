@@ -10,6 +10,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from PIL import Image
+from scipy.special import expit
 
 from vit_jax.config import base_config
 from vit_jax.evaluators.classification import Classification, Examples
@@ -81,7 +82,8 @@ def test_tables_and_an_image_are_written(tmp_path):
     assert head[:5] == ["class", "images", "predictions", "correct", "accuracy"]
     assert cow[:5] == ["cow", "0", "0", "0", ""]
     wrong = read(folder / "wrong.csv")
-    assert wrong[1] == ["ant/1.jpg", "ant", "bee", "0.82", "0.82"]  # the most confident first
+    assert wrong[1][:3] == ["ant/1.jpg", "ant", "bee"]  # the most confident first
+    assert [float(cell) for cell in wrong[1][3:]] == [np.linspace(0.9, 0.5, 6)[1]] * 2
     assert [row[0] for row in wrong[1:]] == ["ant/1.jpg", "ant/2.jpg", "bee/4.jpg", "dog/5.jpg"]
     assert Image.open(folder / "confusion.png").size > (100, 100)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -99,18 +101,28 @@ def test_results_of_several_labels(tmp_path, caplog):
     assert head[1:] == ["images", "predictions", "correct", "recall", "precision",
                         "average_precision", "threshold", "best_f1"]  # fmt: skip
     assert rows == [
-        ["ant", "2", "1", "1", "0.5", "1", "0.75", f"{0.5 / (1 + np.exp(3)):.6g}", "0.8"],
-        ["bee", "1", "1", "1", "1", "1", "1", "0.5", "1"],
-        ["cow", "0", "1", "0", "", "0", "", "", ""],
-        ["dog", "1", "1", "1", "1", "1", "1", "0.5", "1"],
+        ["ant", "2", "1", "1", "0.5", "1.0", "0.75", str(0.5 / (1 + np.exp(3))), "0.8"],
+        ["bee", "1", "1", "1", "1.0", "1.0", "1.0", "0.5", "1.0"],
+        ["cow", "0", "1", "0", "", "0.0", "", "", ""],
+        ["dog", "1", "1", "1", "1.0", "1.0", "1.0", "0.5", "1.0"],
     ]
     assert read(tmp_path / "val/wrong.csv") == [
         ["file", "classes", "missed", "added", "worst", "probability_of_worst"],
-        [NamedSource.record_name(1), "ant;bee", "ant", "cow", "ant", "0.0474259"],
+        [NamedSource.record_name(1), "ant;bee", "ant", "cow", "ant", str(expit(-3))],
     ]
     of_test = type("Test", (NamedSource,), {"split": "test"})
     results.write_results(tmp_path, "test", shown, of_test)
     assert read(tmp_path / "test/classes.csv") == [row[:-2] for row in (head, *rows)]
+
+
+def test_a_threshold_close_to_one_is_read_back_equal(tmp_path):
+    """As 1 it would refuse the image that it was chosen for."""
+    shown = Shown(np.array([[16.5], [16]], np.float32), np.array([[1.0], [0]], np.float32),
+                  np.array([0, 1], np.int32), np.ones(1))  # fmt: skip
+    of_one = type("One", (NamedSource,), {"num_classes": 1, "class_names": ["ant"]})
+    results.write_results(tmp_path, "val", shown, of_one)
+    ((*_, threshold, _),) = read(tmp_path / "val/classes.csv")[1:]
+    assert expit(16.5) > float(threshold) > expit(16.0)
 
 
 def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix():

@@ -65,6 +65,18 @@ def test_a_loop_keeps_all_that_it_stacks():
     assert whole - parts == pytest.approx(3 / 4 * GRADIENTS * ARRAY)
 
 
+def test_on_gpus_one_pass_of_a_loop_takes_more_than_its_values():
+    def scanned(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(layer(x, w), w), None), x, ws)[0]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (STACK, (ROWS, WIDTH))]
+    jaxpr = jax.make_jaxpr(scanned)(*shapes).jaxpr
+    tpu, gpu = (
+        peak_bytes(jaxpr, [Leaf(), Leaf()], [Leaf()], on_tpu=on_tpu) for on_tpu in (True, False)
+    )
+    assert tpu < gpu < 2 * tpu
+
+
 @pytest.mark.parametrize(("policy", "kept"), [(None, 1), ("dots_saveable", 2)])
 def test_what_is_recomputed_keeps_what_its_policy_says(policy, kept):
     """Blocks of two layers keep their input; with "dots" also the output of the first product."""

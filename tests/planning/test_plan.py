@@ -51,6 +51,12 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch):
+    """Plans for GPUs are calculated, unless a test compiles them."""
+    monkeypatch.setattr("vit_jax.planning.targets.has_cuda", lambda: False)
+
+
 def tiny_config(**changes):
     c = base_config()
     c.model.name, c.data.name, c.data.image_size = "ViT-mu/8", "imagenet2012", 16
@@ -167,7 +173,7 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
     figures = {
         "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
         "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": None,
-        "compiler_cycles": None, "collectives": [exchange],
+        "compiler_cycles": None, "collectives": [exchange], "kernels": [],
     }  # fmt: skip
     found = estimate(figures, None)
     assert found["at_utilisation"]["step_s"] >= found["roofline"]["step_s"]
@@ -369,7 +375,7 @@ def test_exchanges_name_axes_and_networks():
     step = jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=(P("fsdp"), P()),
                          check_vma=False)  # fmt: skip
     text = jax.jit(step).lower(jnp.zeros((4, 8))).compile().as_text()
-    rows = collective_table(hlo.Program(text), mesh)
+    rows = collective_table(hlo.Program(text), mesh, FOUR)
     assert {row["kind"]: row["axes"] for row in rows} == {
         "all-reduce": ["replica", "data"],
         "all-gather": ["fsdp"],
@@ -381,7 +387,7 @@ def fake_figures(**changes):
     return {
         "topology": "v5e:2x2", "num_chips": 4, "global_batch_size": 100, "total_steps": 3600,
         "flops": {"model_per_step": 4 * 197e12, "counted_per_step": 6 * 197e12},
-        "hbm_bytes_accessed": 2 * 819e9, "compiler_cycles": 3_000_000_000,
+        "hbm_bytes_accessed": 2 * 819e9, "compiler_cycles": 3_000_000_000, "kernels": [],
         "memory_bytes": {"params": 1e9, "optimizer": 398e9, "ema": 0, "other_state": 0,
                          "batch": 21e9},
         "collectives": [
@@ -633,7 +639,7 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
     words = (TINY, "--topology=H100:8", "--config.model.depth=8", "--config.auto=false")
-    words += ("--config.global_batch_size=16000000",)
+    words += ("--config.global_batch_size=12000000",)
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0

@@ -24,7 +24,7 @@ from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify
 from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
-from vit_jax.run.resolve import freeze_layers, take_fields
+from vit_jax.run.resolve import Opener, freeze_layers, resolve, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
 from vit_jax.run.workdir import StoredRun, write_workdir
@@ -186,6 +186,51 @@ def test_a_run_of_the_same_name_gives_its_sizes():
     sizes = {"model.width": 96, "model.depth": 4, "model.mlp_dim": 64}
     assert changes.items() >= sizes.items()
     assert "model.num_heads" not in changes  # the variant's own
+
+
+def test_a_grey_source_gives_its_channels_and_value_range():
+    """Unless the user sets them, also to the default."""
+    model = create_model("ViT-mu/8", 3, 16, channels=1)
+    pretrained = Pretrained("run", model, {}, Spec((16, 16), "", (0.5,), (0.25,), channels=1))
+    asked = load_config("finetune:folder")
+    asked.init_from, asked.data.data_dir, asked.data.num_examples = "run", "IMAGES", 500
+
+    class Grey(Opener):
+        def weights(self, config):
+            return take_fields(config, pretrained)
+
+    keys = ("data.channels", "data.mean", "data.std")
+    for by_user, decided in (
+        ((), (1, (0.5,), (0.25,))),
+        (("data.channels",), (3, (0.5,), (0.25,))),
+        (("data.std",), (1, (0.5,), (0.5, 0.5, 0.5))),
+    ):
+        found = resolve(asked, Grey(), by_user=by_user)
+        assert tuple(flatten(found.config)[key] for key in keys) == decided
+        by = {key: "user" if key in by_user else "source" for key in keys}
+        assert {key: found.decided_by[key] for key in keys} == by
+        assert find_faults(found.config) == []
+    asked.data.ops += "|greyscale(0.2)"
+    with at_fault("data.channels"):
+        resolve(asked, Grey())
+
+
+@pytest.mark.slow
+def test_grey_images_are_pretrained_and_tuned_by_two_commands(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        file = tmp_path / "images" / "ab"[i % 2] / f"{i}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32), np.uint8)).save(file)
+    keys = {"data.data_dir": tmp_path / "images", "duration": "2 steps", "global_batch_size": 8}
+    grey = {"data.channels": 1, "data.mean": (0.5,), "data.std": (0.25,)}
+    vit_jax.train(
+        "mae:folder,debug", tmp_path / "mae", keys | grey | {"schedule.warmup": "0 steps"}
+    )
+    vit_jax.train("finetune:folder", tmp_path / "tuned", keys | {"init_from": tmp_path / "mae"})
+    stored = read_stored(tmp_path / "tuned")
+    assert flatten(stored.resolved).items() >= grey.items()
+    assert {stored.decided_by[key] for key in grey} == {"source"}
 
 
 @pytest.mark.parametrize("scan", [False, True])

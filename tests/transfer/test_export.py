@@ -34,7 +34,7 @@ from vit_jax.run.build import prepare
 from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size
-from vit_jax.transfer.pretrained import Cut, ops_for
+from vit_jax.transfer.pretrained import Cut, ops_for, ops_of_cut
 from vit_jax.transfer.workdir import _cut
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -247,6 +247,7 @@ def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
     [
         ("npz", None, None, None),
         ("npz", Cut(0.5, "squash", "bicubic"), "decode|resize(64)|central_crop", None),
+        ("npz", Cut(0.5, "center", "bicubic", "transformers"), None, None),
         ("timm", Cut(0.5, "squash", "bicubic"), None, None),
         ("timm", Cut(0.5, "center"), "decode|resize_small(64)|central_crop",
          "decode|torchvision_resize(64, 'bilinear')|torchvision_crop"),
@@ -268,7 +269,8 @@ def test_what_is_cropped_stays_so(golden, tmp_path, format, cut, ops, by_library
     assert ("does not support these ops" in card) == (by_library is not None)
     assert by_library is None or f"from these files it does `{by_library}`" in card
     again = pretrained_spec(output)
-    assert (again.cut or Cut()) == (cut or Cut())
+    library = {"hf": "transformers", "timm": "timm"}.get(format, (cut or Cut()).library)
+    assert (again.cut or Cut()) == (cut or Cut())._replace(library=library)
     assert (ops_for(again), again.loss) == (ops_for(spec), "sigmoid")
 
 
@@ -354,10 +356,20 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     spec = pretrained_spec(tmp_path / "run")
     at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size or "")
     assert ops_for(spec) == (at_its_size or text)
-    assert spec.cut == (cut and cut._replace(share=pytest.approx(cut.share)))
+    library = "vit_jax" if "central_crop" in ops else "timm"
+    assert spec.cut == (cut and cut._replace(share=pytest.approx(cut.share), library=library))
     larger = spec.at((64, 64))
     names_a_size = re.search(r"(?<!\.)\d", ops_for(spec))
     assert larger.ops == (None if names_a_size else ops_for(spec))
+
+
+def test_a_cut_covers_both_sides_at_another_size_as_the_run_did():
+    """transformers resizes the shorter side to the larger size instead."""
+    cut = _cut("decode|resize_small(crop=0.8)|central_crop", (8, 12))
+    expected = "decode|torchvision_resize((20, 30), 'bilinear', cover=True)|central_crop"
+    assert ops_of_cut(cut, (16, 24)) == expected
+    of_transformers = ops_of_cut(cut._replace(library="transformers"), (16, 24))
+    assert of_transformers == "decode|torchvision_resize(30, 'bilinear')|central_crop"
 
 
 @pytest.mark.parametrize("side", [224, 384])

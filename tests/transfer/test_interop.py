@@ -14,14 +14,19 @@ from published import random_model
 from safetensors.numpy import load_file, save_file
 from test_modern import HF, NOT_WRITTEN, TIMM
 
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.data.images.given import image_files
+from vit_jax.inference.predict import outputs
 from vit_jax.models import create_model
 from vit_jax.transfer import (
     load_pretrained,
     pretrained_spec,
     read_pretrained,
     save_pretrained,
+    with_image_size,
 )
-from vit_jax.transfer.pretrained import load_image
+from vit_jax.transfer.pretrained import Pretrained, Spec, load_image
 
 pytestmark = pytest.mark.interop
 
@@ -50,33 +55,146 @@ CASES = {
 }
 
 
-def exported(tmp_path, format, name, fields):
-    """(folder, its images (2, 3, H, W), the logits that we compute)."""
+DINOV2 = {"gelu": "exact", "mlp_dim": 96, "layer_scale": 1.0}
+DINOV3 = {"gelu": "exact", "layer_scale": 1.0, "pos_embed": "none", "rotary": "normalised",
+          "norm_eps": 1e-5, "key_bias": False, "registers": 2}  # fmt: skip
+TOWERS = {
+    "vit": {"gelu": "exact", "num_classes": 5},
+    "dinov2": DINOV2,
+    "dinov2_with_registers": DINOV2 | {"registers": 2},
+    "dinov3": DINOV3,
+    "siglip": {"gelu": "tanh", "pool": "map", "norm_eps": 1e-6},
+    "clip": {"gelu": "quick", "pre_norm": True, "patch_bias": False, "norm_pooled": True,
+             "norm_eps": 1e-5},
+}  # fmt: skip
+SQUARE_ONLY = ("dinov2", "dinov2_with_registers", "siglip", "clip")
+
+
+def exported(tmp_path, format, name, fields, size=(8, 12)):
+    """(folder, its images (2, 3, H, W), the logits that we compute).
+
+    The model has positions of another size, `fields["image_size"]`, where it is given.
+    """
     model, variables = random_model(name, **fields)
-    images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
-    save_pretrained(tmp_path / "made", model, variables, format)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, *size, 3)).astype(np.float32)
+    source = Pretrained("made here", model, tree.flatten_names(variables["params"]),
+                        Spec(model.image_size, "antialiased"))  # fmt: skip
+    source = with_image_size(source, size)
+    save_pretrained(tmp_path / "made", source.model, source.variables, format)
     loaded, found = load_pretrained(tmp_path / "made")
     logits = np.asarray(jax.jit(loaded.apply)(found, images))
     return tmp_path / "made", images.transpose(0, 3, 1, 2).copy(), logits
 
 
-def assert_close(theirs, ours):
-    np.testing.assert_allclose(theirs, ours, atol=1e-4 * np.abs(ours).max())
+def assert_close(theirs, ours, tolerance=1e-4):
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=tolerance * np.abs(ours).max())
 
 
-@pytest.mark.parametrize(("name", "fields"), CASES["hf"])
-def test_transformers_opens_the_folder(tmp_path, name, fields):
-    torch = pytest.importorskip("torch")
+def open_with_transformers(path):
+    """The model of the folder `path`, without an array that is missing or not used."""
     transformers = pytest.importorskip("transformers")
-    path, images, ours = exported(tmp_path, "hf", name, fields)
     (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
     kind = getattr(transformers, architecture)
     theirs, report = kind.from_pretrained(path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    transformers.ViTImageProcessor.from_pretrained(path)
+    transformers.AutoImageProcessor.from_pretrained(path)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("from_size", [(8, 8), (16, 16), (8, 12)])
+@pytest.mark.parametrize("size", [(8, 8), (12, 12), (8, 12), (12, 8)])
+@pytest.mark.parametrize("kind", TOWERS)
+def test_transformers_computes_what_an_export_of_any_size_does(tmp_path, kind, size, from_size):
+    """An export is refused where the class of transformers would compute something else."""
+    torch = pytest.importorskip("torch")
+    fields = {"num_classes": None} | TOWERS[kind] | {"image_size": from_size}
+    if kind in SQUARE_ONLY and size[0] != size[1]:
+        with pytest.raises(InputError, match="needs a square"):
+            exported(tmp_path, "hf", "ViT-mu/4", fields, size)
+        assert not list(tmp_path.iterdir())
+        return
+    path, images, ours = exported(tmp_path, "hf", "ViT-mu/4", fields, size)
     with torch.no_grad():
-        assert_close(theirs.eval()(torch.from_numpy(images)).logits.numpy(), ours)
+        found = open_with_transformers(path)(torch.from_numpy(images))
+    if kind == "vit":
+        theirs = found.logits
+    else:
+        pooled = kind in ("siglip", "clip")
+        theirs = found.pooler_output if pooled else found.last_hidden_state[:, 0]
+    assert_close(theirs.numpy(), ours, 1e-5)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("size", [(8, 8), (8, 12)])
+@pytest.mark.parametrize(("name", "fields"), [
+    ("ViT-mu/4", {"gelu": "exact"}), ("DeiT-mu/4", {"distillation_head": False}),
+    ("DeiT-mu/4", {"gelu": "exact"}), ("ViT-mu/4", DINOV2 | {"pool": "token_gap"}),
+])  # fmt: skip
+def test_transformers_has_the_loss_of_a_classifier(tmp_path, name, fields, size, loss):
+    """Its pipeline turns logits into probabilities by `problem_type`."""
+    transformers = pytest.importorskip("transformers")
+    if "layer_scale" in fields and size != (8, 8):
+        pytest.skip("refused")
+    model, variables = random_model(name, image_size=size, **fields)
+    spec = Spec(size, "half_pixel", loss=loss)
+    save_pretrained(tmp_path / "made", model, variables, "hf", spec)
+    pixels = np.random.default_rng(1).integers(0, 256, (*size, 3)).astype(np.uint8)
+    PIL.Image.fromarray(pixels).save(tmp_path / "image.png")
+    theirs = open_with_transformers(tmp_path / "made")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "made")
+    pipe = transformers.pipeline("image-classification", theirs, image_processor=processor)
+    found = {row["label"]: row["score"] for row in pipe(str(tmp_path / "image.png"), top_k=5)}
+    source = read_pretrained(tmp_path / "made")
+    files = image_files([str(tmp_path / "image.png")])
+    ((ours, _),) = outputs(source, files, batch_size=8, what="probabilities")
+    assert_close([found[f"LABEL_{i}"] for i in range(5)], ours[0])
+    assert (abs(ours.sum() - 1) > 0.01) == (loss == "sigmoid")
+
+
+@pytest.mark.parametrize(("problem", "loss"), [("single", "softmax"), ("multi", "sigmoid")])
+def test_a_siglip_classifier_of_transformers_is_read(tmp_path, problem, loss):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tower = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "image_size": 8,
+             "num_attention_heads": 2, "patch_size": 4, "vision_use_head": False}  # fmt: skip
+    config = transformers.SiglipConfig(
+        vision_config=tower, num_labels=5, problem_type=f"{problem}_label_classification"
+    )
+    torch.manual_seed(0)
+    theirs = transformers.SiglipForImageClassification(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model, variables = load_pretrained(tmp_path)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
+    assert pretrained_spec(tmp_path).loss == loss
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "DINOv3ViT",
+                                  "SiglipVision", "CLIPVision"])  # fmt: skip
+def test_heads_that_a_config_omits_are_those_of_its_class(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96, "image_size": 8,
+             "patch_size": 4, "mlp_ratio": 2}  # fmt: skip
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads = config.pop("num_attention_heads")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_pretrained(tmp_path).model.num_heads == heads
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES["hf"])
+def test_transformers_opens_the_folder(tmp_path, name, fields):
+    torch = pytest.importorskip("torch")
+    path, images, ours = exported(tmp_path, "hf", name, fields)
+    with torch.no_grad():
+        found = open_with_transformers(path)(torch.from_numpy(images))
+    assert_close(found.logits.numpy(), ours)
 
 
 @pytest.mark.parametrize("distilled", [False, True])

@@ -12,6 +12,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class OneProcessError(RuntimeError):
+    """What only one process of a job meets; it ends the others, see `job.interrupts`."""
+
+
 class InputError(ValueError):
     """Wrong user input. The message gives the key, its value, the requirement and the remedy.
 
@@ -27,7 +31,7 @@ class InputError(ValueError):
             super().__init__("\n  ".join([heading, *faults]))
 
 
-class ReadError(Exception):
+class ReadError(OneProcessError):
     """A file that was there cannot be read now; the command can be repeated when it can."""
 
 

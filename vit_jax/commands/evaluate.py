@@ -103,7 +103,7 @@ def main(flags: argparse.Namespace) -> int:
         source = StoredModel(workdir, trained, flags.best)
     else:
         source = transfer.read_pretrained(flags.init_from, best=flags.best)
-    results = evaluate_model(config, source, see)
+    results = evaluate_model(config, source, see, dict(flags.overrides))
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)
         print(json.dumps(finite, indent=2))

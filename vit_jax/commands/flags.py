@@ -70,8 +70,9 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
       InputError: if other processes or devices are found than the flags ask for.
     """
     from vit_jax.devices import mesh
-    from vit_jax.job import processes, watchdog
+    from vit_jax.job import interrupts, processes, watchdog
 
+    interrupts.watch()
     processes.start(
         flags.coordinator,
         flags.num_processes,
@@ -79,6 +80,7 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
         join_deadline_s=config.job.join_deadline_s,
         heartbeat_s=config.job.heartbeat_s,
     )
+    interrupts.listen()
     mesh.start_backend(config.mesh.platform)
     processes.check_devices(flags.num_devices)
     watchdog.start(config.job)
@@ -233,7 +235,9 @@ def open_source(
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"multi_label": None, **spec.reading._asdict()}
     if name in ("folder", "list"):
-        where["divider"] = data.Divider(pretrained.division, pretrained.source)
+        where["divider"] = data.Divider(
+            pretrained.division, pretrained.source, class_names=spec.class_names
+        )
     try:
         return data.make_source(start + name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none

@@ -2,10 +2,10 @@
 
   python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4
 
-The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
-TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
-images are only counted, no other data are read. Results are cached. Exit code 3: the run does not
-fit, in any layout that the config leaves open.
+The real training step is compiled ahead of time for a TPU slice or GPUs, on any Linux machine
+without them. Without their compiler (libtpu, JAX's plugin for CUDA), and with --no_compile, memory
+is calculated instead. Own images are only counted, no other data are read. Results are cached. Exit
+code 3: the run does not fit, in any layout that the config leaves open.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
 
+_SMALL = 0.01  # share of the time of all kernels, below which a kind has no row
+
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
 
 
@@ -50,7 +52,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
     )  # fmt: skip
     parser.add_argument(
-        "--no_compile", action="store_true", help="calculate in seconds, without the TPU compiler"
+        "--no_compile", action="store_true", help="calculate in seconds, without a compiler"
     )
     parser.add_argument(
         "--show_sharding", action="store_true", help="only show how each parameter is sharded"
@@ -104,7 +106,7 @@ def plan(
       topology: a TPU slice or GPUs: "v5e:4x4", "H100:64".
       num_slices: TPU slices, joined by DCN.
       price_per_chip_hour: in any currency; None: no cost.
-      may_compile: False: calculate in seconds, without the TPU compiler.
+      may_compile: False: calculate in seconds, without a compiler.
 
     Returns:
       What the command prints with --format=json.
@@ -247,7 +249,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     if figures["collectives"] is not None:
         parts.append(collectives_table(figures["collectives"], per))
     parts.append(estimate_table(estimate))
-    for kind in ("compiler", "at_utilisation", "roofline"):
+    for kind in ("compiler", "at_utilisation", "by_kernel", "roofline"):
         if estimate[kind] is not None:
             assumptions = "; ".join(estimate[kind]["assumptions"])
             parts.append(f"{kind.replace('_', ' ')}: assumes {assumptions}.")
@@ -302,7 +304,22 @@ def work_table(figures: dict[str, Any], per: str) -> Table:
         for kernel in figures["kernels"]:
             call = f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}"
             rows[call] = f"{kernel['cycles'] / 1e6:,.1f} Mcycles"
+    elif figures["kernels"]:
+        rows |= _kernel_rows(figures["kernels"])
     return _pairs("Work of a step", rows)
+
+
+def _kernel_rows(kernels: list[dict[str, Any]]) -> dict[str, str]:
+    """Rows of the kernels of a GPU, the longest first; those of little time in one."""
+    whole = sum(row["roofline_s"] for row in kernels)
+    large = [row for row in kernels if row["roofline_s"] >= _SMALL * whole]
+    rows = {
+        f"{row['count']:,} x {row['name']}, bound by {row['bound_by']}": _ms(row["roofline_s"])
+        for row in large
+    }
+    if number := sum(row["count"] for row in kernels if row not in large):
+        rows[f"{number:,} x others"] = _ms(whole - sum(row["roofline_s"] for row in large))
+    return rows
 
 
 def describe_layers(row: dict[str, Any]) -> str:
@@ -339,6 +356,9 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
         rows["TPU-core-days"] = _amount(run["tpu_core_days"])
     if run["cost"] is not None:
         rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
+    if estimate["by_kernel"] is not None:
+        rows["step, each kernel by its roofline"] = _ms(estimate["by_kernel"]["step_s"])
+        rows["MFU, each kernel by its roofline"] = f"{estimate['by_kernel']['mfu']:.1%}"
     bound = f"bound by {roofline['bound_by']}"
     rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
     rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"
@@ -388,6 +408,10 @@ def _pairs(title: str, rows: dict[str, str]) -> Table:
 
 def _bytes(number: float) -> str:
     return format_bytes(int(number)) if number >= 0 else f"-{format_bytes(int(-number))}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.4g} ms"
 
 
 def _flops(number: float) -> str:

@@ -50,7 +50,6 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax.checkpoints import restore
     from vit_jax.checkpoints.replicas import DivergedError
-    from vit_jax.job.lock import LostLockError
     from vit_jax.planning.search import choose_layout
     from vit_jax.run import guards, loop, terminal, train
 
@@ -65,12 +64,11 @@ def main(flags: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # outside of the loop, which saves
         steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
         saved, what = guards.say_saved(max(steps, default=None)), "continue" if steps else "begin"
-        print(f"Interrupted; {saved}. Run the same command to {what}", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        raise KeyboardInterrupt(f"Interrupted; {saved}. Run the same command to {what}") from None
     except loop.Preempted as e:
         print(e, file=sys.stderr)
         return exit_codes.INTERRUPTED if isinstance(e, loop.Interrupted) else exit_codes.PREEMPTED
-    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:
+    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE

@@ -49,6 +49,9 @@ class Node(ConfigDict):
             super().__setitem__(key, value)
         except TypeError:
             kind = self.get_type(key)
+            if kind is str and is_list_of_dicts(value):
+                super().__setitem__(key, repr(tuple(value)))  # as overrides keep it
+                return
             needed = (
                 "its keys set one by one" if kind is Node else f"a value of type {kind.__name__}"
             )
@@ -64,6 +67,11 @@ class Node(ConfigDict):
 
     def _lacks(self, key: str) -> NoSuchKeyError:
         return NoSuchKeyError(f"{key}: no such key; {nearest_key(key, list(flatten(self)))}")
+
+
+def is_list_of_dicts(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(isinstance(item, dict) for item in value)
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Run(Section):
     init_fields: str = key(
         "config",
         "source: init_from gives the image size and the model's fields where these are None, "
-        "and the value range where it has its default",
+        "and the channels and the value range where they have their defaults",
         choices=("config", "source"),
     )
     plugins: Texts = key((), "the user's own modules, imported before other keys are read")
@@ -101,7 +101,11 @@ class Data(Section):
         "the data",
         within=POSITIVE,
     )
-    mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
+    mix: str = key(
+        "",
+        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
+        "differ from those of data, data_dir and split; data.name gets the remaining weight",
+    )
     order: str | None = key(
         None,
         "None: chunk for >= 100 million examples, and for Parquet above 1 GiB",

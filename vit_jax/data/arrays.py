@@ -27,6 +27,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
+from vit_jax.data.class_names import spell
 from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
@@ -307,7 +308,7 @@ def _class_names(data: Data, split: Split, request: Request) -> tuple[str, ...]:
     Raises: InputError if the labels come with the items, and nothing names their classes.
     """
     if names := data.class_names or request.class_names:
-        return tuple(names)
+        return spell(names, request.divider.class_names)
     labels = data.splits.get("train", split).labels
     if labels is None:
         raise InputError(

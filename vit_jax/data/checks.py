@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import SOURCES, image_hw
-from vit_jax.data.mixture import parse_mix
+from vit_jax.data.mixture import mixed_keys
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.preprocessing import VIEWS, parse_view_ops
@@ -46,7 +46,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         not (d.soft_labels and d.multi_label),
         "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",
     )
-    faults.check(parse_mix, d.mix)
+    faults.check(mixed_keys, config)
     if SOURCES.find(d.name).is_made:
         for key in ("classes", "subset", "mix"):
             faults.need(not d[key], f"data.{key}={d[key]!r}: synthetic data take none")
@@ -72,7 +72,7 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
     )
     for key in ("mean", "std"):
         numbers = all(isinstance(v, int | float) for v in d[key])
-        alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are
+        alike = len(d[key]) in (1, 3) and len({*d[key]}) == 1  # as the defaults are
         faults.need(
             numbers and (len(d[key]) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
             f"data.{key}={d[key]}: needs {d.channels} numbers, one per channel, for pixels in "

@@ -18,7 +18,7 @@ import logging
 import os
 import types
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,11 +135,20 @@ class Divider:
       model: its name in messages; "" for the run that goes on.
       anew: for a new run, which may train on images that `known` does not name. Otherwise
         images are divided exactly as `known` says, but for a folder that it does not know.
+      class_names: those of the model, which keep their order and their spelling.
 
     decided: {name: split} of all images divided so far.
     """
 
-    def __init__(self, known: Division = UNKNOWN, model: str = "", *, anew: bool = False):
+    def __init__(
+        self,
+        known: Division = UNKNOWN,
+        model: str = "",
+        *,
+        anew: bool = False,
+        class_names: Sequence[str] | None = None,
+    ):
+        self.class_names = class_names or ()
         self.decided: dict[str, str] = {}
         self._known, self._model, self._anew = known, model, anew
         self._begun = {} if anew else known.splits

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import itertools
 import logging
+import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
-from vit_jax.config import SOURCES
+from vit_jax.config import SOURCES, SplitKey, own_split
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
@@ -23,32 +27,46 @@ from vit_jax.data.sources import Source, fingerprint
 
 logger = logging.getLogger("vit_jax")
 
+_TEXT_FORM = (
+    "write NAME=WEIGHT or NAME@SPLIT=WEIGHT with a weight between 0 and 1, such as "
+    "cifar10@train[:50%]=0.3"
+)
+_LIST_FORM = (
+    "needs a dict with name, a weight between 0 and 1, and if needed data_dir and split, such as "
+    "{'name': 'tar', 'data_dir': 'DIR', 'weight': 0.3}"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An entry of `data.mix`: a data set, its split (None: `data.split`) and its weight."""
+    """An entry of `data.mix`: a data set and its weight.
+
+    split, data_dir: None is that of `data`.
+    """
 
     name: str
     split: str | None
     weight: float
+    data_dir: str | None = None
 
 
 def parse_mix(text: str) -> tuple[Part, ...]:
-    """Parse "NAME=WEIGHT, NAME@SPLIT=WEIGHT", such as "cifar10@train[:50%]=0.3".
+    """Parse "NAME=WEIGHT, NAME@SPLIT=WEIGHT", such as "cifar10@train[:50%]=0.3", or the text of a
+    list of dicts, such as "[{'name': 'tar', 'data_dir': 'DIR', 'weight': 0.3}]".
 
     Raises: InputError if the text has another form, a weight is not between 0 and 1, or the weights
       leave nothing to the first data set, `data.name`.
     """
     parts, faults = [], []
-    for entry in filter(None, (entry.strip() for entry in text.split(","))):
-        found = re.fullmatch(r"([^@]+?)\s*(?:@\s*(.+?)\s*)?=\s*(\d*\.?\d+(?:[eE]-\d+)?)", entry)
-        part = Part(found[1], found[2], float(found[3])) if found else Part(entry, None, 0)
+    is_list = text.strip()[:1] in ("[", "(")
+    entries = _read_list(text) if is_list else [entry.strip() for entry in text.split(",")]
+    for entry in filter(None, entries):
+        part = _part_of(entry) if is_list else _parse_entry(entry)
+        if part is None or not weight_units([part.weight])[1]:
+            form = _LIST_FORM if is_list else _TEXT_FORM
+            faults.append(f"data.mix: {entry!r} is not an entry; {form}")
+            continue
         parts.append(part)
-        if not weight_units([part.weight])[1]:
-            faults.append(
-                f"data.mix: {entry!r} is not an entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with "
-                "a weight between 0 and 1, such as cifar10@train[:50%]=0.3"
-            )
         if SOURCES.find(part.name).is_made:
             faults.append("data.mix: synthetic data cannot be mixed with others; leave them out")
     if parts and not faults and weight_units([part.weight for part in parts])[0] <= 0:
@@ -58,6 +76,58 @@ def parse_mix(text: str) -> tuple[Part, ...]:
         )
     collect_faults(faults)
     return tuple(parts)
+
+
+def _parse_entry(entry: str) -> Part | None:
+    found = re.fullmatch(r"([^@]+?)\s*(?:@\s*(.+?)\s*)?=\s*(\d*\.?\d+(?:[eE]-\d+)?)", entry)
+    return Part(found[1], found[2], float(found[3])) if found else None
+
+
+def _read_list(text: str) -> Sequence[Any]:
+    """The items of the list that `text` is; `text` itself as the only one if it is none."""
+    try:
+        return list(ast.literal_eval(text.strip()))
+    except (ValueError, SyntaxError, TypeError):
+        return [text]
+
+
+def _part_of(entry: Any) -> Part | None:
+    """The part that a dict describes; None if it lacks a key, or has a wrong one."""
+    try:
+        part = Part(**{"split": None, **entry})
+    except TypeError:
+        return None
+    texts = all(isinstance(text or "", str) for text in (part.name, part.split, part.data_dir))
+    fits = texts and part.name and isinstance(part.weight, float) and 0 < part.weight < 1
+    return part if fits else None
+
+
+def mixed_keys(config: ConfigDict) -> list[SplitKey]:
+    """The splits of a mixture: that of `data.name`, then those of `data.mix`.
+
+    Raises: InputError if two of them are the same.
+    """
+    own, d = own_split(config), config.data
+    keys, seen = [own], {_in_place(own)}
+    for part in parse_mix(d.mix):
+        # The classes of pseudo labels are the teacher's, which were chosen before.
+        classes = None if part.name == "pseudo" else own.classes
+        place = part.data_dir or own.data_dir
+        keys.append(SplitKey(part.name, part.split or d.split, place, classes))
+        if _in_place(keys[-1]) in seen:
+            raise InputError(
+                f"data.mix: {part.name} {keys[-1].split} of data_dir={place!r} is there already; "
+                "mix in another split, or in a list of dicts another data_dir"
+            )
+        seen.add(_in_place(keys[-1]))
+    return keys
+
+
+def _in_place(key: SplitKey) -> SplitKey:
+    """`key` with its folder as the disk has it, however it was written."""
+    return key._replace(
+        data_dir=key.data_dir and os.path.realpath(os.path.expanduser(key.data_dir))
+    )
 
 
 def concatenate(sources: Sequence[Source]) -> Source:

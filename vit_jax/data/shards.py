@@ -17,16 +17,23 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError, few, shown
+from vit_jax.data.class_names import (
+    as_name,
+    number_labels,
+    places_of,
+    read_names,
+    sorted_classes,
+    spell,
+)
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.files import is_hidden, split_of, warn_once
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
-from vit_jax.data.images.list import sorted_labels
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
 from vit_jax.data.sources import Request, Source, fingerprint
 from vit_jax.data.tfds import find_parts
@@ -61,9 +68,14 @@ class Files(NamedTuple):
         }
 
     def class_names(self) -> tuple[str, ...] | None:
-        """The lines of `classes.txt` in the root; None if there is no such file."""
+        """The lines of `classes.txt` in the root; None if there is no such file.
+
+        Raises: InputError if one is empty, or two are equal.
+        """
         path = self.root / _CLASSES
-        return tuple(path.read_text().splitlines()) if path.exists() else None
+        if not path.exists():
+            return None
+        return read_names(path.read_bytes().decode(), f"data.data_dir: {shown(path)}")
 
 
 def find_files(request: Request, suffixes: tuple[str, ...]) -> Files:
@@ -242,10 +254,12 @@ def open_shards(
     splits: Mapping[str, Sequence[Shard]],
     open_parts: OpenParts,
     class_names: Sequence[str] | None = None,
+    *,
+    counted: bool = True,
 ) -> Source:
     """The source of the split that is asked for, in TFDS notation.
 
-    Classes are `class_names`, whose labels are names or numbers from 0. Where they are None, they
+    Classes are `class_names`; labels are read by `number_labels`. Where they are None, they
     are the labels of the training records, sorted, as numbers if all are numbers. With
     `multi_label` labels are float32 (C,), 1 for each class that the image shows; None: they are if
     an image has several labels, or none. If no record has a label, all labels are 0.
@@ -256,14 +270,24 @@ def open_shards(
       splits: {split: its shards}, of `train` if there is one, and of the split that is asked for.
       open_parts: see `OpenParts`.
       class_names: None where nothing names them.
+      counted: whether labels may be numbers of `class_names`.
 
     Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
     """
     records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
-    names, codes, counts = _number_labels(where, records.parts, splits, class_names)
+    shards = [part.shard for part in records.parts]
+    training = {name for s in splits.get("train") or shards for name in s.labels.names}
+    labels = training.union(*(shard.labels.names for shard in shards))
+    known = request.divider.class_names
+    if class_names is None:
+        names, named_by, counted = sorted_classes(training, known), "train", False
+    else:
+        names, named_by = spell(class_names, known), _CLASSES
+    number_of = number_labels(where, labels, names, named_by, counted=counted)
+    codes, counts = _number_records(records.parts, number_of)
     multi_label = request.multi_label
-    if names is None:  # no labels at all
+    if not names:  # no labels at all
         codes, counts, multi_label = np.zeros(len(counts), np.int32), np.ones_like(counts), False
     elif len(others := np.flatnonzero(counts != 1)) and multi_label is False:
         raise InputError(
@@ -295,16 +319,19 @@ def open_shards(
         changed = "its shard has changed since the run began, or cannot be read; restore it"
         return changed if stored is None else why_unreadable(stored, request.reading)
 
-    identity = [[part.shard.digest, part.skip, part.take] for part in records.parts]
+    identity: list[Any] = [[part.shard.digest, part.skip, part.take] for part in records.parts]
+    places = places_of(names)
+    if any(places.get(as_name(label), number) != number for label, number in number_of.items()):
+        identity.append("numbers")  # though some are names, too
     digests = digest_records(files, len(counts))
     return Source(
         name=request.name,
         split=request.split,
         num_examples=len(counts),
         num_classes=len(names or (0,)),
-        class_names=names,
+        class_names=names or None,
         fingerprint=fingerprint(
-            request.name, request.split, names, identity, digests, multi_label, request.exif
+            request.name, request.split, names or None, identity, digests, multi_label, request.exif
         ),
         read=lambda record_id: read_one(files, record_id, parse),
         record_name=records.name,
@@ -386,27 +413,10 @@ def parts_of(split: str, sizes: Mapping[str, int], where: str) -> list[tuple[str
     return find_parts(split, infos, where)
 
 
-def _number_labels(
-    where: str,
-    parts: Sequence[Part],
-    splits: Mapping[str, Sequence[Shard]],
-    class_names: Sequence[str] | None,
-) -> tuple[tuple[str, ...] | None, np.ndarray, np.ndarray]:
-    """Names of the classes, and `Labels.codes` (in these classes) and `counts` of all `parts`.
-
-    The names are None if no record has a label.
-    """
-    known_by, names = _CLASSES, tuple(class_names or ())
-    if class_names is None:
-        known_by, training = "train", splits.get("train") or [part.shard for part in parts]
-        names = sorted_labels({name for shard in training for name in shard.labels.names})
-    number_of = {str(i): i for i in range(len(names))} if class_names else {}
-    number_of |= {name: i for i, name in enumerate(names)}
-    unknown = {n for part in parts for n in part.shard.labels.names if n not in number_of}
-    if unknown:
-        raise InputError(
-            f"{where} has the labels {few(sorted(unknown))}, which {known_by} lacks; add them there"
-        )
+def _number_records(
+    parts: Sequence[Part], number_of: Mapping[str, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`Labels.codes`, in the classes of `number_of`, and `counts` of all `parts`."""
     codes, counts = [], []
     for shard, skip, take in parts:
         labels = shard.labels
@@ -414,4 +424,4 @@ def _number_labels(
         numbers = np.array([*(number_of[name] for name in labels.names), -1], np.int32)
         codes.append(numbers[labels.codes[start:stop]])
         counts.append(labels.counts[skip : skip + take])
-    return names or None, np.concatenate(codes), np.concatenate(counts)
+    return np.concatenate(codes), np.concatenate(counts)

@@ -23,6 +23,7 @@ from etils import epath, epy
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.config.parts import key
+from vit_jax.data.class_names import as_label
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import why_file_unreadable
 from vit_jax.data.order import Chunks
@@ -177,6 +178,7 @@ class Parquet(DataSet):
             files.look_up(dict(zip(tables, shards, strict=True))),
             lambda parts: _open_parts(parts, tables, image),
             names or files.class_names(),
+            counted=names is None,
         )
         return dataclasses.replace(source, chunks=_chunks(tables.values()))
 
@@ -304,19 +306,19 @@ def _labels(cells: pa.ChunkedArray, names: Sequence[str] | None, where: str) -> 
     Raises: InputError if one is no label.
     """
     values = [cell if isinstance(cell, list) else [cell] for cell in cells.to_pylist()]
-    missing = (None, -1) if names else (None,)
-    rows = [[value for value in row if value not in missing] for row in values]
-    different = {value for row in rows for value in row}
-    if names:
-        text = {number: names[number] for number in different if 0 <= number < len(names)}
-    else:
-        text = {v: str(v) for v in different if isinstance(v, str | int)}
-    if unknown := different - {*text}:
-        needed = f"numbers from 0 to {len(names) - 1}" if names else "whole numbers or text"
-        raise InputError(
-            f"data.label_column: {where} has {few(map(str, unknown))}; needed: {needed}"
-        )
-    return Labels.of([text[value] for value in row] for row in rows)
+    name_of, unknown = dict(enumerate(names or ())), list[str]()
+    text: dict[Any, str | None] = {}
+    for value in {value: None for row in values for value in row}:
+        try:
+            text[value] = label = as_label(value)
+            if names and label is not None:
+                text[value] = name_of[value]
+        except (ValueError, KeyError):
+            unknown.append(str(value))
+    if unknown:
+        needed = f"numbers from 0 to {len(name_of) - 1}" if names else "whole numbers or text"
+        raise InputError(f"data.label_column: {where} has {few(unknown)}; needed: {needed}")
+    return Labels.of([label for v in row if (label := text[v]) is not None] for row in values)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

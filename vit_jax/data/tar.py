@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,8 @@ _JSON_KEYS = ("label", "class", "cls", "labels")
 # An image: its first byte, its size, and the checksum in its header.
 _PLACE = np.dtype([("begin", "<i8"), ("size", "<i8"), ("check", "<i4")])
 _VERSION = 1
+# Labels that indexes without `whole` have where JSON has a number, which is now -1 or whole.
+_OF_NUMBER = re.compile(r"-1|\d+\.0+")
 _CHECKSUM = slice(148, 156)  # in a header
 _FILES_AT_ONCE = 16
 _READS_AT_ONCE = 64  # of an object store, where most of the time is spent waiting
@@ -133,7 +136,8 @@ def _from_index(path: epath.Path) -> TarShard | None:
             content = index.read_bytes()
             first = content.index(b"\n") + 1
             head = json.loads(content[:first])
-            if head["identity"] == identity:
+            is_read_alike = "whole" in head or not any(map(_OF_NUMBER.fullmatch, head["names"]))
+            if head["identity"] == identity and is_read_alike:
                 types = (_PLACE, np.dtype(np.int32), np.dtype(np.int32))
                 sizes = [kind.itemsize * n for kind, n in zip(types, head["sizes"], strict=True)]
                 starts = np.cumsum([first, *sizes])
@@ -186,6 +190,7 @@ def _index(path: epath.Path) -> bytes:
         "digest": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
         "names": labels.names,
         "notes": notes,
+        "whole": True,
     }
     tail = {"keys": names, "captions": captions}
     return b"".join(
@@ -234,7 +239,7 @@ class _Record:
                 found = json.loads(self.contents["json"])
                 value = next((found[key] for key in _JSON_KEYS if key in found), None)
                 return [*dict.fromkeys(as_labels(value))]
-            return [*dict.fromkeys(as_labels(self.contents.get("txt", b"").decode()))]
+            return [*dict.fromkeys(as_labels(self.contents.get("txt", b"").decode("utf-8-sig")))]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
 

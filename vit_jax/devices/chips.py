@@ -18,7 +18,7 @@ class Chip(NamedTuple):
 
     The figures hold for the whole chip, which JAX may split into devices; see `count_chips`.
 
-    peak_flops: bfloat16 FLOP/s.
+    peak_flops: bfloat16 FLOP/s; float32 for a T4, which computes no bfloat16.
     hbm_bytes: nominal size of its memory.
     usable_bytes: memory that a program can use: for a TPU the size its compiler reports, for a GPU
       the fraction that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
@@ -47,7 +47,7 @@ class Chip(NamedTuple):
     @property
     def is_gpu(self) -> bool:
         """Whether the chip is a GPU; otherwise it is a TPU."""
-        return self.device_kinds[0].startswith("NVIDIA")
+        return not self.device_kinds[0].startswith("TPU")
 
     @property
     def has_two_cores(self) -> bool:
@@ -96,9 +96,13 @@ CHIPS: dict[str, Chip] = {
         devices=2,
     ),
     "A100": Chip(
-        312e12, 80 * GB, 60 * GB, 2039e9, 300e9, 25e9, None,
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"),
+        312e12, 80 * GB, 60 * GB, 2039e9, 300e9, 25e9, None, ("NVIDIA A100-SXM4-80GB",),
         "NVIDIA A100 80GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
+        has_nvlink=True,
+    ),
+    "A100-40GB": Chip(
+        312e12, 40 * GB, 30 * GB, 1555e9, 300e9, 25e9, None, ("NVIDIA A100-SXM4-40GB",),
+        "NVIDIA A100 40GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
         has_nvlink=True,
     ),
     "H100": Chip(
@@ -119,6 +123,10 @@ CHIPS: dict[str, Chip] = {
     "L4": Chip(
         121e12, 24 * GB, 18 * GB, 300e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA L4",),
         "NVIDIA L4 data sheet, half of its figure with sparsity; PCIe 4.0 x16; network: assumed",
+    ),
+    "T4": Chip(
+        8.1e12, 16 * GB, 12 * GB, 320e9, 16e9, _SHARED_NETWORK, None, ("Tesla T4",),
+        "NVIDIA T4 data sheet; PCIe 3.0 x16; network: assumed",
     ),
     "A10": Chip(
         125e12, 24 * GB, 18 * GB, 600e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA A10",),

@@ -20,6 +20,16 @@ from vit_jax.models.forms import PLAIN, unconstrained
 # Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
 PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}
 
+# Products of (tokens x keys x width of a head) in cuDNN's attention and in its gradients, by JAX's
+# primitives and by the functions that XLA calls. The logits that the gradients compute again are
+# not counted, as in the plain form.
+CUDNN_PRODUCTS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 4,
+    "__cudnn$fmhaSoftmax": 2,
+    "__cudnn$fmhaSoftmaxBackward": 4,
+}
+
 
 def mfu(flops_per_s: float, *, device_kind: str, num_chips: int) -> float | None:
     """Model FLOPs utilisation, a fraction of the chips' `PEAK_FLOPS`; None for unknown chips.
@@ -39,8 +49,9 @@ def count_flops(fn: Callable, *args: Any) -> int:
 
     A multiply-add counts 2; elementwise operations count nothing. A scan counts its length times
     its body, `shard_map` its body on every device, a Pallas kernel its body at every point of its
-    grid, `cond` its costliest branch. Products with the zeros that the gradient of a strided
-    convolution inserts do not count; products with padding do.
+    grid, cuDNN's attention the products of its formula, `cond` its costliest branch. Products with
+    the zeros that the gradient of a strided convolution inserts do not count; products with padding
+    do.
 
     Args:
       fn: a function; it is traced but not run.
@@ -77,6 +88,9 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
         return 2 * pairs // math.prod(params["lhs_dilation"])
     if name == "pallas_call":  # a body for each point of the grid
         return math.prod(params["grid_mapping"].grid) * jaxpr_flops(params["jaxpr"])
+    if (kernel := params.get("target_name", name)) in CUDNN_PRODUCTS:
+        (B, N, H, K), M = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        return 2 * CUDNN_PRODUCTS[kernel] * B * H * N * M * K
     if name == "ffi_call" or name.startswith("dot_product_attention"):
         raise ValueError(f"FLOPs of the hand-written kernel {name} are unknown; count without it")
     inner = [jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]

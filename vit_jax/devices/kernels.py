@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.devices.cudnn import described_attention
+from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
@@ -29,7 +32,8 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
-_ODD = "JAX has no gradient of cuDNN's attention for an odd number of tokens, {}"
+_EVEN = 2  # JAX 0.10.2 refuses the gradient of cuDNN's attention for an odd number of tokens
+_BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, compute in bfloat16
 
 # VMEM of one core in MiB, by `pltpu.get_tpu_info_for_chip`, of chips with kernels of rows. v4 has
 # too little; there and on v5p, a kernel whose programs run in order would use one of two cores.
@@ -46,6 +50,7 @@ def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Modu
     if "forms" not in field_names(type(model)):
         return model
     platform = mesh.devices.flat[0].platform
+    model = _in_dtype_of(mesh.devices.flat[0], model)
     forms = BlockOps(attend=choose_attention(platform))
     if kernels == "auto":
         forms = _forms_on(platform, model, mesh)
@@ -58,18 +63,34 @@ def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
     if platform == "tpu":
         return tpu_forms(model, mesh)
     if platform == "gpu":
-        without = _why_plain(model, mesh, on_tpu=False)
-        if without is None:
-            return BlockOps(attend=_cudnn_attention)
-        _say_plain(without)
-        return BlockOps(attend=choose_attention("gpu"))
+        return gpu_forms(model, mesh)
     return BlockOps(attend=choose_attention(platform), multiply=multiply_on_cpu)
 
 
 def has_kernels(model: nn.Module) -> bool:
     """Whether `choose_forms` gave the model a kernel."""
-    forms = getattr(model, "forms", PLAIN)
-    return forms.attention_kernel is not None or forms.attend is _cudnn_attention
+    return getattr(model, "forms", PLAIN).attention_kernel is not None
+
+
+def gpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
+    """The forms of `model` on GPUs; see `choose_forms`."""
+    plain = BlockOps(attend=choose_attention("gpu"))
+    without = _why_plain(model, mesh, on_tpu=False)
+    if without is not None:
+        _say_plain(without)
+        return plain
+    return dataclasses.replace(
+        plain, attention_kernel=partial(_cudnn_attention, mesh=mesh), token_multiple=_EVEN
+    )
+
+
+def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
+    """`model` in float32 on a GPU without bfloat16, such as a T4."""
+    capability = float(getattr(device, "compute_capability", _BFLOAT16))
+    if device.platform != "gpu" or capability >= _BFLOAT16 or model.dtype != jnp.bfloat16:
+        return model
+    logger.warning("%s computes no bfloat16: the model computes in float32", device.device_kind)
+    return model.clone(dtype=jnp.float32)
 
 
 def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
@@ -108,8 +129,6 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return f"mesh.tensor={mesh.shape['tensor']} does not divide model.num_heads={heads}"
     if on_tpu and tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
-    if not on_tpu and tokens is not None and tokens % 2:
-        return _ODD.format(tokens)
     if not on_tpu and width > 128:
         return f"heads are {width} wide; cuDNN takes up to 128"
     if not on_tpu and model.dtype != jnp.bfloat16:
@@ -135,18 +154,43 @@ def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
         biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
         turns = () if turns is None else (turns,)
         return _on_devices(partial(_short_attention, num_keys=num_keys), mesh)(qkv, biases, turns)
-    q_BNHK, k_BMHK, v_BMHK = (
-        x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
-        for x_BNHK, bias_HK in zip(qkv, biases, strict=True)
-    )
-    if turns is not None:
-        q_BNHK, k_BMHK = turn(q_BNHK, turns), turn(k_BMHK, turns)
+    q_BNHK, k_BMHK, v_BMHK = _plain_qkv(qkv, biases, turns)
     if tokens < LONG:  # images of a size that was not known before
         _say_plain_once(f"{tokens} tokens lie between {SHORT} and {LONG}")
         keys_values = (x_BMHK[:, :num_keys] for x_BMHK in (k_BMHK, v_BMHK))
         return choose_attention("tpu")(q_BNHK, *keys_values)
     attend = _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh)
     return attend((q_BNHK, k_BMHK, v_BMHK))
+
+
+def _cudnn_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
+    """`forms.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
+
+    Queries of padding attend to the tokens that count, so that their outputs are finite.
+    """
+
+    def attend(q_BNHK, k_BMHK, v_BMHK):
+        if not has_cuda():  # a plan by calculation
+            return described_attention(q_BNHK, k_BMHK, v_BMHK)
+        B, M = k_BMHK.shape[:2]
+        is_padded = num_keys is not None and num_keys < M
+        lengths_B = jnp.full(B, num_keys, jnp.int32) if is_padded else None
+        return jax.nn.dot_product_attention(
+            q_BNHK, k_BMHK, v_BMHK, key_value_seq_lengths=lengths_B, implementation="cudnn"
+        )
+
+    return _on_devices(lambda qkv: attend(*qkv), mesh)(_plain_qkv(qkv, biases, turns))
+
+
+def _plain_qkv(qkv, biases, turns):
+    """Queries, keys and values with their biases; queries and keys turned."""
+    q_BNHK, k_BMHK, v_BMHK = (
+        x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
+        for x_BNHK, bias_HK in zip(qkv, biases, strict=True)
+    )
+    if turns is not None:
+        q_BNHK, k_BMHK = turn(q_BNHK, turns), turn(k_BMHK, turns)
+    return q_BNHK, k_BMHK, v_BMHK
 
 
 def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
@@ -254,15 +298,3 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
 
     drawn = jax.shard_map(draw_share, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
     return drawn(jax.random.key_data(key)[:2])
-
-
-def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM):
-    """`attention.Attend` by cuDNN, by its name, as JAX would fall back in silence."""
-    assert bias_BHNM is None, "choose_forms has found that cuDNN computes it"
-    odd = [tokens for tokens in (q_BNHK.shape[1], k_BMHK.shape[1]) if tokens % 2]
-    if odd:  # e.g. the visible patches of MAE, or small crops
-        _say_plain_once(_ODD.format(odd[0]))
-    # In a plan too: JAX traces cuDNN's attention only on hosts with a GPU.
-    if odd or jax.default_backend() != "gpu":
-        return choose_attention("gpu")(q_BNHK, k_BMHK, v_BMHK)
-    return jax.nn.dot_product_attention(q_BNHK, k_BMHK, v_BMHK, implementation="cudnn")

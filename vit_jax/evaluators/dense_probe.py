@@ -10,6 +10,7 @@ import collections
 import functools
 import itertools
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -21,6 +22,7 @@ from PIL import Image
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
 from vit_jax.config import POSITIVE, key
 from vit_jax.data import Source
+from vit_jax.data.images.files import split_of
 from vit_jax.data.retries import retried
 from vit_jax.evaluators.features import FeatureEvaluator, NothingToMeasureError, fit_whitening
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
@@ -252,7 +254,9 @@ class Depth(DenseProbe):
 def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
     """The file below `folder` for each record of `source`, by the names of both.
 
-    Names count without their endings; where several files have the name, with their folders.
+    Names count without their endings; where several files have the name, with their folders. Above
+    and including a folder that names a split, such as `val/` or `train2017/`, folders do not count,
+    but a file of another split is no target.
 
     Raises: InputError naming what is missing or ambiguous.
     """
@@ -263,15 +267,18 @@ def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
     by_name = collections.defaultdict(list)
     for path in root.rglob("*"):
         if path.suffix.lower() in (".png", ".npy"):
-            by_name[path.stem].append(path)
+            by_name[path.stem].append((path, *_below_split(path.relative_to(root))))
     found, faults = [], []
     for name in source.file_names(0, source.num_examples):
-        wanted = pathlib.PurePath(name).with_suffix("")
-        files = by_name[wanted.name]
+        split, below = _below_split(pathlib.PurePath(name))
+        split = split or split_of(source.split)
+        files = [
+            each for each in by_name[below.name] if None in (split, each[1]) or each[1] == split
+        ]
         if len(files) > 1:
-            files = [f for f in files if f.with_suffix("").match(f"*/{wanted}")]
-        faults += [f"{wanted}"] * (len(files) != 1)
-        found += files
+            files = [each for each in files if each[2].match(f"{below}")]
+        faults += [f"{below}"] * (len(files) != 1)
+        found += [path for path, *_ in files]
     if faults:
         raise InputError(
             f"targets={folder!r}: {len(faults):,} of the {source.num_examples:,} images of "
@@ -279,6 +286,15 @@ def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
             f"{few(faults)}; give the folder of their targets"
         )
     return found
+
+
+def _below_split(path: pathlib.PurePath) -> tuple[str | None, pathlib.PurePath]:
+    """(the split that a folder of `path` names, if one does; the path below, without ending)."""
+    path = path.with_suffix("")
+    for i, part in enumerate(path.parts[:-1]):
+        if split := split_of(re.sub(r"(?<=\D)\d{4}$", "", part)):
+            return split, pathlib.PurePath(*path.parts[i + 1 :])
+    return None, path
 
 
 def interpolate(y_RSC: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

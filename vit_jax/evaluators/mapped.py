@@ -125,7 +125,7 @@ def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> n
         key `class_map`.
     """
     try:
-        found = json.loads(epath.Path(path).read_text())
+        found = json.loads(epath.Path(path).read_bytes())
     except (OSError, ValueError) as e:
         raise InputError(f"class_map={path!r}: cannot be read ({e}); {_FORM}") from None
     lists: list[Any] = list(found.values()) if isinstance(found, dict) else [None]

@@ -74,7 +74,7 @@ def read_real_labels(path: str, num_classes: int) -> list[list[int]]:
       InputError: if the file is missing or malformed; names the key `labels_file`.
     """
     try:
-        labels = json.loads(epath.Path(path).read_text())
+        labels = json.loads(epath.Path(path).read_bytes())
         if not all(type(c) is int and c >= 0 for classes in labels for c in classes):
             raise ValueError("not every label is a class")
         largest = max(c for classes in labels for c in classes)

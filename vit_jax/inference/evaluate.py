@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +19,7 @@ from vit_jax import transfer
 from vit_jax.base import files, tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.checkpoints import restore
-from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, SOURCES, with_values
 from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.arrays import give
@@ -44,6 +44,7 @@ from vit_jax.run.sources import (
     find_absent,
     open_evaluated,
     say_other_names,
+    say_places,
 )
 from vit_jax.run.validation import (
     as_pairs,
@@ -107,35 +108,39 @@ def evaluate(
             check_evaluates_any(config, "config")
             start_backend(config.mesh.platform)
             model = transfer.read_pretrained(source, best=best)
-        return evaluate_model(config, model)
+        return evaluate_model(config, model, by_user=overrides)
 
 
 def evaluate_model(
     config: ConfigDict,
     model: "StoredModel | Pretrained",
     on_predictions: OnPredictions | None = None,
+    by_user: Collection[str] = (),
 ) -> dict[str, float]:
     """Evaluate a model by `config.evals`: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
     A `StoredModel` is evaluated by the run's own config, perhaps with other data or an open mesh,
-    and both its averaged and its raw weights are. Any other source determines the value range, the
-    loss, the image size unless `config.data.image_size` is set, and the preprocessing of evaluators
-    without ops; `config.model` may then set only fields that do not change the model's function,
-    such as `dtype`. The validation images of a folder are those that the source holds out, if it
-    holds some.
+    and both its averaged and its raw weights are. Any other source determines the value range, how
+    files become pixels, the loss, the image size unless `config.data.image_size` is set, and the
+    preprocessing of evaluators without ops, but for keys `by_user` and those of `config` that are
+    not as by default; `config.model` may then set only fields that do not change the model's
+    function, such as `dtype`. The validation images of a folder are those that the source holds
+    out, if it holds some.
 
     Args:
       on_predictions: gets the prediction for each image.
+      by_user: keys that the user has set, also to their defaults.
 
     Raises:
       InputError: naming the key, before anything is computed; or no checkpoint can be read.
     """
     of = model if isinstance(model, StoredModel) else _OfSource(model)
-    config = of.complete(config)
+    config = of.complete(config, by_user)
     mesh = of.make_mesh(config)
     compare_requests(config, of.facts)
     config = with_values(config, find_absent(config, training=False))
-    sources = open_evaluated(config, of.class_names, Divider(of.division, of.source))
+    divider = Divider(of.division, of.source, class_names=of.class_names)
+    sources = open_evaluated(config, of.class_names, divider)
     config = of.settle(config, sources)
     preprocessing = parse_preprocessing(config)
     check_evaluated_images(config, preprocessing, sources)
@@ -176,7 +181,7 @@ class StoredModel:
         self.class_names = class_names_of(names, number, self.source)
         self.division = read_division(workdir, trained)
 
-    def complete(self, config: ConfigDict) -> ConfigDict:
+    def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
         return with_values(config, {"optimizer.accum_steps": None})  # it is of training only
 
     def make_mesh(self, config: ConfigDict) -> Mesh:
@@ -225,8 +230,8 @@ class _OfSource:
         self.facts = {"--init_from": pretrained.source}
         self.class_names, self.division = pretrained.spec.class_names, pretrained.division
 
-    def complete(self, config: ConfigDict) -> ConfigDict:
-        """`config` with the source's settings."""
+    def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
+        """`config` with the source's settings where it has its defaults; see `evaluate_model`."""
         config = config.copy_and_resolve_references()
         faults, run = Faults(), self._pretrained.run
         d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
@@ -238,13 +243,26 @@ class _OfSource:
             f"data.image_size=None: {self.source} takes images of any size; choose one with "
             "--config.data.image_size",
         )
-        d.channels = about(model).channels
-        d.exif, d.pixel_range = spec.exif is not False, d.pixel_range or spec.pixel_range
-        d.mean, d.std, d.num_classes = spec.mean, spec.std, model.num_classes
+        stated = {"data.exif": spec.exif is not False, "data.pixel_range": spec.pixel_range,
+                  "data.mean": spec.mean, "data.std": spec.std}  # fmt: skip
         if run is not None:
             config_lib.add_plugins(config, run["config"]["plugins"])
-            config.loss.update(run["config"]["loss"])
-            d.multi_label = run["config"]["data"]["multi_label"]
+            stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
+            stated["data.multi_label"] = run["config"]["data"]["multi_label"]
+        default, found = map(config_lib.flatten, (config_lib.default_config(), config))
+        config = with_values(config, {
+            key: value
+            for key, value in stated.items()
+            if key not in by_user and found[key] == default.get(key, found[key])
+        })  # fmt: skip
+        d = config.data
+        of_model = {"channels": about(model).channels, "num_classes": model.num_classes}
+        for key, number in of_model.items():
+            faults.need(
+                f"data.{key}" not in by_user or number in (None, d[key]),
+                f"data.{key}={d[key]}: {self.source} has {number}; leave it out",
+            )
+        d.update(of_model)
         for name, entry in config.evals.items():
             faults.need(
                 d.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
@@ -301,13 +319,15 @@ def fill_in_ops(config: ConfigDict, pretrained: Pretrained, sources: Sources) ->
 def _warn_of_other_classes(
     config: ConfigDict, names: Sequence[str] | None, model_source: str, sources: Sources
 ) -> None:
-    """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
+    """Log or warn of names of the data's classes that differ from the model's."""
     for name, entry in config.evals.items():
         if EVALUATORS.find(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
-        other = say_other_names(source.class_names, names, source.name, model_source)
-        if other:
+        theirs = source.class_names
+        if theirs and SOURCES.find(source.name).is_own and theirs != names:
+            say_places(f"evals.{name}", theirs, model_source)
+        elif other := say_other_names(theirs, names, source.name, model_source):
             logger.warning(
                 "evals.%s: %s; accuracy is meaningful only if they are the same classes",
                 name, other,

@@ -1,6 +1,7 @@
 """The pictures of a folder that are most like others, by a model's features."""
 
 import io
+import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,20 +39,19 @@ def nearest(
 
     index_ND = np.concatenate([*features(among)])
     places = {os.path.realpath(path): i for i, path in enumerate(among)}
-    asked = iter(paths)
-    for x_BD in features(paths):
-        for path, similarity_N in zip(asked, x_BD @ index_ND.T, strict=False):
-            if np.isnan(similarity_N).all():
-                source = image_files([path], pretrained.spec.reading)
-                yield {"file": path, "error": why_unread(pretrained, source, 0)}
-                continue
-            if (own := places.get(os.path.realpath(path))) is not None:
-                similarity_N[own] = np.nan
-            order = np.argsort(-similarity_N, kind="stable")  # NaN comes last
-            best = [i for i in order[:top] if not np.isnan(similarity_N[i])]
-            yield {"file": path, "neighbours": [
-                {"file": among[i], "similarity": float(similarity_N[i])} for i in best
-            ]}  # fmt: skip
+    rows = itertools.chain.from_iterable(x_BD @ index_ND.T for x_BD in features(paths))
+    for path, similarity_N in zip(paths, rows, strict=True):
+        if np.isnan(similarity_N).all():
+            source = image_files([path], pretrained.spec.reading)
+            yield {"file": path, "error": why_unread(pretrained, source, 0)}
+            continue
+        if (own := places.get(os.path.realpath(path))) is not None:
+            similarity_N[own] = np.nan
+        order = np.argsort(-similarity_N, kind="stable")  # NaN comes last
+        best = [i for i in order[:top] if not np.isnan(similarity_N[i])]
+        yield {"file": path, "neighbours": [
+            {"file": among[i], "similarity": float(similarity_N[i])} for i in best
+        ]}  # fmt: skip
 
 
 def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Reading) -> None:

@@ -28,7 +28,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.data.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.predict import check_classes, outputs
-from vit_jax.run.sources import find_places
+from vit_jax.run.sources import find_places, say_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.pretrained import ops_for
 
@@ -122,7 +122,11 @@ def _true_labels(
         return None
     if places is not None:
         return np.asarray(places)[labels]
-    return labels if source.num_classes == pretrained.model.num_classes else None
+    if source.num_classes != pretrained.model.num_classes:
+        return None
+    if source.class_names:
+        say_places("labels/top1", source.class_names, pretrained.source)
+    return labels
 
 
 def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:

@@ -5,7 +5,6 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
@@ -15,11 +14,10 @@ _KEY = "model"
 
 
 def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
-    """Rows as a CSV file; None becomes an empty cell, and floats have six digits."""
+    """Rows as a CSV file; None becomes an empty cell, and floats are read back as they were."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    for row in rows:
-        writer.writerow(f"{v:.6g}" if isinstance(v, float | np.floating) else v for v in row)
+    writer.writerows(rows)
     return text.getvalue().encode(errors="backslashreplace")
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, OneProcessError
 from vit_jax.base.files import write_whole
 
 logger = logging.getLogger("vit_jax")
@@ -39,7 +39,7 @@ _TRIES, _TRY_S = 20, 0.1  # `check_free` holds the lock for a moment, a job for 
 _FILE = "held_by.json"
 
 
-class LostLockError(RuntimeError):
+class LostLockError(OneProcessError):
     """Another process trains in the workdir now."""
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -290,7 +290,10 @@ class PreemptionGuard:
     A second Ctrl-C ends this process at once; in an interactive Python it raises KeyboardInterrupt.
 
     interrupted: whether Ctrl-C came to this process; once `should_stop` is True, to any process.
+    entered: the guard of the loop that runs in this process, if one does.
     """
+
+    entered: ClassVar[Self | None] = None
 
     def __enter__(self):
         self._signalled = self.interrupted = False
@@ -302,9 +305,11 @@ class PreemptionGuard:
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so
             del handlers[signal.SIGINT]
         self._previous = {number: signal.signal(number, to) for number, to in handlers.items()}
+        PreemptionGuard.entered = self
         return self
 
     def __exit__(self, kind, error, traceback: types.TracebackType | None):
+        PreemptionGuard.entered = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -159,6 +159,10 @@ class Watchdog:
         finally:
             self._place = (self._place[0] + 1, outer, step)
 
+    @property
+    def current_phase(self) -> str:
+        return self._place[1]
+
     def arrive(self, step: int) -> None:
         """Call when the batch of `step` has arrived; starts the phase `step`."""
         self._place = (self._place[0] + 1, "step", step)
@@ -299,6 +303,11 @@ def stop() -> None:
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Enter a phase of this process's watchdog, if it was started; see `Watchdog.phase`."""
     return contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name)
+
+
+def current_phase() -> str:
+    """The phase of this process; "start" before its watchdog is started."""
+    return "start" if _watchdog is None else _watchdog.current_phase
 
 
 def arrive(step: int) -> None:

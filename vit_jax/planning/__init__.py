@@ -1,8 +1,8 @@
 """Plans of a run's memory, communication, time and cost on hardware you do not have.
 
-For TPUs, the real training step is compiled ahead of time on the CPU; memory, collectives and
-cycles come from the compiler. For GPUs, and for TPUs if libtpu is not installed or not wanted, they
-are calculated. Time and cost are estimated from them.
+The real training step is compiled ahead of time on the CPU; memory, collectives, and cycles or
+kernels come from the compiler. If libtpu or JAX's plugin for CUDA is not installed or not wanted,
+they are calculated. Time and cost are estimated from them.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Calculated plans, for GPUs and for TPUs whose compiler is not installed or not wanted.
-
-XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
-"""
+"""Calculated plans, for chips whose compiler is not installed or not wanted."""
 
 import dataclasses
 import functools

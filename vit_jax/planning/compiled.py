@@ -1,4 +1,4 @@
-"""Plans for TPUs: the real training step, compiled ahead of time."""
+"""Plans by XLA's compilers for TPUs and GPUs: the real training step, compiled ahead of time."""
 
 import contextlib
 import logging
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.devices import flops
+from vit_jax.devices.gpus import peak_flops
 from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
@@ -25,7 +26,10 @@ logger = logging.getLogger("vit_jax")
 def compile_plan(
     config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    """`plan` for TPUs, by the TPU compiler."""
+    """`plan` by the compiler for the target's chips.
+
+    Only the TPU compiler refuses a program that is too large; for GPUs its bytes decide.
+    """
     mesh = plan_mesh(config, target, devices)
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment)
@@ -57,11 +61,13 @@ def compile_plan(
             program = hlo.Program(compiled.as_text())
     cycles = program and program.cycles()
     kernels = [] if cycles is None else count_cycles(find_kernels(traced.jaxpr.jaxpr), target)
+    if program is not None and target.chip.is_gpu:
+        kernels = kernel_table(program, target)
     return figures | {
         "by": "compiler",
         "compile_s": compile_s,
         "memory_bytes": memory | judge(memory["peak"], target, compiled is not None),
-        "collectives": program and collective_table(program, mesh),
+        "collectives": program and collective_table(program, mesh, target),
         "hbm_bytes_accessed": program and program.bytes_accessed(),
         "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
         "kernels": kernels,
@@ -87,16 +93,19 @@ def needed_memory(message: str, state: int) -> int | None:
     return int(float(found[1]) * 1024**exponent) + (0 if used else state)
 
 
-def collective_table(program: hlo.Program, mesh: Mesh) -> list[dict[str, Any]]:
+def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[dict[str, Any]]:
     """The collectives of a step, grouped by kind, mesh axes, network and asynchrony."""
     shape = tuple(mesh.shape.values())
-    slices = [getattr(device, "slice_index", None) for device in mesh.devices.flat]
+    # Where a fast network ends: a slice of TPUs, or a host of GPUs.
+    end, beyond = ("process_index", "network") if target.chip.is_gpu else ("slice_index", "DCN")
+    homes = [getattr(device, end, None) for device in mesh.devices.flat]
     rows: dict[tuple, dict[str, Any]] = {}
     for each in program.collectives():
         places = np.unravel_index(each.groups[0], shape)
         axes = [axis for axis, at in zip(mesh.shape, places, strict=True) if len(set(at)) > 1]
-        crosses = any(len({slices[i] for i in group}) > 1 for group in each.groups)
-        key = (each.kind, tuple(axes), "DCN" if crosses else "ICI", each.asynchronous)
+        crosses = any(len({homes[i] for i in group}) > 1 for group in each.groups)
+        network = beyond if crosses else target.chip.fast_network
+        key = (each.kind, tuple(axes), network, each.asynchronous)
         row = rows.setdefault(key, {"count": 0, "bytes": 0, "sent_bytes": 0.0})
         row["count"] += each.count
         row["bytes"] += each.count * each.size
@@ -106,3 +115,29 @@ def collective_table(program: hlo.Program, mesh: Mesh) -> list[dict[str, Any]]:
         for (kind, axes, network, asynchronous), row in rows.items()
     ]
     return sorted(table, key=lambda row: -row["sent_bytes"])
+
+
+def kernel_table(program: hlo.Program, target: Target) -> list[dict[str, Any]]:
+    """The kernels of a GPU's step without collectives, grouped by kind and by what bounds them.
+
+    The time of a kernel is that of its products at their dtype's peak, or that of its bytes at the
+    memory's bandwidth, whichever is longer.
+    """
+    rows: dict[tuple, dict[str, Any]] = {}
+    for work in program.work():
+        if work.kind in hlo.COLLECTIVES:
+            continue
+        bounds = {
+            "flops": sum(n / peak_flops(target.slice.chip, kind) for kind, n in work.flops.items()),
+            "hbm": work.bytes / target.chip.hbm_bytes_per_s,
+        }
+        bound_by = max(bounds, key=bounds.__getitem__)
+        row = rows.setdefault(
+            (work.kind, bound_by), {"count": 0, "flops": 0, "bytes": 0, "roofline_s": 0.0}
+        )
+        row["count"] += work.count
+        row["flops"] += work.count * sum(work.flops.values())
+        row["bytes"] += work.count * work.bytes
+        row["roofline_s"] += work.count * bounds[bound_by]
+    table = [{"name": name, "bound_by": bound, **row} for (name, bound), row in rows.items()]
+    return sorted(table, key=lambda row: -row["roofline_s"])

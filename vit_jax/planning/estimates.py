@@ -14,12 +14,17 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
     Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
+    Beside it, `by_kernel` is the time of a program that is compiled for GPUs: each kernel by the
+    roofline, one after the other.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)
     roofline = _by_roofline(figures, chip, hidden + added)
     estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}
+    estimates["by_kernel"] = None
+    if chip.is_gpu and figures["kernels"]:
+        estimates["by_kernel"] = _by_kernel(figures, chip, hidden, added)
     if _is_timed_by_compiler(figures, chip):
         by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     else:
@@ -59,6 +64,8 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
         traffic = "of memory only the state, read and written once, and the batch"
     elif figures["compiler_cycles"] is not None:
         is_minimum, traffic = False, "all accessed memory is HBM, though some may be VMEM"
+    elif figures["kernels"]:
+        is_minimum, traffic = False, "all accessed memory is HBM, though some may be in the cache"
     parts = {"flops_s": figures["flops"]["counted_per_step"] / peak}
     if moved is not None:
         parts["hbm_s"] = moved * chip.devices / chip.hbm_bytes_per_s
@@ -143,6 +150,31 @@ def _by_compiler(
             *_common_assumptions(figures, chip),
             "the compiler's cycles, those of kernels by their schedules, at "
             f"{chip.cycles_per_s / 1e9:g} GHz",
+            "asynchronous collectives hide behind computation, the others add to it",
+        ],
+    }
+
+
+def _by_kernel(
+    figures: Mapping[str, Any], chip: Chip, hidden: float, added: float
+) -> dict[str, Any]:
+    """A step's time by the roofline of each kernel, with the seconds of the collectives."""
+    compute_s = sum(row["roofline_s"] for row in figures["kernels"])
+    step_s = max(compute_s, hidden) + added
+    peak = chip.peak_flops * figures["num_chips"]
+    return {
+        "compute_s": compute_s,
+        "collectives_hidden_s": hidden,
+        "collectives_added_s": added,
+        "step_s": step_s,
+        "mfu": figures["flops"]["model_per_step"] / (step_s * peak),
+        "assumptions": [
+            f"the chip's peaks ({chip.source})",
+            *_common_assumptions(figures, chip),
+            "each kernel at the peak of its products or of the memory, one after the other, in no "
+            "time to start",
+            "products as they are compiled without a device, which would choose the fastest of "
+            "several kernels",
             "asynchronous collectives hide behind computation, the others add to it",
         ],
     }

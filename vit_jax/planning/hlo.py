@@ -1,4 +1,4 @@
-"""Parses the text of a program compiled by XLA: its collectives, HBM traffic and estimated cycles.
+"""Parses the text of a program compiled by XLA: collectives, FLOPs, HBM traffic, estimated cycles.
 
 A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
@@ -11,10 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
-          "collective-broadcast")  # fmt: skip
+from vit_jax.planning.products import count_flops, dtype_of, target_of_call
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
+               "collective-broadcast")  # fmt: skip
 _DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+# Take no time and move nothing, but for what they call.
+_FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
+         "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
@@ -54,10 +59,28 @@ class Collective(NamedTuple):
         return self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
 
+class Work(NamedTuple):
+    """What one instruction of a program computes and moves per execution, on one device.
+
+    kind: the function that it calls, the kind of a fusion, or its opcode.
+    count: number of executions per step.
+    flops: {dtype of the operands: FLOPs} of its products.
+    bytes: read from and written to HBM.
+    """
+
+    kind: str
+    count: int
+    flops: Counter[str]
+    bytes: int
+
+
 class _Place(NamedTuple):
-    """An instruction, its number of executions, and its enclosing fusions, outermost first."""
+    """An instruction, those beside it by name, its number of executions, and its enclosing fusions,
+    outermost first.
+    """
 
     instruction: Instruction
+    siblings: dict[str, Instruction]
     count: int
     computation: str
     within: tuple[Instruction, ...]
@@ -100,12 +123,14 @@ class Program:
                 found[place.computation, each.name] = between_slices
                 continue
             kind = each.opcode.removesuffix("-start")
-            if kind not in _KINDS:
+            if kind not in COLLECTIVES:
                 continue
             fused = [called for outer in place.within for called in _called(outer, "calls")]
             asynchronous = each.opcode != kind or any("async" in name for name in fused) or any(
                 outer.name.startswith("async") for outer in place.within
             )  # fmt: skip
+            # On GPUs all collectives start and end; nothing is computed between those of some.
+            asynchronous = asynchronous and '"is_sync":true' not in each.attributes
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             chain = re.search(r'chain_id="(\d+)"', each.attributes)
             number = chain or (channel if place.within else None)
@@ -152,15 +177,21 @@ class Program:
 
         If a fusion reads or writes only a slice of an array, only that slice counts.
         """
-        free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
-                "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
-        total = 0
+        return sum(work.count * work.bytes for work in self.work())
+
+    def work(self) -> list[Work]:
+        """The instructions that run one after the other, without those inside of fusions."""
+        found: list[Work] = []
         for place in self._places():
-            each = place.instruction
-            if place.within or each.opcode in free or each.opcode.endswith("-done"):
-                continue
-            total += place.count * self._bytes_of(each, self._computations[place.computation])
-        return total
+            each, siblings = place.instruction, place.siblings
+            types = [siblings[name].type for name in each.operands if name in siblings]
+            if not place.within and each.opcode not in _FREE and not each.opcode.endswith("-done"):
+                number = self._bytes_of(each, siblings)
+                found.append(Work(_kind(each), place.count, Counter(), number))
+            flops = count_flops(each.opcode, each.attributes, each.type, types)
+            if flops:
+                found[-1].flops[dtype_of(types[0])] += flops * place.count // found[-1].count
+        return found
 
     def _bytes_of(self, each: Instruction, siblings: dict[str, Instruction]) -> int:
         types = [siblings[name].type for name in each.operands if name in siblings]
@@ -198,7 +229,7 @@ class Program:
         total, users = 0, [each for each in body.values() if name in each.operands]
         for user in users:
             part: int | None = None
-            if user.opcode == "dynamic-slice" and user.operands[0] == name:
+            if user.opcode in ("dynamic-slice", "slice") and user.operands[0] == name:
                 part = _bytes(user.type)
             elif user.opcode == "bitcast":
                 part = self._sliced_bytes(body, user.name)
@@ -217,8 +248,9 @@ class Program:
         yield from self._walk(self._entry, 1, self._entry, ())
 
     def _walk(self, name, count, computation, within) -> Iterator[_Place]:
-        for each in self._computations.get(name, {}).values():
-            yield _Place(each, count, computation, within)
+        siblings = self._computations.get(name, {})
+        for each in siblings.values():
+            yield _Place(each, siblings, count, computation, within)
             if each.opcode == "while":
                 (body,), (condition,) = _called(each, "body"), _called(each, "condition")
                 times = count * self._trip_count(each, condition)
@@ -266,6 +298,14 @@ def _closing(text: str) -> int:
         if not depth:
             return match.start()
     return len(text)
+
+
+def _kind(each: Instruction) -> str:
+    """What the instruction is called in a table of kernels."""
+    if each.opcode != "fusion":
+        return target_of_call(each.attributes) or each.opcode.removesuffix("-start")
+    kinds = re.findall(r'"fusion_backend_config":\{"kind":"(\w+)"|\bkind=(\w+)', each.attributes)
+    return f"fusion {next(filter(None, kinds[-1]))}" if kinds else "fusion"
 
 
 def _called(each: Instruction, role: str) -> list[str]:

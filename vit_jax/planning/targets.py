@@ -1,6 +1,7 @@
 """The hardware that a run is planned for: descriptions of devices that this machine lacks."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import logging
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, SLICES, Chip, Slice, count_chips
+from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.devices.mesh import (
     AXES,
     BATCH_AXES,
@@ -26,6 +28,8 @@ from vit_jax.devices.mesh import (
 )
 
 logger = logging.getLogger("vit_jax")
+
+_CUDA_EXTRA = "'.[cuda]' (Linux; 6 GB, no GPU is needed)"
 
 
 class Target(NamedTuple):
@@ -48,19 +52,22 @@ class Target(NamedTuple):
 
     @property
     def is_compiled_for(self) -> bool:
-        """Whether its compiler is used (libtpu, for TPUs); otherwise plans are calculated."""
-        has_one = not self.chip.is_gpu and importlib.util.find_spec("libtpu") is not None
-        return has_one and self.may_compile
+        """Whether its compiler, libtpu or JAX's plugin for CUDA, is used; else it is calculated."""
+        has_tpus = importlib.util.find_spec("libtpu") is not None
+        return self.may_compile and (has_cuda() if self.chip.is_gpu else has_tpus)
 
 
 def start_planning(target: Target) -> None:
     """Set JAX up to compile on the CPU for other devices; call it before JAX starts its backend."""
     jax.config.update("jax_platforms", "cpu")
-    if not target.chip.is_gpu and target.may_compile and not target.is_compiled_for:
+    if target.may_compile and not target.is_compiled_for:
+        compiler, extra = "libtpu, which compiles for TPUs,", "'.[plan]' (Linux on x86-64)"
+        if target.chip.is_gpu:
+            compiler, extra = "JAX's plugin for CUDA, which compiles for GPUs,", _CUDA_EXTRA
         logger.warning(
-            "libtpu, which compiles for TPUs, is not installed: memory and collectives are "
-            "calculated; for the compiler's figures: pip install -e '.[plan]' (Linux on x86-64)"
-        )
+            "%s is not installed: memory and collectives are calculated; for the compiler's "
+            "figures: pip install -e %s", compiler, extra,
+        )  # fmt: skip
     # Other programs may use libtpu on this host, and there may be no metadata server.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -85,13 +92,20 @@ class DescribedDevice:
     slice_index: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class DescribedGpu(DescribedDevice):
+    """With what GPUs have besides."""
+
+    compute_capability: str = ""
+
+
 def describe_devices(target: Target) -> list[DescribedDevice]:
     """Describe the target's devices, without its compiler."""
     kind = target.chip.device_kinds[0]
     if target.chip.is_gpu:
-        return [
-            DescribedDevice(i, i // GPUS_PER_HOST, kind, "gpu") for i in range(target.num_chips)
-        ]
+        major, minor = GPUS[target.slice.chip].capability
+        describe = functools.partial(DescribedGpu, compute_capability=f"{major}.{minor}")
+        return [describe(i, i // GPUS_PER_HOST, kind, "gpu") for i in range(target.num_chips)]
     x, y, z = (*map(int, target.slice.name.partition(":")[2].split("x")), 1)[:3]
     places = [
         (slice_index, (i, j, k), core)
@@ -113,6 +127,11 @@ def find_devices(target: Target) -> list[Any]:
     if not target.is_compiled_for:
         return describe_devices(target)
     options: dict[str, Any] = {}
+    if target.chip.is_gpu:
+        options["target_config"] = describe_to_xla(target.slice.chip)
+        hosts = target.slice.num_hosts
+        options["topology"] = f"1x{hosts}x{target.num_chips // hosts}"
+        return list(topologies.get_topology_desc("", "cuda", **options).devices)
     if target.chip.has_two_cores and target.chip.devices == 1:  # both are one device to JAX
         options["chip_config_name"] = "megacore"
     if target.num_slices > 1:

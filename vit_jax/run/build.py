@@ -18,6 +18,7 @@ from vit_jax.base import faults, files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config import SplitKey
+from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
@@ -288,9 +289,8 @@ def _match_head(
 def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
     """Warn if the model of `init_from` was trained with another pixel range than `config.data`."""
     for key in ("mean", "std"):
-        ours, theirs = config.data[key], getattr(pretrained.spec, key)
-        if len({*theirs}) == 1:
-            theirs = theirs[:1] * len(ours)  # of another number of channels
+        both = config.data[key], getattr(pretrained.spec, key)
+        ours, theirs = (per_channel(values, config.data.channels) for values in both)
         if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             logger.warning(
                 "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",

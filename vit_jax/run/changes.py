@@ -92,7 +92,7 @@ def branch_command(
     rule = ["--rule=constant"]
     if rates[-1] < HARDLY_LEARNS * peak:
         warmup = max((parse_durations(config)["duration"] - steps_done) // 20, 1)
-        rule = ["--rule=cosine", f"--config.optimizer.peak_lr={peak:g}",
+        rule = ["--rule=cosine", f"--config.optimizer.peak_lr={peak}",
                 f"--config.schedule.warmup={warmup} steps"]  # fmt: skip
     new = ["--workdir=NEW", f"--config.duration={config.duration}"]
     return shlex.join(["vit_jax", "branch", f"--init_from={workdir}", *new, *rule])

@@ -37,6 +37,7 @@ from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, r
 from vit_jax.run.weights_and_biases import check_installed
 from vit_jax.run.workdir import StoredRun, check_writable
 from vit_jax.transfer.resample import check_convention
+from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
 
@@ -88,7 +89,7 @@ class Files(Opener):
         self.pretrained = transfer.read_pretrained(source)
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
-        return take_fields(config, self.pretrained)
+        return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
         if not gives_classes(config):
@@ -117,7 +118,7 @@ class Files(Opener):
         config = config_lib.with_values(config, names)
         facts, sources = open_training(config, self._taught, self.divider)
         config = config_lib.with_values(config, facts)
-        settled = Divider(self.divider.settled())
+        settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
         self.sources = sources | open_evaluated(config, divider=settled, opened=sources)
         check_images(config, self.preprocessing, self.sources)
         return changes | names | facts
@@ -127,7 +128,9 @@ class Files(Opener):
         before = self._before
         if before.is_begun:
             began_with = config if before.stored is None else before.stored.resolved
-            return Divider(read_division(self._workdir, began_with))
+            named = (self._workdir / "classes.json").exists()  # it is written last
+            names = read_class_names(self._workdir) if named else None
+            return Divider(read_division(self._workdir, began_with), class_names=names)
         if self.pretrained is None:
             return Divider(anew=True)
         return Divider(self.pretrained.division, self.pretrained.source, anew=True)

@@ -4,7 +4,7 @@
 
 A config file cannot know them:
 
-    source    take_fields              model fields, image size and value range of `init_from`
+    source    take_fields              model fields, size, channels and value range of `init_from`
     teachers  opener.Files.teachers    the number of classes of unlabelled images
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
@@ -144,13 +144,13 @@ def resolve(
         changes = {
             key: value
             for key, value in (faults.check(decide, config) or {}).items()
-            if (key not in flat or flat[key] != value)
+            if (key not in flat or flat[key] != value or by == "source")
             and (key not in by_user or by not in ("source", "rule"))
         }
         config = config_lib.with_values(config, changes)
         decided_by |= dict.fromkeys(changes, by)
-        if "model.name" in changes:
-            faults += find_faults(config)  # until now the checks of the model had none
+        if by == "source" and changes:
+            faults += find_faults(config)  # the checks did not know what the source decides
         if by not in ("source", "teachers") or config.data.image_size is None:
             collect_faults(faults)  # the next stage needs what this one decides
     return Resolved(asked, config, {key: decided_by[key] for key in config_lib.flatten(config)})
@@ -163,7 +163,7 @@ def find_open(config: ConfigDict) -> dict[str, str]:
     waiting = {
         "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
         "devices": ("optimizer.accum_steps", *config_lib.LAYOUT_KEYS * config.auto),
-        "source": ("data.image_size", "data.mean", "data.std", *taken)
+        "source": ("data.image_size", "data.channels", "data.mean", "data.std", *taken)
         * (config.init_fields == "source"),
         "rule": ("duration", "optimizer.peak_lr", "schedule.warmup")
         * (config.schedule.rule is not None)
@@ -203,10 +203,10 @@ def continue_run(
 def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     """The fields that `init_fields="source"` takes from `pretrained`.
 
-    Fields of the model and the image size are taken where they are None, `data.mean` and `data.std`
-    where they have their defaults. If `model.name` is None, the source gives it with all sizes. The
-    sizes are otherwise those of `model.name`, and must be the source's; a run of the same
-    `model.name` gives its own sizes.
+    Fields of the model and the image size are taken where they are None, `data.channels`,
+    `data.mean` and `data.std` where they have their defaults. If `model.name` is None, the source
+    gives it with all sizes. The sizes are otherwise those of `model.name`, and must be the
+    source's; a run of the same `model.name` gives its own sizes.
 
     Raises:
       InputError: the source is another model, or takes images of any size and `config` has none.
@@ -236,9 +236,13 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         height, width = spec.image_size
         changes["data.image_size"] = height if height == width else (height, width)
     default = config_lib.base_config().data
+    if d.channels == default.channels != spec.channels:
+        changes["data.channels"] = spec.channels
+    channels = changes.get("data.channels", d.channels)
     for key in ("mean", "std"):
         theirs = tuple(getattr(spec, key))
-        if tuple(d[key]) == default[key] != theirs and len(theirs) == d.channels:
+        fits = len(theirs) == channels or len({*theirs}) == 1
+        if tuple(d[key]) == default[key] and fits:
             changes[f"data.{key}"] = theirs
     if config.model.name is None:
         said = ", ".join(f"{key}={value}" for key, value in changes.items())

@@ -57,6 +57,22 @@ def _other_names(
     return [(i, a, b) for i, (a, b) in enumerate(pairs) if a.lower() != b.lower()]
 
 
+def say_places(where: str, names: Sequence[str], source: str) -> None:
+    """Logs that the data's classes `names` are the outputs of `source` of the same places.
+
+    A warning if the names are other numbers than the places.
+    """
+    ends = [(names[0], 0), (names[-1], len(names) - 1)]
+    other = [(n, i) for i, n in enumerate(names) if n.isdecimal() and int(n) != i]
+    said = ", ".join(f"{name!r} is output {i}" for name, i in other[:2] or ends)
+    logger.log(
+        logging.WARNING if other else logging.INFO,
+        "%s: %s has none of the classes' names, so the places are matched: %s%s",
+        where, source, said,
+        "; accuracy is meaningful only if this is the order of the outputs" if other else "",
+    )  # fmt: skip
+
+
 def find_places(
     names: Sequence[str] | None, known: Sequence[str] | None, source: str
 ) -> list[int] | None:
@@ -182,8 +198,9 @@ def _match_own(
         return source
     if not {*names} <= {*class_names}:
         # Models call the classes of ImageNet by words, in the same order.
-        of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
-        if learns or of_imagenet:
+        of_imagenet = all(map(SYNSET.fullmatch, names))
+        are_places = all(name.isdecimal() and int(name) == i for i, name in enumerate(names))
+        if learns or (len(names) == len(class_names) and (of_imagenet or are_places)):
             return source
     try:
         return data.match_classes(source, class_names)
@@ -272,12 +289,8 @@ def _open_mixture(
     config: ConfigDict, source: data.Source, open_split: Callable[..., data.Source]
 ) -> list[data.Source]:
     """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
-    d, faults, own = config.data, Faults(), config_lib.own_split(config)
-    whole = own._replace(subset=None)
-    parts = data.parse_mix(d.mix)
-    keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
-    # The classes of pseudo labels are the teacher's, which were chosen before.
-    keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
+    d, faults = config.data, Faults()
+    own, *keys = data.mixed_keys(config)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
     opened = [source, *(other for other in others if other is not None)]

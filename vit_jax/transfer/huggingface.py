@@ -8,7 +8,6 @@ It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(Wi
 `method="pre_logits"` returns its output.
 """
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -37,14 +36,11 @@ from vit_jax.transfer.names import (
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
 
-logger = logging.getLogger("vit_jax")
-
 _DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # defaults of ViTConfig and DeiTConfig
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
 _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
-          "hidden_act": "text", "id2label": "an object", "problem_type": "text"}  # fmt: skip
-_LOSSES = {"single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
-_PROBLEM_TYPE = {ours: theirs for theirs, ours in _LOSSES.items()}
+          "hidden_act": "text", "id2label": "an object", "problem_type": "text",
+          "pooler_act": "text"}  # fmt: skip
 _CLASSIFIERS = ("classifier", "cls_classifier")
 _PATCHES = "embeddings.patch_embeddings.projection"
 
@@ -108,11 +104,11 @@ def read(source: Source) -> Pretrained:
     if "patch_size" in stated:
         stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
     source.check_agreement(stated, found)
-    assumed = _read_unseen(source, stated, found["hidden_size"])
     head = next((n for n in _CLASSIFIERS if f"{n}.weight" in arrays), None)
     distilled = f"{prefix}embeddings.distillation_token" in arrays
     if distilled and head is None:
         source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
+    assumed = _read_unseen(source, stated, found["hidden_size"])
     if "image_size" in stated:
         image_size = image_hw(stated["image_size"], "image_size")
     else:
@@ -135,7 +131,7 @@ def read(source: Source) -> Pretrained:
     params = read_rows(_rows(model, prefix, head), source, model)
     labels = vision.read_labels(stated)
     pixels, names = read_pixels(source), class_names_of(labels, model.num_classes, str(source.path))
-    loss = _LOSSES.get(stated.get("problem_type"))
+    loss = vision.LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, "half_pixel", class_names=names, loss=loss)
     processor = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
     spec = with_pixels(spec, pixels, processor, str(source.path))
@@ -159,7 +155,9 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
                 "to the file")  # fmt: skip
     faults.need_known("hidden_act", act, vision.GELU)
     if "problem_type" in stated:
-        faults.need_known("problem_type", stated["problem_type"], _LOSSES)
+        faults.need_known("problem_type", stated["problem_type"], vision.LOSSES)
+    if any(name.endswith("pooler.dense.weight") for name in source.arrays):
+        faults.need_known("pooler_act", stated.get("pooler_act", "tanh"), ("tanh",))
     source.refuse(faults, "its architecture cannot be inferred")
     eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
@@ -168,7 +166,7 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
     if vision.find_name(model) is not None:
-        return []
+        return vision.find_oblong(model)
     of_head = {} if getattr(model, "num_classes", None) is None else {"hidden_head": (False,)}
     needed = {"pool": ("token",), "norm_pooled": (False,), "layer_scale": (None,)}
     return find_unheld(model, (ViT, DeiT), needed | of_head)
@@ -191,21 +189,17 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     head = "cls_classifier" if two_heads else "classifier"
     arrays = write_rows(_rows(model, prefix, head), pretrained.params, model)
     spec = pretrained.spec.at(model.image_size)
-    config = {"architectures": [architecture], **_config(model, kind, spec.class_names)}
-    if spec.loss in _PROBLEM_TYPE:
-        config["problem_type"] = _PROBLEM_TYPE[spec.loss]
-    elif spec.loss is not None:  # a plug-in's loss
-        logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
+    # As in transformers, a model without classes is described with ten labels.
+    labels = vision.write_labels(path, spec, model.num_classes or 10)
+    config = {"architectures": [architecture], **_config(model, kind), **labels}
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
     write_tensors(path / WEIGHTS, arrays)
     return ["config.json", "preprocessor_config.json", WEIGHTS]
 
 
-def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) -> dict[str, Any]:
+def _config(model: nn.Module, kind: str) -> dict[str, Any]:
     """The values of ViTConfig or DeiTConfig; `kind` is vit or deit."""
-    # As in transformers, a model without classes is described with ten labels.
-    labels = class_names or [f"LABEL_{i}" for i in range(model.num_classes or 10)]
     return {
         "attention_probs_dropout_prob": 0.0,
         "dtype": "float32",
@@ -213,11 +207,9 @@ def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) ->
         "hidden_act": vision.HIDDEN_ACT[model.gelu],
         "hidden_dropout_prob": 0.0,
         "hidden_size": model.width,
-        "id2label": {str(i): name for i, name in enumerate(labels)},
         "image_size": int_or_pair(model.image_size),
         "initializer_range": 0.02,
         "intermediate_size": model.mlp_dim,
-        "label2id": {name: i for i, name in enumerate(labels)},
         "layer_norm_eps": model.norm_eps,
         "model_type": kind,
         "num_attention_heads": model.num_heads,

@@ -80,8 +80,8 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
     interpolation = _FILTERS[given["resample"]]
     nearest = max if in_proportion else min  # if no share gives both sides
     share = nearest(map(share_of, spec.image_size, resized))
-    cut = Cut(share, "center" if in_proportion else "squash", interpolation)
-    ops = pixels.get("ops") or _ops(resized, in_proportion, interpolation, spec.image_size)
+    cut = Cut(share, "center" if in_proportion else "squash", interpolation, "transformers")
+    ops = pixels.get("ops") or ops_of_cut(cut, spec.image_size, resized)
     spec = spec._replace(
         cut=cut,
         **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
@@ -155,17 +155,6 @@ def _height_width(size: Any) -> tuple[int, int] | None:
     return (height, width) if all(type(s) is int and s > 0 for s in (height, width)) else None
 
 
-def _ops(
-    resized: tuple[int, int], in_proportion: bool, interpolation: str, image_size: tuple[int, int]
-) -> str:
-    """The preprocessing string equivalent to an image processor of transformers."""
-    if in_proportion:
-        return f"decode|torchvision_resize({resized[0]}, {interpolation!r})|central_crop"
-    if resized == image_size:
-        return f"decode|torchvision_resize(filter={interpolation!r})"
-    return f"decode|torchvision_resize({resized}, {interpolation!r})|central_crop"
-
-
 def write_pixels(spec: Spec) -> dict[str, Any]:
     """The values of preprocessor_config.json for the preprocessing in `spec`."""
     pixels = {
@@ -204,8 +193,4 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what transformers does with `write_pixels`' values."""
-    cut = spec.cut or Cut()
-    in_proportion, resized = cut.mode == "center", cut.resized(spec.image_size)
-    if in_proportion:
-        resized = (max(resized),) * 2
-    return _ops(resized, in_proportion, cut.interpolation, spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="transformers"), spec.image_size)

@@ -5,6 +5,7 @@ It reads `Dinov2Model`, `Dinov2WithRegistersModel`, both with a classifier too, 
 `CLIPVisionModel`, and the tower of a `SiglipModel`, a `Siglip2Model` or a `CLIPModel`.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -37,12 +38,16 @@ from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
 from vit_jax.transfer.timm_blocks import CLIP, HALF, IMAGENET
 
+logger = logging.getLogger("vit_jax")
+
 GELU = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh",
         "quick_gelu": "quick", "silu": "silu"}  # fmt: skip
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu", "silu": "silu"}
 _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
           "hidden_act": "text", "id2label": "an object", "rope_theta": "a positive number",
-          "layerscale_value": "a positive number"}  # fmt: skip
+          "layerscale_value": "a positive number", "problem_type": "text"}  # fmt: skip
+LOSSES = {"single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
+_PROBLEM_TYPE = {ours: theirs for theirs, ours in LOSSES.items()}
 _OURS = "encoder/layer_{i}"
 
 
@@ -188,7 +193,8 @@ def read(source: Source) -> Pretrained:
     assert found is not None  # recognises(source)
     name, prefix = found
     kind, content = KINDS[name], source.config or {}
-    stated = source.read_stated(content.get("vision_config", content), _KINDS)
+    of_head = {key: content[key] for key in ("id2label", "problem_type") if key in content}
+    stated = source.read_stated((content.get("vision_config") or content) | of_head, _KINDS)
     source.leave_out(r"(text_model|text_projection|visual_projection|logit_\w+)(\..*)?",
                      "what is not the image tower is")  # fmt: skip
     source.leave_out(r".*embeddings\.(mask_token|position_ids)", "what the tower does not use is")
@@ -198,7 +204,8 @@ def read(source: Source) -> Pretrained:
     names = class_names_of(read_labels(stated), model.num_classes, str(source.path))
     pixels = read_pixels(source)
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
-    spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names)
+    loss = LOSSES.get(stated.get("problem_type"))
+    spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
     if model.image_size is not None:
         spec = with_pixels(spec, pixels or mean_std, "ViTImageProcessor", str(source.path))
     assumed = {"num_attention_heads": model.num_heads, "layer_norm_eps": model.norm_eps,
@@ -237,6 +244,8 @@ def _make_model(source: Source, name: str, stated: Mapping[str, Any]) -> ViT:
         stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
     source.check_agreement(stated, found)
     usual = (_HEADS_OF_DINO if is_dino else _HEADS).get(width, HEADS_BY_WIDTH.get(width))
+    if source.config is not None:
+        usual = 6 if is_v3 else 12  # transformers' defaults
     heads, act = stated.get("num_attention_heads", usual), stated.get("hidden_act", kind.act)
     if gated and not is_v3:
         act = "silu"  # whatever is stated
@@ -244,16 +253,24 @@ def _make_model(source: Source, name: str, stated: Mapping[str, Any]) -> ViT:
     faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
                 "to the file")  # fmt: skip
     faults.need_known("hidden_act", act, GELU)
+    if "problem_type" in stated:
+        faults.need_known("problem_type", stated["problem_type"], LOSSES)
     has_head, has_token = "classifier.weight" in arrays, not name.startswith("siglip")
     if has_head and not has_token:
         source.leave_out(r"head\..*", "the pooling, which the classifier does not take, is")
     faults.need(not has_head or name != "clip_vision_model",
                 "classifier: CLIP's takes patches without the last norm")  # fmt: skip
     source.refuse(faults, "its architecture cannot be inferred")
+    image_size = _image_size(source, stated, found["patch_size"], has_token)
+    if name.startswith("dinov2") and image_size[0] != image_size[1]:
+        source.refuse([
+            "image_size={!r}: transformers takes its positions for those of a square; state the "
+            "size of that square, and load it for images of {} x {}".format(image_size, *image_size)
+        ])  # fmt: skip
     pool = "token" if has_token else "map" if "head.probe" in source.arrays else "gap"
     return ViT(
         num_classes=source.size("classifier.weight", 0),
-        image_size=_image_size(source, stated, found["patch_size"], has_token),
+        image_size=image_size,
         patch_size=patch_size,
         width=width,
         depth=found["num_hidden_layers"],
@@ -299,6 +316,18 @@ def read_labels(stated: Mapping[str, Any]) -> list[str] | None:
     return [names.get(str(i)) for i in range(len(names))]
 
 
+def write_labels(path: epath.Path, spec: Spec, num_classes: int) -> dict[str, Any]:
+    """The keys of config.json for the names of the classes and for the loss."""
+    names = spec.class_names or [f"LABEL_{i}" for i in range(num_classes)]
+    if spec.loss not in (None, *_PROBLEM_TYPE):  # a plug-in's loss
+        logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": _PROBLEM_TYPE.get(spec.loss),
+    }
+
+
 def _rows(name: str, model: ViT) -> list[Row]:
     return rows_of([*KINDS[name].rows(model), *LINEAR("classifier", "head")], model)
 
@@ -316,6 +345,17 @@ def find_name(model: nn.Module) -> str | None:
     else:
         name = "siglip_vision_model"
     return None if _find_unheld(name, model) else name
+
+
+def find_oblong(model: nn.Module) -> list[str]:
+    """The sizes of a tower of transformers that its class needs to be square, and are not."""
+    name = find_name(model)
+    both = ("image_size", "patch_size")
+    of_kind = {"dinov3_vit": (), "siglip_vision_model": both, "clip_vision_model": both}
+    keys = of_kind.get(name, ("image_size",))
+    sizes = {key: size for key in keys if (size := getattr(model, key))}
+    return [f"{key}={size!r}, but {KINDS[name].architecture} of transformers needs a square"
+            for key, size in sizes.items() if size[0] != size[1]]  # fmt: skip
 
 
 def _find_unheld(name: str, model: ViT) -> list[str]:
@@ -373,11 +413,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     elif name.startswith(("siglip", "clip")):
         arrays = {f"vision_model.{n}": a for n, a in arrays.items()}
     config = {"architectures": [architecture], **_config(name, model)}
-    if spec.class_names:
-        config["id2label"] = {str(i): label for i, label in enumerate(spec.class_names)}
-        config["label2id"] = {label: i for i, label in enumerate(spec.class_names)}
-    elif model.num_classes is not None:
-        config["id2label"] = {str(i): f"LABEL_{i}" for i in range(model.num_classes)}
+    if model.num_classes is not None:
+        config |= write_labels(path, spec, model.num_classes)
     if name.startswith("dino"):
         prefix = next(n for n in arrays if n.endswith("cls_token")).removesuffix("cls_token")
         shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)

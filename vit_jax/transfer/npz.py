@@ -44,10 +44,12 @@ from vit_jax.transfer.source import READING, Source, write_json
 
 logger = logging.getLogger("vit_jax")
 
+# {key: field of a Cut}; "library" is absent in older files.
+_CUT = {"crop": "share", "crop_mode": "mode"} | {k: k for k in ("interpolation", "library")}
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "loss": "softmax or sigmoid",
+          "library": "timm, transformers or vit_jax", "loss": "softmax or sigmoid",
           **READING}  # fmt: skip
 
 _DENSE = layer({"/kernel": ("kernel", ""), "/bias": ("bias", "")})
@@ -171,7 +173,7 @@ def read(source: Source, variant: Variant) -> Pretrained:
         image_size or model.image_size,
         "corner_aligned",
         class_names=class_names_of(stated.get("class_names"), model.num_classes, str(source.path)),
-        cut=Cut(float(stated["crop"]), stated["crop_mode"], stated["interpolation"])
+        cut=Cut(**{field: stated[key] for key, field in _CUT.items() if key in stated})
         if "crop" in stated
         else None,
         **{key: tuple(stated[key]) for key in ("mean", "std") if key in stated},
@@ -313,7 +315,7 @@ def write(path: epath.Path, pretrained: Pretrained, variant: Variant) -> list[st
     if image_size:
         stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
-        stated |= zip(("crop", "crop_mode", "interpolation"), spec.cut, strict=True)
+        stated |= {key: getattr(spec.cut, field) for key, field in _CUT.items()}
     stated |= {"ops": spec.ops, "loss": spec.loss, **spec.stated_reading}
     stated["class_names"] = list(spec.class_names) if spec.class_names else None
     content = io.BytesIO()

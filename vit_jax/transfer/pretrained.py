@@ -5,6 +5,7 @@ import math
 import os
 import types
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from etils import epath
 
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError
+from vit_jax.data.class_names import as_name
 from vit_jax.data.division import Division
 from vit_jax.data.images.formats import Reading
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
@@ -33,11 +35,14 @@ class Cut(NamedTuple):
     mode: "center" keeps the aspect ratio and covers that size; "squash" resizes each side
       separately.
     interpolation: Pillow's "bilinear" or "bicubic".
+    library: the one that crops so. A margin of half a pixel is rounded to even by "timm", and down
+      by "vit_jax" and by "transformers", which also resizes the shorter side to the larger size.
     """
 
     share: float = 1.0
     mode: str = "squash"
     interpolation: str = "bilinear"
+    library: str = "timm"
 
     def resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) to which an image is resized before it is cropped to `image_size`."""
@@ -110,12 +115,18 @@ def with_resize(ops: str) -> str:
     return "decode|resize(antialias=True)"
 
 
-def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
-    """The preprocessing string for `cut`, equivalent to timm's transforms_imagenet_eval.
+def ops_of_cut(
+    cut: Cut, image_size: tuple[int, int], resized: tuple[int, int] | None = None
+) -> str:
+    """The preprocessing string for `cut`, equivalent to that of the library that crops so.
 
+    timm's is transforms_imagenet_eval. `resized` is given where the share has another result.
     Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.
     """
-    height, width = cut.resized(image_size)
+    height, width = resized or cut.resized(image_size)
+    if cut.mode == "center" and cut.library == "transformers":
+        height = width = max(height, width)
+    crop = "torchvision_crop" if cut.library == "timm" else "central_crop"
     quoted = repr(cut.interpolation)
     if cut.mode == "squash":
         if (height, width) == image_size:
@@ -125,15 +136,13 @@ def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
         resize = f"torchvision_resize({height}, {quoted})"
     else:
         resize = f"torchvision_resize(({height}, {width}), {quoted}, cover=True)"
-    return f"decode|{resize}|torchvision_crop"
+    return f"decode|{resize}|{crop}"
 
 
 def share_of(side: int, resized: int) -> float:
-    """The share for which `Cut.resized` turns `side` into `resized`, about side / resized."""
+    """The share for which `Cut.resized` turns n x side into n x resized, about side / resized."""
     share = side / resized
-    while math.floor(side / share) < resized:
-        share = math.nextafter(share, 0.0)
-    return share
+    return share if Fraction(share) * resized <= side else math.nextafter(share, 0.0)
 
 
 class Pretrained(NamedTuple):
@@ -249,7 +258,7 @@ def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
 
 
 def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
-    """The source's class names; None if it states none.
+    """The source's class names, by `as_name`; None if it states none.
 
     Raises:
       InputError: if their number is not the number of classes, or they are not strings.
@@ -262,7 +271,7 @@ def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[st
         raise InputError(
             f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
         )
-    return tuple(names)
+    return tuple(map(as_name, names))
 
 
 def read_preparation(

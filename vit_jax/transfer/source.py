@@ -283,6 +283,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a share above 0, at most 1": lambda value: _is_number(value) and 0 < value <= 1,
     "bilinear or bicubic": lambda value: value in ("bilinear", "bicubic"),
     "center or squash": lambda value: value in ("center", "squash"),
+    "timm, transformers or vit_jax": lambda v: v in ("timm", "transformers", "vit_jax"),
     "true or false": lambda value: type(value) is bool,
     "text": lambda value: isinstance(value, str),
     "softmax or sigmoid": lambda value: value in list(LOSSES),

@@ -111,7 +111,7 @@ class Config:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what timm does with files of `write`."""
-    return ops_of_cut(spec.cut or Cut(), spec.image_size)
+    return ops_of_cut((spec.cut or Cut())._replace(library="timm"), spec.image_size)
 
 
 def write(
@@ -122,7 +122,7 @@ def write(
     `config` holds the facts of the architecture; those of `spec` are added. Returns the files'
     names.
     """
-    share, mode, interpolation = spec.cut or Cut()
+    share, mode, interpolation, _ = spec.cut or Cut()
     size = spec.image_size
     pixels = {
         "mean": list(spec.mean),

@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,8 +17,9 @@ from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import EVALUATORS, SOURCES, has_average, image_hw, model_fields
 from vit_jax.config.stored import read_config
+from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
-from vit_jax.data.ops import full_size, parse_ops
+from vit_jax.data.ops import HostOp, full_size, parse_ops
 from vit_jax.evaluators.metric_names import find_best, find_direction
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
@@ -142,8 +143,8 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
     return Spec(
         image_size=model.image_size,
         resize="antialiased",
-        mean=tuple(config.data.mean),
-        std=tuple(config.data.std),
+        mean=per_channel(config.data.mean, config.data.channels),
+        std=per_channel(config.data.std, config.data.channels),
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=ops,
@@ -199,7 +200,7 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     crops = steps[-1:] if steps and steps[-1].text in _CROPS else []
     resizes = steps[: len(steps) - len(crops)]
     if crops and not resizes:
-        return Cut(mode="center")
+        return Cut(mode="center", library=_library(crops))
     names = [op.name for op in resizes]
     if names != ["torchvision_resize"] and not (crops and names in (["resize"], ["resize_small"])):
         return None
@@ -207,7 +208,13 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     share = min(max(map(share_of, image_size, resize.gives)), 1.0)
     of_shorter_side = resize.name == "torchvision_resize" and isinstance(resize.size, int)
     covers = getattr(resize, "cover", resize.name == "resize_small") or of_shorter_side
-    return Cut(share, "center" if covers else "squash", getattr(resize, "filter", "bilinear"))
+    mode, interpolation = "center" if covers else "squash", getattr(resize, "filter", "bilinear")
+    return Cut(share, mode, interpolation, _library(crops))
+
+
+def _library(crops: Sequence[HostOp]) -> str:
+    """`Cut.library` of the crop in `crops`, if there is one."""
+    return "vit_jax" if crops and full_size(crops[0].name) == "central_crop" else "timm"
 
 
 def _results(

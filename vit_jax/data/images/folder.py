@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from vit_jax.base.errors import InputError, few, shown
+from vit_jax.data.class_names import as_name, places_of, sorted_classes
 from vit_jax.data.division import Divider, Groups
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import (
@@ -100,8 +101,8 @@ class Folder(DataSet):
     """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
     Without a folder for `val`, a tenth of the training images is held out, as `divider` says.
-    Classes are the sorted names of the training folder's sub-folders, in all splits, but for those
-    with images that are in no split.
+    Classes are the sorted names of the training folder's sub-folders, as numbers if all are whole
+    numbers, in all splits, but for those with images that are in no split.
     """
 
     is_own = True
@@ -116,10 +117,10 @@ class Folder(DataSet):
         split, divider = request.split, request.divider
         layout = find_layout(request.data_dir)
         check_split(split, layout.names(), layout.root)
-        class_names = _class_names(layout)
+        class_names = _class_names(layout, divider.class_names)
         base, found = layout.find(split, _list_images)
         below_split = bool(layout.splits) and base == layout.root
-        classes = {path: path.split("/")[below_split] for path in found}
+        classes = {path: as_name(path.split("/")[below_split]) for path in found}
         groups = group_links(base, found, classes)
         if split != "all" and base != layout.train_root:
             class_names = _begun_with(class_names, layout, divider)
@@ -130,16 +131,14 @@ class Folder(DataSet):
             given = "val" in layout.splits
             splits = split_files(divider, layout.root, base, classes, None if given else groups)
             unknown = {*classes.values()} - {classes[path] for path in splits}
-            class_names = tuple(name for name in class_names if name not in unknown)
+            class_names = tuple(name for name in class_names if as_name(name) not in unknown)
             classes = pick(splits, split, classes, base)
         if not classes:
             what = f"holds no images in folders of classes: {describe_contents(base)}"
             raise InputError(f"data.data_dir: {shown(base)} {what}")
-        label_of = {class_name: label for label, class_name in enumerate(class_names)}
+        label_of = places_of(class_names)
         labels = {path: label_of[classes[path]] for path in sorted(classes)}
-        # Names that are not UTF-8 cannot be written down otherwise.
-        names = tuple(name.encode(errors="backslashreplace").decode() for name in class_names)
-        return own_images(request, layout.root, base, found, labels, names, base)
+        return own_images(request, layout.root, base, found, labels, class_names, base)
 
 
 class Unlabelled(DataSet):
@@ -265,16 +264,17 @@ def split_files(
 def _begun_with(class_names: tuple[str, ...], layout: Layout, divider: Divider) -> tuple[str, ...]:
     """Those of `class_names` in which the run of `divider` began to train; all, if in none."""
     place = len(layout.train_root.relative_to(layout.root).parts)
-    begun = {name.split("/")[place] for name in divider.begun_with() if name.count("/") > place}
-    return tuple(name for name in class_names if name in begun) or class_names
+    names = {name.split("/")[place] for name in divider.begun_with() if name.count("/") > place}
+    begun = {*map(as_name, names)}
+    return tuple(name for name in class_names if as_name(name) in begun) or class_names
 
 
 def of_classes(
-    class_names: Collection[str], files: Mapping[str, Sequence[str]], where: pathlib.Path
+    class_names: Sequence[str], files: Mapping[str, Sequence[str]], where: pathlib.Path
 ) -> list[str]:
     """The paths of `files`, {path: classes}, whose classes the run began with; warns of others."""
-    known = {*class_names}
-    kept = [path for path, names in files.items() if known.issuperset(names)]
+    known = places_of(class_names).keys()
+    kept = [path for path, names in files.items() if known >= {*names}]
     if len(kept) < len(files):
         other = {name for names in files.values() for name in names} - known
         warn_once(
@@ -304,11 +304,14 @@ def check_split(split: str, known: Sequence[str], root: pathlib.Path) -> None:
         raise InputError(f"data.split={split!r}: {shown(root)} has the splits {has}")
 
 
-def _class_names(layout: Layout) -> tuple[str, ...]:
-    """The classes of the training images; raises InputError if another split has others."""
+def _class_names(layout: Layout, known: Sequence[str]) -> tuple[str, ...]:
+    """The classes of the training images, those `known` first.
+
+    Raises: InputError if another split has others.
+    """
     train_root = layout.train_root
     where = f"data.data_dir: {shown(train_root)}"
-    class_names = tuple(path.name for path in class_like_folders(train_root))
+    class_names = sorted_classes((p.name for p in class_like_folders(train_root)), known)
     if not class_names:
         needed = (
             "needed: at least 2 folders, each named after its class and holding its images; for "
@@ -322,7 +325,8 @@ def _class_names(layout: Layout) -> tuple[str, ...]:
         )
     say_ignored(layout.root, layout.ignored)
     for other in layout.splits.values():
-        if unknown := sorted({path.name for path in class_like_folders(other)} - {*class_names}):
+        names = {as_name(path.name) for path in class_like_folders(other)}
+        if unknown := sorted(names - places_of(class_names).keys()):
             raise InputError(
                 f"data.data_dir: {shown(other)} has the classes {unknown}, which "
                 f"{shown(train_root)} lacks; give them training images there or remove them"

@@ -17,12 +17,13 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
+from vit_jax.data.class_names import as_label, places_of, sorted_classes
 from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
 from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
 from vit_jax.data.images.formats import EXTENSIONS
@@ -153,15 +154,15 @@ class List(DataSet):
         elif split != "all" and (begun := training.keys() & divider.begun_with()):
             training = {path: row for path, row in training.items() if path in begun}
             classes = {path: row.labels for path, row in rows.items()}
-            kept = of_classes({*_labels_of(training)}, classes, file)
+            kept = of_classes(_labels_of(training), classes, file)
             rows = {path: rows[path] for path in kept}
         if split not in ("train", "all"):
             divider.warn_of_trained(f"{shown(file)}, {split}", rows)
-        class_names = _labels_of(training)
-        _check_labels(lists, file, training, rows)
+        class_names = _labels_of(training, divider.class_names)
+        _check_labels(lists, file, class_names, rows)
         if multi_label is None:
             multi_label = any(len(row.labels) != 1 for row in (*training.values(), *rows.values()))
-        label_of = {name: i for i, name in enumerate(class_names)}
+        label_of = places_of(class_names)
         one_hot = np.eye(len(class_names), dtype=np.float32)
         labels: dict[str, Any] = {}
         for path, row in rows.items():
@@ -170,22 +171,16 @@ class List(DataSet):
         return own_images(request, lists.root, file.parent, files, labels, class_names, file)
 
 
-def _labels_of(rows: Mapping[str, Row]) -> tuple[str, ...]:
-    return sorted_labels({label for row in rows.values() for label in row.labels})
+def _labels_of(rows: Mapping[str, Row], known: Sequence[str] = ()) -> tuple[str, ...]:
+    return sorted_classes({label for row in rows.values() for label in row.labels}, known)
 
 
-def sorted_labels(labels: Collection[str]) -> tuple[str, ...]:
-    """`labels`, sorted as numbers if all are numbers, else as text."""
-    are_numbers = all(label.isdecimal() for label in labels)
-    return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
-
-
-def _check_labels(lists: Lists, file: pathlib.Path, training: Rows, rows: Rows) -> None:
+def _check_labels(lists: Lists, file: pathlib.Path, class_names: Sequence[str], rows: Rows) -> None:
     """Raise InputError unless there are images, and the training images have all their labels."""
     where, train = f"data.data_dir: {shown(file)}", lists.by_split["train"].name
-    known = _labels_of(training)
-    if not known:
+    if not class_names:
         raise InputError(f"{where}: the training images in {train} have no labels; add some")
+    known = places_of(class_names)
     if unknown := [label for label in _labels_of(rows) if label not in known]:
         raise InputError(f"{where} has the labels {unknown}, which {train} lacks; add them there")
     if not rows:
@@ -307,15 +302,12 @@ def _parse_row(
 def as_labels(value: Any) -> list[str]:
     """The labels in one cell of a list, or in one value of JSON; [] if it is empty.
 
-    Raises: ValueError if it is neither text nor a number, nor a list of these.
+    Raises: ValueError if it is neither text nor a whole number, nor a list of these.
     """
-    if value is None or value != value:  # NaN, as pandas writes what is missing
-        return []
     if isinstance(value, list):
         return [label for part in value for label in as_labels(part)]
-    if not isinstance(value, str | int | float):
-        raise ValueError(f"has the label {value!r}; needed: text, a number, or a list of these")
-    return [label.strip() for label in str(value).split(";") if label.strip()]
+    parts = value.split(";") if isinstance(value, str) else [value]
+    return [*filter(None, map(as_label, parts))]
 
 
 def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
@@ -376,7 +368,7 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
                     "column label or labels, or 0 or 1 in the column of each class"
                 )
         if classes:
-            row["labels"] = [name.strip() for name in classes if _SHOWS[row.pop(name)]]
+            row["labels"] = [name for name in classes if _SHOWS[row.pop(name)]]
         yield reader.line_num + 1, row
 
 

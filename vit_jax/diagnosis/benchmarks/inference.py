@@ -114,22 +114,23 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
 def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     """The same for a chip that is not here.
 
-    For TPUs with libtpu the memory is the TPU compiler's; else that of this machine's CPU compiler,
-    which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at a usual
-    share of it.
+    The memory is that of the chip's compiler, if it is installed; else that of this machine's CPU
+    compiler, which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at
+    a usual share of it.
     """
     chip, compiled_for = target.chip, target.is_compiled_for
     device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]
     config, mesh = _on_one_device(config, device)
     memory = {size: compile_forward(config, mesh, size)[-1] for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
+    kind = "GPU" if chip.is_gpu else "TPU"
     gflop = _gflop_per_image(config, mesh)
     share = USUAL_SHARE if chip.is_gpu else 1.0
     return {
         "topology": target.slice.name,
         "gflop_per_image": gflop,
         "memory_bytes": {str(size): number for size, number in memory.items()},
-        "memory_by": "the TPU compiler" if compiled_for else "the CPU compiler, as a guide",
+        "memory_by": f"the {kind} compiler" if compiled_for else "the CPU compiler, as a guide",
         "capacity_bytes": capacity,
         "largest_batch": largest_batch(memory, capacity),
         "images_per_s": share * chip.peak_flops / chip.devices / (gflop * 1e9),

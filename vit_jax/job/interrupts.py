@@ -1,0 +1,118 @@
+"""Ends a job at once for what one of its processes meets: Ctrl-C outside the loop, a lost lock.
+
+That process tells the others by the job's store, and waits for none of them. Python's own handlers
+of signals run between its instructions only, so neither in a compilation nor while a process waits
+in C++. There a thread ends the process.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import NoReturn
+
+import jax
+
+from vit_jax.job import processes, watchdog
+from vit_jax.job.exit_codes import INTERRUPTED
+
+_GRACE_S = 4.0  # after Ctrl-C, for the main thread to end by itself
+_PARTING_S = 2.0  # to tell the others, and for them to hear it before the store is gone
+_SAVES_IN = ("step", "save")  # phases of the loop, which saves after Ctrl-C however long they take
+_KEY, _WAIT_MS = "job/end", 10**9
+
+_ending = threading.Lock()  # held by the thread that ends this process
+_awake: socket.socket | None = None  # Python writes the number of each signal to it, from C
+
+
+def watch() -> None:
+    """End this program within seconds of Ctrl-C, whatever it does; call it on the main thread.
+
+    In the loop, `processes.PreemptionGuard` has handled Ctrl-C once its message is printed.
+    """
+    global _awake
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so
+        return
+    stop()
+    numbers, _awake = socket.socketpair()
+    _awake.setblocking(False)
+    signal.set_wakeup_fd(_awake.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_wait_for_interrupt, args=(numbers,), daemon=True).start()
+
+
+def stop() -> None:
+    """Leave Ctrl-C to Python again."""
+    global _awake
+    if _awake is not None:
+        signal.set_wakeup_fd(-1)
+        _awake.close()
+        _awake = None
+
+
+def listen() -> None:
+    """End this process as soon as another process of its job calls `end_job`."""
+    client = processes.client()
+    if client is None:
+        return
+
+    def wait():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a job that has ended
+            process, code, why = json.loads(client.blocking_key_value_get(_KEY, _WAIT_MS))
+            if _ending.acquire(blocking=False):
+                _end_after(_PARTING_S, code)
+                processes.say(f"process {process} has ended the job: {why}")
+                _exit(code)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end_job(code: int, why: str) -> NoReturn:
+    """End this process, and the others of its job, with `code`.
+
+    Nothing is waited for: at Python's own exit a compilation that was interrupted goes on.
+    """
+    with _ending:
+        _end_after(2 * _PARTING_S, code)
+        if (client := processes.client()) is not None:
+            me = processes.distributed_state().process_id
+            said = json.dumps([me, code, why])
+            tell = threading.Thread(
+                target=lambda: client.key_value_set(_KEY, said, allow_overwrite=True), daemon=True
+            )
+            tell.start()
+            tell.join(_PARTING_S)
+            if me == 0:  # which has the store
+                time.sleep(_PARTING_S / 2)
+        _exit(code)
+
+
+def _wait_for_interrupt(numbers: socket.socket) -> None:
+    while received := numbers.recv(1):
+        if received[0] != signal.SIGINT:
+            continue
+        guard = processes.PreemptionGuard.entered
+        select.select([numbers], [], [], _GRACE_S)  # until Ctrl-C comes again
+        phase = watchdog.current_phase()
+        if guard is None or not (guard.interrupted or phase in _SAVES_IN):
+            print(f"Interrupted in the phase {phase}; run the same command again", file=sys.stderr)
+            end_job(INTERRUPTED, f"Ctrl-C in the phase {phase}")
+
+
+def _end_after(seconds: float, code: int) -> None:
+    """End this process after so long at the latest, whatever its other threads hold."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

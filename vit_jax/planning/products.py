@@ -1,0 +1,74 @@
+"""FLOPs of the instructions in the text of a program compiled by XLA.
+
+XLA counts none of calls into cuBLAS and cuDNN; here they count by their shapes, like products. As
+in `devices.flops`, a multiply-add counts 2 and elementwise operations count nothing.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+from vit_jax.devices.flops import CUDNN_PRODUCTS
+
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+# The places of the kernel and of the output in (result, operand 0, operand 1) of a convolution.
+_CONVOLUTIONS = {
+    "__cudnn$convForward": (2, 0),
+    "__cudnn$convBiasActivationForward": (2, 0),
+    "__cudnn$convBackwardInput": (2, 1),
+    "__cudnn$convBackwardFilter": (0, 2),
+}
+
+
+def target_of_call(attributes: str) -> str:
+    """The function that a custom call calls; "" for other instructions."""
+    found = _TARGET.search(attributes)
+    return found[1] if found else ""
+
+
+def count_flops(opcode: str, attributes: str, result: str, operands: Sequence[str]) -> int:
+    """FLOPs of one instruction, given the texts of its attributes and types."""
+    target = target_of_call(attributes)
+    if opcode == "convolution" or target in _CONVOLUTIONS:
+        shapes = [_shape(text) for text in (result, *operands[:2])]
+        kernel, output = _CONVOLUTIONS.get(target, (2, 0))
+        return _convolution_flops(shapes[kernel], shapes[output], attributes)
+    if opcode == "dot" or target.startswith("__cublas$"):
+        (lhs, *_), contracted = (
+            operands,
+            _numbers_of("lhs_contracting_(?:dims|dimensions)", attributes),
+        )
+        sizes = _shape(lhs)
+        return 2 * math.prod(_shape(result)) * math.prod(sizes[axis] for axis in contracted)
+    if target in CUDNN_PRODUCTS:
+        logits = _numbers_of('"intermediate_tensor_shape".*?"dimensions', attributes)
+        return 2 * CUDNN_PRODUCTS[target] * math.prod(logits) * _shape(operands[0])[-1]
+    return 0
+
+
+def dtype_of(kind: str) -> str:
+    """The dtype of an array, or of the first in a tuple, from the text of its type."""
+    found = _ARRAY.search(kind)
+    return found[1] if found else ""
+
+
+def _convolution_flops(kernel: Sequence[int], output: Sequence[int], attributes: str) -> int:
+    """A product of the kernel of one output channel for every output; not with inserted zeros."""
+    labels = re.search(r"dim_labels=\w+_(\w+)->\w+", attributes)
+    zeros = re.search(r"lhs_dilate=([\dx]+)", attributes)
+    assert labels is not None
+    pairs = math.prod(output) * math.prod(kernel) // kernel[labels[1].index("o")]
+    return 2 * pairs // math.prod(int(n) for n in zeros[1].split("x")) if zeros else 2 * pairs
+
+
+def _shape(kind: str) -> list[int]:
+    """The sizes of an array, or of the first in a tuple, from the text of its type."""
+    found = _ARRAY.search(kind)
+    return [int(size) for size in found[2].split(",") if size] if found else []
+
+
+def _numbers_of(name: str, attributes: str) -> list[int]:
+    """The numbers in the first brackets after `name`."""
+    found = re.search(rf"{name}\"?[=:]\s*[{{\[]([^}}\]]*)", attributes)
+    return [int(number) for number in re.findall(r"\d+", found[1])] if found else []
