@@ -29,7 +29,7 @@ from vit_jax.base.files import cache_folder, replaced
 from vit_jax.data.elements import PARALLEL_CALLS, untuned
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.data.retries import WRONG_BYTES, read_in_python, retried
+from vit_jax.data.retries import is_of_wrong_bytes, read_in_python, retried
 
 _MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
 _STRETCHES_IN_FLIGHT = 8
@@ -121,8 +121,10 @@ def read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
 
     try:
         return retried(read, f"record {record}")
-    except (*WRONG_BYTES, UnicodeDecodeError):  # the error may quote the record's bytes
-        return None
+    except (OSError, tf.errors.OpError, UnicodeDecodeError) as e:  # it may quote the record's bytes
+        if is_of_wrong_bytes(e):
+            return None
+        raise
 
 
 def _open_surely(files: RecordFiles, record_id: tf.Tensor) -> tf.data.Dataset:

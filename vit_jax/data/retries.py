@@ -22,25 +22,32 @@ from vit_jax.data.host_tf import tf
 T = TypeVar("T")
 
 _PAUSES = (0.5, 1, 2, 4, 8, 16)  # seconds
-_errors = tf.errors
-WRONG_BYTES = _errors.DataLossError, _errors.InvalidArgumentError, _errors.OutOfRangeError
 _sure = contextvars.ContextVar("sure", default=False)
 _failed: list[ReadError] = []  # in threads of TensorFlow, which makes them errors of its own
+
+
+def is_of_wrong_bytes(error: Exception) -> bool:
+    """Whether the bytes were read, and are wrong.
+
+    Errors of Pillow and pyarrow are OSErrors too, but without a number.
+    """
+    e = tf.errors
+    wrong = e.DataLossError, e.InvalidArgumentError, e.OutOfRangeError, UnicodeDecodeError
+    return isinstance(error, wrong) or (isinstance(error, OSError) and error.errno is None)
 
 
 def retried(read: Callable[[], T], what: str | os.PathLike) -> T:
     """read(), called again after pauses while the system refuses; `what` names it in messages.
 
-    Raises: ReadError if it keeps failing; at once, what `read` raises of wrong bytes. These are
-      OSErrors too in Pillow and pyarrow, but without a number.
+    Raises: ReadError if it keeps failing; at once, what `read` raises of wrong bytes.
     """
     said = ""
     for pause in (*_PAUSES, None):
         try:
             return read()
-        except (OSError, _errors.OpError) as e:
+        except (OSError, tf.errors.OpError) as e:
             raise_failed()
-            if isinstance(e, WRONG_BYTES) or (isinstance(e, OSError) and e.errno is None):
+            if is_of_wrong_bytes(e):
                 raise
             said = getattr(e, "message", str(e)).splitlines()[0]
         if pause == _PAUSES[0]:
