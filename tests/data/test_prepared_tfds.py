@@ -10,8 +10,8 @@ from images import encode, smooth_image
 from prepared import prepare
 
 from vit_jax import data
-from vit_jax.base.errors import InputError
-from vit_jax.data import make_source, pipeline, records
+from vit_jax.base.errors import InputError, ReadError
+from vit_jax.data import make_source, pipeline, records, retries
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
@@ -199,8 +199,9 @@ def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
     def fail(*_):
         raise tf.errors.UnavailableError(None, None, "the store does not answer")
 
-    monkeypatch.setattr(records, "read_one", fail)
-    with pytest.raises(tf.errors.UnavailableError, match="does not answer"):
+    monkeypatch.setattr(records, "untuned", fail)
+    monkeypatch.setattr(retries, "_PAUSES", (0,))
+    with pytest.raises(ReadError, match="does not answer"):
         source("grey", prepared)
 
 

@@ -157,7 +157,7 @@ def test_training(run):
     workdir, said = run
     check_said(said)
     with open(f"{workdir}/classes.json") as file:
-        assert json.load(file) == ["empty class", "one thing", r"\udcff other"]
+        assert json.load(file) == [r"\udcff other", "empty class", "one thing"]
     with open(f"{workdir}/metrics.jsonl") as file:
         rows = [json.loads(line) for line in file]
     with open(f"{workdir}/config.json") as file:

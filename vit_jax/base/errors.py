@@ -31,6 +31,10 @@ class InputError(ValueError):
             super().__init__("\n  ".join([heading, *faults]))
 
 
+class ReadError(OneProcessError):
+    """A file that was there cannot be read now; the command can be repeated when it can."""
+
+
 class RaisedByAll(Exception):
     """Raised by every process of a job at the same point: it follows from values that all share.
 

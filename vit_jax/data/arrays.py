@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 from PIL import Image
 
-from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
+from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
 from vit_jax.data.class_names import spell
 from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
@@ -34,6 +34,7 @@ from vit_jax.data.images.files import split_of
 from vit_jax.data.images.formats import Reading, as_file, to_known_format, why_unreadable
 from vit_jax.data.images.given import image_of
 from vit_jax.data.records import open_in_python, read_one
+from vit_jax.data.retries import read_if_there, retried
 from vit_jax.data.shards import parts_of
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
@@ -363,8 +364,11 @@ def _open_items(
         return label_of(record, label).tobytes(), _file_of(image, reading)
 
     def read_item(record):
+        name = f"item {rows[record]} of {split.name}"
         try:
-            return b"".join(load(record)) if record >= 0 else b""
+            return b"".join(retried(lambda: load(record), name)) if record >= 0 else b""
+        except ReadError:
+            raise
         except Exception:  # of the user's code; `why` says it
             return b""
 
@@ -407,7 +411,7 @@ def _image_of(image: Any) -> bytes | Image.Image:
     if isinstance(image, Mapping):  # as `datasets` has what it has not decoded
         image = image["path"] if image["bytes"] is None else image["bytes"]
     if isinstance(image, str | os.PathLike):
-        image = epath.Path(image).read_bytes()
+        image = read_if_there(image)
     return image if isinstance(image, bytes | Image.Image) else image_of(image, "image")
 
 

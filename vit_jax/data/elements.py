@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 from vit_jax.data.host_tf import tf
+from vit_jax.data.retries import raise_failed
 
 # Of a map: the cores that this process may use, as far as the operating system says.
 PARALLEL_CALLS = (
@@ -36,6 +37,7 @@ class Elements:
     """An iterator over the elements of `dataset`, in NumPy.
 
     It owns TensorFlow's iterator, which ends with the last element, the first error, or this one.
+    A read that has failed for good is raised at once, also where the data set ignores errors.
     """
 
     def __init__(self, dataset: tf.data.Dataset):
@@ -47,7 +49,10 @@ class Elements:
 
     def __next__(self) -> Any:
         try:
-            return next(self._iterator)
+            try:
+                return next(self._iterator)
+            finally:
+                raise_failed()
         except BaseException as e:
             self.close()
             e.__context__ = None  # its frames, and those of `e`, would keep the iterator alive

@@ -1,12 +1,13 @@
 """Local batches: tf.data reads, preprocesses and batches records into NumPy arrays.
 
-A record that cannot be read, decoded or cropped (an image smaller than a crop that does not pad)
-keeps its place: its image is black, its mask is 0, and each process warns of it once. Evaluation
-can refuse images that are too small instead.
+A record that cannot be decoded or cropped (an image smaller than a crop that does not pad) keeps
+its place: its image is black, its mask is 0, and each process warns of it once. Evaluation can
+refuse images that are too small instead. A read that fails is tried again; see retries.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -18,6 +19,7 @@ from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import HostOp, by
 from vit_jax.data.records import stored_records
+from vit_jax.data.retries import sure_reads
 from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
@@ -115,7 +117,8 @@ def _load_pixels(source, crops, arranged):
 def _load_encoded(source, crops, arranged, careful):
     """Examples, and {key: static shape of the images of a record}.
 
-    With `careful`, an example with an error is masked; otherwise the error ends the data set.
+    With `careful`, failed reads are tried again, and an example with an error is masked; otherwise
+    the error ends the data set.
     """
     rows, files = arranged.unbatch(), source.record_files
     if files is None:
@@ -127,7 +130,8 @@ def _load_encoded(source, crops, arranged, careful):
     shapes = []  # one from each trace of `load`, since tracing it takes long
 
     def load(record_id, key, stored):
-        example = files.parse(stored, record_id) if files else source.read(record_id)
+        with sure_reads() if careful else contextlib.nullcontext():
+            example = files.parse(stored, record_id) if files else source.read(record_id)
         made = make_all(crops, source, example.pop("image"), key)
         shapes.append({name: images.shape for name, images in made.items()})
         return {**example, **made, "id": tf.cast(record_id, tf.int32)}

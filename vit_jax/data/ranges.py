@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 
@@ -18,7 +19,9 @@ def is_remote(path: str | os.PathLike) -> bool:
 def read_span(path: str, begin: int, end: int) -> bytes:
     """The bytes begin, ..., end - 1 of a file, and no others.
 
-    Raises: OSError if the file is missing or ends before `begin`.
+    Fewer if the file has ended.
+
+    Raises: OSError or tf.errors.OpError if it cannot be read; FileNotFoundError if it is missing.
     """
     if not is_remote(path):
         with open(path, "rb", buffering=0) as file:
@@ -30,8 +33,10 @@ def read_span(path: str, begin: int, end: int) -> bytes:
     try:
         stream.seek(int(begin))
         return stream.read(int(end - begin))
-    except (tf.errors.NotFoundError, tf.errors.OutOfRangeError) as e:
-        raise OSError(e.message) from e
+    except tf.errors.OutOfRangeError:
+        return b""
+    except tf.errors.NotFoundError as e:
+        raise FileNotFoundError(errno.ENOENT, e.message) from e
 
 
 class RangedFile(io.RawIOBase):

@@ -29,6 +29,7 @@ from vit_jax.base.files import cache_folder, replaced
 from vit_jax.data.elements import PARALLEL_CALLS, untuned
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.retries import is_of_wrong_bytes, read_in_python, retried
 
 _MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
 _STRETCHES_IN_FLIGHT = 8
@@ -62,8 +63,7 @@ class RecordFiles:
 def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
     """Map a data set of ids, int64 (b,) each, to the stored records: single strings, in order.
 
-    Equal neighbours are read once. The string is empty for id -1 and for a record that cannot be
-    read.
+    Equal neighbours are read once. The string is empty for id -1 and for a broken record.
     """
     if files.read is not None:
         pieces = ids.unbatch().batch(_MAX_ROWS)
@@ -105,21 +105,49 @@ def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
 
 def read_one(files: RecordFiles, record_id: tf.Tensor, parse: Callable) -> Any:
     """Read one record and return parse(stored string, record_id)."""
-    stored = untuned(files.open(record_id, tf.constant(1, tf.int64))).get_single_element()
-    return parse(stored, record_id)
+    return parse(untuned(_open_surely(files, record_id)).get_single_element(), record_id)
 
 
 def read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
-    """`read_one` outside of a graph; None for a broken record.
+    """As `read_one`, outside of a graph; None for a broken record.
 
-    Errors that may not recur, such as a store that does not answer, are raised.
+    Raises: ReadError if it cannot be read.
     """
-    e = tf.errors
-    broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
+    record_id, one = tf.constant(record, tf.int64), tf.constant(1, tf.int64)
+
+    def read():
+        stored = untuned(files.open(record_id, one)).get_single_element()
+        return parse(stored, record_id)
+
     try:
-        return read_one(files, tf.constant(record, tf.int64), parse)
-    except (*broken, UnicodeDecodeError):  # the error may quote the record's bytes
-        return None
+        return retried(read, f"record {record}")
+    except (OSError, tf.errors.OpError, UnicodeDecodeError) as e:  # it may quote the record's bytes
+        if is_of_wrong_bytes(e):
+            return None
+        raise
+
+
+def _open_surely(files: RecordFiles, record_id: tf.Tensor) -> tf.data.Dataset:
+    """One stored record, read again in Python if that fails; the empty string if it is broken."""
+
+    def read(record):
+        stored = read_now(files, record, lambda stored, _: stored.numpy())
+        return np.array(stored or b"", object)
+
+    again = tf.data.Dataset.from_tensors(record_id).map(
+        lambda record_id: tf.ensure_shape(read_in_python(read, record_id), [])
+    )
+    first = _whole(lambda: files.open(record_id, tf.constant(1, tf.int64)))
+    return first.concatenate(again).take(1)
+
+
+def _whole(make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
+    """The only element of make(); none if that fails.
+
+    To ignore the errors of make() itself would ask a file that is missing forever.
+    """
+    one = tf.data.Dataset.from_tensors(0).map(lambda _: untuned(make()).get_single_element())
+    return one.ignore_errors()
 
 
 def digest_records(files: RecordFiles, num_examples: int) -> list[str]:
@@ -161,14 +189,14 @@ def _read_stretch(files: RecordFiles, ids: tf.Tensor) -> tf.Tensor:
     count = tf.where(ids[0] < 0, tf.constant(0, tf.int64), ids[-1] - ids[0] + 1)
     at_once = tf.maximum(count, 1)
 
-    def read_one(record_id):
-        one = files.open(record_id, tf.constant(1, tf.int64)).ignore_errors()
-        return one.concatenate(tf.data.Dataset.from_tensors("")).take(1)
-
-    together = files.open(first, count).take(count).batch(at_once, drop_remainder=True)
-    apart = tf.data.Dataset.range(first, first + count).flat_map(read_one).batch(at_once)
+    together = _whole(
+        lambda: files.open(first, count).take(count).batch(at_once, drop_remainder=True)
+    )
+    apart = tf.data.Dataset.range(first, first + count).flat_map(
+        lambda record_id: _open_surely(files, record_id)
+    )
     padding = tf.data.Dataset.from_tensors([""])
-    either = together.ignore_errors().concatenate(apart).concatenate(padding).take(1)
+    either = together.concatenate(apart.batch(at_once)).concatenate(padding).take(1)
     return tf.gather(untuned(either).get_single_element(), tf.maximum(ids, 0) - first)
 
 
@@ -249,9 +277,7 @@ def open_in_python(
     """
 
     def read(ids):
-        found = tf.numpy_function(
-            lambda ids: np.array(read_rows(ids), object), [ids], tf.string, stateful=False
-        )
+        found = read_in_python(lambda ids: np.array(read_rows(ids), object), ids)
         return tf.ensure_shape(found, ids.shape)
 
     def open_stretch(first, count):

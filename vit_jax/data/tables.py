@@ -29,6 +29,7 @@ from vit_jax.data.images.formats import why_file_unreadable
 from vit_jax.data.order import Chunks
 from vit_jax.data.ranges import RangedFile, is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
+from vit_jax.data.retries import read_if_there, retried
 from vit_jax.data.shards import Files, Labels, Part, Shard, find_files, find_splits, open_shards
 from vit_jax.data.sources import DataSet, Request, Source
 
@@ -362,9 +363,10 @@ def _open_parts(parts: Sequence[Part], tables: Mapping[str, Table], image: str) 
         i = np.searchsorted(segments, record, side="right") - 1
         table, group, skipped, _ = places[i]
         try:
-            content, path = _image(table, image, group, int(record - segments[i]) + skipped)
+            row = int(record - segments[i]) + skipped
+            content, path = retried(lambda: _image(table, image, group, row), table.path)
             if content is None and path is not None:
-                content = (table.path.parent / path).read_bytes()
+                content = read_if_there(table.path.parent / path)
         except (OSError, pa.ArrowException):
             return b""
         return content or b""

@@ -38,6 +38,7 @@ from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.images.list import as_labels
 from vit_jax.data.ranges import is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
+from vit_jax.data.retries import retried
 from vit_jax.data.shards import Labels, Part, Shard, find_files, find_splits, open_shards
 from vit_jax.data.sources import DataSet, Request, Source
 
@@ -336,11 +337,8 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
         near = (np.diff(part) == 0) & (np.diff(begins) >= 0) & (begins[1:] - ends[:-1] <= _GAP)
 
         def read_run(run):
-            first = begins[run[0]] - tarfile.BLOCKSIZE
-            try:
-                span = read_span(paths[part[run[0]]], first, ends[run].max())
-            except OSError:
-                return
+            first, path = begins[run[0]] - tarfile.BLOCKSIZE, paths[part[run[0]]]
+            span = retried(lambda: read_span(path, first, ends[run].max()), path)
             for i in run:
                 with contextlib.suppress(ValueError):
                     found[rows[i]] = _cut(span, first, own[i])

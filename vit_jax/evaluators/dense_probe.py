@@ -23,6 +23,7 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
 from vit_jax.config import POSITIVE, key
 from vit_jax.data import Source
 from vit_jax.data.images.files import split_of
+from vit_jax.data.retries import retried
 from vit_jax.evaluators.features import FeatureEvaluator, NothingToMeasureError, fit_whitening
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.evaluators.linear_probe import Classifier, fit_or_warn, split_over_devices
@@ -129,7 +130,7 @@ class DenseProbe(FeatureEvaluator):
     def _read(self, file: pathlib.Path) -> np.ndarray:
         """As `read`; raises InputError, which names the file."""
         try:
-            return self.read(file)
+            return retried(lambda: self.read(file), file)
         except (OSError, ValueError) as e:  # Pillow's are OSErrors
             raise InputError(f"targets: {shown(file)}: {e}") from None
 

@@ -9,6 +9,7 @@ from PIL import Image
 from vit_jax.base.errors import few, shown
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import turn_of
+from vit_jax.data.retries import retried
 from vit_jax.evaluators.inputs import EvalInputs
 
 
@@ -31,7 +32,7 @@ class Upright:
         """The target in `file` as its image, a record of a split, is shown."""
         if not self._exif:
             return target_HW
-        content = file.read_bytes() if file.suffix.lower() == ".png" else b""
+        content = retried(file.read_bytes, file) if file.suffix.lower() == ".png" else b""
         own = turn_of(content) if b"eXIf" in content else None
         turn = own or self._turns[split_key](record)
         if turn is None or turn.transpose is None:

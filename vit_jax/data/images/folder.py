@@ -37,6 +37,7 @@ from vit_jax.data.images.files import (
     warn_once,
 )
 from vit_jax.data.images.formats import read_image, turn_of, why_file_unreadable
+from vit_jax.data.retries import retried
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
 T = TypeVar("T")
@@ -193,14 +194,19 @@ def own_images(
     labels_tensor = tf.constant(columns, tf.float32 if multi_label else tf.int32)
     paths_tensor = tf.constant([os.fsencode(path) for path in paths], tf.string)
     beginning = os.fsencode(base) + os.fsencode(os.sep)
+    missing = {beginning + os.fsencode(path) for path in paths if files[path].size < 0}
 
     def read(record_id):
         path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
         return {
-            "image": read_image(path, request.reading),
+            "image": read_image(path, request.reading, missing),
             "label": tf.gather(labels_tensor, record_id),
             "mask": tf.ones([]),
         }
+
+    def turn(record):
+        path = base / paths[record]
+        return turn_of(retried(path.read_bytes, path))
 
     identity = [request.name, request.split, class_names, paths, sizes]
     if request.name == "list":
@@ -216,7 +222,7 @@ def own_images(
         record_name=lambda record: shown(base.relative_to(root) / paths[record]),
         encoded=True,
         why_unreadable=lambda record: why_file_unreadable(base / paths[record], request.reading),
-        turn=lambda record: turn_of((base / paths[record]).read_bytes()),
+        turn=turn,
         multi_label=multi_label,
         file_names=lambda start, stop: paths[start:stop],
     )

@@ -13,13 +13,14 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import numpy as np
 from etils import epy
 
 from vit_jax.data.host_tf import tf
+from vit_jax.data.retries import are_sure, read_in_python, retried
 
 with epy.lazy_imports():
     import PIL.Image
@@ -77,9 +78,20 @@ def is_deep_png(encoded: bytes) -> bool:
     return encoded.startswith(_PNG) and encoded[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
 
 
-def read_image(path: tf.Tensor, reading: Reading) -> tf.Tensor:
-    """The image in the file `path` as JPEG, PNG or BMP bytes; see `as_known_format`."""
-    return as_known_format(tf.io.read_file(path), reading)
+def read_image(path: tf.Tensor, reading: Reading, missing: Container[bytes] = ()) -> tf.Tensor:
+    """The image in the file `path` as JPEG, PNG or BMP bytes; see `as_known_format`.
+
+    missing: paths without a file from the start, for which nobody waits.
+    """
+
+    def read(path):
+        file = pathlib.Path(os.fsdecode(path))
+        return np.array(
+            file.read_bytes() if path in missing else retried(file.read_bytes, file), object
+        )
+
+    encoded = read_in_python(read, path) if are_sure() else tf.io.read_file(path)
+    return as_known_format(tf.ensure_shape(encoded, []), reading)
 
 
 def as_known_format(encoded: tf.Tensor, reading: Reading = USUAL) -> tf.Tensor:

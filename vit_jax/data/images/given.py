@@ -64,10 +64,14 @@ def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[s
 
 
 def image_files(paths: Sequence[str], reading: Reading = USUAL) -> Source:
-    """A source of the files `paths`, in that order; each is read on demand."""
-    paths_tensor = tf.constant([os.fsencode(path) for path in paths], tf.string)
+    """A source of the files `paths`, in that order; each is read on demand.
+
+    What cannot be read is masked at once: nothing is learned from it.
+    """
+    encoded = [os.fsencode(path) for path in paths]
+    paths_tensor, missing = tf.constant(encoded, tf.string), {*encoded}
     return _without_labels(
-        lambda record_id: read_image(tf.gather(paths_tensor, record_id), reading),
+        lambda record_id: read_image(tf.gather(paths_tensor, record_id), reading, missing),
         identity=("files", list(paths)),
         names=[shown(path) for path in paths],
         channels=reading.channels,
