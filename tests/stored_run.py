@@ -1,7 +1,7 @@
 """The run of version 0.2.0 that every later version resumes: `tests/golden/run_0_2_0`.
 
 `python tests/stored_run.py` has recorded it. A later version adds a run of its own beside it where
-it adds what this one lacks, and changes none.
+it adds what this one lacks, and changes none; facts.json may get further facts.
 """
 
 import hashlib

@@ -262,6 +262,8 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
     read = parse_stored(json.dumps(content), epath.Path(tmp_path))
     found = flatten(read.resolved)
     assert [found[key] for key in later] == [1, 6, 7]
+    asked = flatten(read.asked)  # is compared with what is asked for now
+    assert (asked["log.later"], asked["evals.val.later"]) == (0, 0)
     assert found["log.later_too"] == found["evals.val.later_too"] == 5
     assert read.decided_by["log.later"] == "default"
     again = flatten(from_json(to_json(with_values(read.resolved, later))))

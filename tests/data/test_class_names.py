@@ -121,8 +121,9 @@ def test_words_and_numbers_among_labels():
     assert read(["cat", "1"], ("cat", "dog")) == {"cat": 0, "1": 1}
     assert read(["cat", "1"], ("1", "cat")) == {"cat": 1, "1": 0}
     assert read(["1", "0"], ("0", "1")) == {"0": 0, "1": 1}
-    with pytest.raises(InputError, match=r"has the labels 2, which classes.txt lacks"):
-        read(["0", "2"], ("a", "b"))
+    for labels, names in ((["0", "2"], ("a", "b")), (["2", "3"], ("1", "2")), (["0", "4"], "1234")):
+        with pytest.raises(InputError, match=r"has the labels .*, which classes.txt lacks"):
+            read(labels, (*names,))
 
 
 @pytest.mark.parametrize(

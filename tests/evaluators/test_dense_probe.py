@@ -112,29 +112,32 @@ def test_probes_are_those_of_scikit_learn(root):
 
 
 @pytest.mark.parametrize(
-    ("names", "split", "masks", "found"),
+    ("folder", "names", "masks", "found"),
     [
-        (["1.jpg"], "val", ["train/1.png", "val/1.png"], ["val/1.png"]),
-        (["1.jpg"], "val", ["train/1.png"], None),  # of other images
-        (["1.jpg"], "val", ["training/1.png", "validation/1.npy"], ["validation/1.npy"]),
-        (["train/1.jpg", "val/1.jpg"], "all", ["train2017/1.png", "val2017/1.png"],
+        ("val", ["1.jpg"], ["train/1.png", "val/1.png"], ["val/1.png"]),
+        ("val", ["1.jpg"], ["train/1.png"], None),  # of other images
+        ("val", ["1.jpg"], ["training/1.png", "validation/1.npy"], ["validation/1.npy"]),
+        ("", ["train/1.jpg", "val/1.jpg"], ["train2017/1.png", "val2017/1.png"],
          ["train2017/1.png", "val2017/1.png"]),
-        (["train2017/1.jpg"], "all", ["a/train/1.png", "a/val/1.png"], ["a/train/1.png"]),
-        (["1.jpg"], "train", ["1.png"], ["1.png"]),  # the folder of one split, or of all
-        (["train/1.jpg"], "train", ["1.png"], ["1.png"]),
-        (["a/1.jpg", "b/1.jpg"], "val", ["val/a/1.png", "val/b/1.png"],
+        ("", ["train2017/1.jpg"], ["a/train/1.png", "a/val/1.png"], ["a/train/1.png"]),
+        ("", ["1.jpg"], ["1.png"], ["1.png"]),  # the folder of one split, or of all
+        ("train", ["1.jpg"], ["1.png"], ["1.png"]),
+        ("train", ["1.jpg"], ["train/1.png"], ["train/1.png"]),  # also what val takes from train/
+        ("val", ["a/1.jpg", "b/1.jpg"], ["val/a/1.png", "val/b/1.png"],
          ["val/a/1.png", "val/b/1.png"]),
-        (["a/1.jpg"], "val", ["val/a/1.png", "val/b/1.png", "train/a/1.png"], ["val/a/1.png"]),
-        (["1.jpg"], "val", ["val/a/1.png", "val/b/1.png"], None),
+        ("val", ["a/1.jpg"], ["val/a/1.png", "val/b/1.png", "train/a/1.png"], ["val/a/1.png"]),
+        ("val", ["[1].jpg"], ["val/a/[1].png"], ["val/a/[1].png"]),
+        ("val", ["1.jpg"], ["val/a/1.png", "val/b/1.png"], None),
     ],
 )  # fmt: skip
-def test_targets_are_found_by_the_path_below_the_split(names, split, masks, found, tmp_path):
+def test_targets_are_found_by_the_path_below_the_split(folder, names, masks, found, tmp_path):
     for mask in masks:
         (tmp_path / mask).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mask).touch()
     source = types.SimpleNamespace(
-        name="unlabelled", split=split, num_examples=len(names),
+        name="unlabelled", split="val", num_examples=len(names),
         file_names=lambda start, stop: names[start:stop],
+        record_name=lambda record: f"{folder}/{names[record]}",
     )  # fmt: skip
     if found is None:
         with pytest.raises(InputError, match="targets="):

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from stored_run import (
     SAVED,
     STORED,
+    WORDS,
     digests_of_batches,
     digests_of_state,
     logits_of,
@@ -39,6 +40,7 @@ def test_its_keys_and_values_are_read_as_they_were_written(workdir):
         later = found.keys() - flatten(ConfigDict(written[name]))
         before = {key: declared.before for key, declared in declared_keys(config).items()}
         meant = {key: before[key] for key in later if before[key] is not ...}
+        meant = meant if name == "resolved" else {}  # what is asked now has today's defaults
         assert all(found[key] == (flatten(default_config()) | meant)[key] for key in later)
 
 
@@ -53,7 +55,7 @@ def test_its_logits_are_those_that_were_stored(facts):
 
 def test_it_goes_on_with_the_losses_of_the_run_that_was_not_stopped(workdir, facts, tmp_path):
     as_recorded = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    output, words = tmp_path / "output", [f"--workdir={workdir}"]
+    output, words = tmp_path / "output", [*WORDS, f"--workdir={workdir}"]  # its own command
     code = Forked(("-m", "vit_jax.main"), words, output, as_recorded).wait(timeout=300)
     assert code == 0 and f"resumed at step {SAVED}" in output.read_text(), output.read_text()
     found, expected = rows(workdir), rows(STORED)

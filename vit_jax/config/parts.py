@@ -44,7 +44,7 @@ class Key(typing.NamedTuple):
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
       "" for any.
-    before: its value in a stored config that lacks it; `...`: the default.
+    before: its value in a stored run whose resolved config lacks it; `...`: the default.
     item: the type of a tuple's items; None: it is no tuple.
     """
 

@@ -124,6 +124,7 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
         names = tuple(dict.fromkeys([*resolved["plugins"], *asked["plugins"]]))
     plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
     config = _from_dict(resolved, where)
+    config = with_values(config, _meant_before(config, resolved))
     decided_by = dict.fromkeys(flatten(config), "default") | decided_by  # also of later keys
     return StoredConfig(_from_dict(asked, where), config, decided_by)
 
@@ -159,12 +160,20 @@ def _from_dict(values: dict[str, Any], where: str) -> ConfigDict:
             faults += _fill_entry(config.evals, name, entry)
     faults += _fill(config, {key: value for key, value in values.items() if key != "evals"}, "")
     collect_faults(faults, f"{where} is from another version of vit_jax; use that version")
+    return config
+
+
+def _meant_before(config: ConfigDict, values: dict[str, Any]) -> dict[str, Any]:
+    """{key: its `before`} of the keys of `config` that the resolved `values` of a run lack.
+
+    What was asked for keeps its defaults: it is compared with what is asked for now.
+    """
     stored = flatten(ConfigDict(values))
-    return with_values(config, {
+    return {
         key: declared.before
         for key, declared in declared_keys(config).items()
         if declared.before is not ... and key not in stored
-    })  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

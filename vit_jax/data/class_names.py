@@ -49,7 +49,8 @@ def as_label(value: Any) -> str | None:
         value = int(value)
     if value is None or value != value or value == -1:
         return None
-    if not isinstance(value, str) and not (isinstance(value, int) and value >= 0):
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not (isinstance(value, str) or is_number):
         raise ValueError(
             f"has the label {value!r}; needed: text, a whole number from 0, -1 or null for no "
             "label, or a list of these"
@@ -88,7 +89,7 @@ def number_labels(
             f"{names[int(label)]!r}; rename the classes in {named_by} so that no name is a number, "
             f"as in 'class {names[int(label)]}', and give label numbers from 0"
         )
-    found = as_names if are_names else {**as_names, **as_numbers}
+    found = {**as_names, **as_numbers} if are_numbers and not are_names else as_names
     if unknown := {*labels} - found.keys():
         raise InputError(
             f"{where} has the labels {few(sorted(unknown))}, which {named_by} lacks; add them there"
@@ -99,9 +100,10 @@ def number_labels(
 def read_names(text: str, where: str) -> tuple[str, ...]:
     """The names in the text of a file, one a line; raises InputError naming a faulty line."""
     lines = [as_name(line.strip()) for line in text.removeprefix("\ufeff").rstrip().splitlines()]
+    first: dict[str, int] = {}  # line of each name
     for number, name in enumerate(lines, 1):
-        if not name or lines.index(name) < number - 1:
-            fault = f"is {name!r} as line {lines.index(name) + 1}" if name else "is empty"
+        if not name or first.setdefault(name, number) < number:
+            fault = f"is {name!r} as line {first[name]}" if name else "is empty"
             raise InputError(
                 f"{where}, line {number}: {fault}; needed: one name a line for each class, in the "
                 "order of the label numbers, each another one"

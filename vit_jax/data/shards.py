@@ -70,12 +70,16 @@ class Files(NamedTuple):
     def class_names(self) -> tuple[str, ...] | None:
         """The lines of `classes.txt` in the root; None if there is no such file.
 
-        Raises: InputError if one is empty, or two are equal.
+        Raises: InputError if one is empty, two are equal, or the file is not UTF-8.
         """
         path = self.root / _CLASSES
         if not path.exists():
             return None
-        return read_names(path.read_bytes().decode(), f"data.data_dir: {shown(path)}")
+        where = f"data.data_dir: {shown(path)}"
+        try:
+            return read_names(path.read_bytes().decode(), where)
+        except UnicodeDecodeError as e:
+            raise InputError(f"{where}: is not UTF-8 ({e}); save it as UTF-8") from None
 
 
 def find_files(request: Request, suffixes: tuple[str, ...]) -> Files:

@@ -6,6 +6,7 @@ heads over `tensor`.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -47,10 +48,10 @@ def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Modu
     With "plain", all is left to XLA. One line of the log says why attention has no kernel. Only on
     CPUs JAX's default generator draws the masks of dropout.
     """
+    model = _in_dtype_of(mesh.devices.flat[0], model)
     if "forms" not in field_names(type(model)):
         return model
     platform = mesh.devices.flat[0].platform
-    model = _in_dtype_of(mesh.devices.flat[0], model)
     forms = BlockOps(attend=choose_attention(platform))
     if kernels == "auto":
         forms = _forms_on(platform, model, mesh)
@@ -76,6 +77,9 @@ def gpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     """The forms of `model` on GPUs; see `choose_forms`."""
     plain = BlockOps(attend=choose_attention("gpu"))
     without = _why_plain(model, mesh, on_tpu=False)
+    is_here = isinstance(mesh.devices.flat[0], jax.Device)  # not a plan's description
+    if without is None and is_here and not has_cuda():
+        without = "JAX's plugin for CUDA is not installed, and cuDNN computes it"
     if without is not None:
         _say_plain(without)
         return plain
@@ -86,8 +90,10 @@ def gpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
 
 def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     """`model` in float32 on a GPU without bfloat16, such as a T4."""
-    capability = float(getattr(device, "compute_capability", _BFLOAT16))
-    if device.platform != "gpu" or capability >= _BFLOAT16 or model.dtype != jnp.bfloat16:
+    stated = str(getattr(device, "compute_capability", ""))  # AMD's is a name
+    capability = float(stated) if re.fullmatch(r"\d+\.\d+", stated) else _BFLOAT16
+    is_able = device.platform != "gpu" or capability >= _BFLOAT16
+    if is_able or getattr(model, "dtype", None) != jnp.bfloat16:
         return model
     logger.warning("%s computes no bfloat16: the model computes in float32", device.device_kind)
     return model.clone(dtype=jnp.float32)

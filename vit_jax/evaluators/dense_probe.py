@@ -269,14 +269,17 @@ def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
         if path.suffix.lower() in (".png", ".npy"):
             by_name[path.stem].append((path, *_below_split(path.relative_to(root))))
     found, faults = [], []
-    for name in source.file_names(0, source.num_examples):
-        split, below = _below_split(pathlib.PurePath(name))
-        split = split or split_of(source.split)
+    for record, name in enumerate(source.file_names(0, source.num_examples)):
+        split, _ = _below_split(
+            pathlib.PurePath(source.record_name(record))
+        )  # from the data's root
+        _, below = _below_split(pathlib.PurePath(name))
         files = [
             each for each in by_name[below.name] if None in (split, each[1]) or each[1] == split
         ]
         if len(files) > 1:
-            files = [each for each in files if each[2].match(f"{below}")]
+            length = len(below.parts)
+            files = [each for each in files if each[2].parts[-length:] == below.parts]
         faults += [f"{below}"] * (len(files) != 1)
         found += [path for path, *_ in files]
     if faults:

@@ -27,6 +27,11 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         f"optimizer.ema_decay_end={o.ema_decay_end}: needs optimizer.ema_decay at the start of the "
         "run; None keeps the decay constant",
     )
+    faults.need(
+        config.schedule.lowered == 1 or o.on_spike == "lower",
+        f"schedule.lowered={config.schedule.lowered}: needs a branch of a run with "
+        "optimizer.on_spike=lower, which sets it; leave it out",
+    )
     optimizer = Faults().check(OPTIMIZERS.find, o.name)
     faults.need(
         not (o.ema_decay is not None and optimizer is not None and optimizer.averages),

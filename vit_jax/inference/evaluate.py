@@ -232,6 +232,7 @@ class _OfSource:
 
     def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
         """`config` with the source's settings where it has its defaults; see `evaluate_model`."""
+        self._by_user = by_user
         config = config.copy_and_resolve_references()
         faults, run = Faults(), self._pretrained.run
         d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
@@ -244,7 +245,8 @@ class _OfSource:
             "--config.data.image_size",
         )
         stated = {"data.exif": spec.exif is not False, "data.pixel_range": spec.pixel_range,
-                  "data.mean": spec.mean, "data.std": spec.std}  # fmt: skip
+                  "data.decoding": spec.decoding, "data.mean": spec.mean,
+                  "data.std": spec.std}  # fmt: skip
         if run is not None:
             config_lib.add_plugins(config, run["config"]["plugins"])
             stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
@@ -259,7 +261,7 @@ class _OfSource:
         of_model = {"channels": about(model).channels, "num_classes": model.num_classes}
         for key, number in of_model.items():
             faults.need(
-                f"data.{key}" not in by_user or number in (None, d[key]),
+                f"data.{key}" not in by_user or number == d[key],
                 f"data.{key}={d[key]}: {self.source} has {number}; leave it out",
             )
         d.update(of_model)
@@ -279,7 +281,9 @@ class _OfSource:
         """Set the ops of evaluators without ops, and the loss of a source that is no run."""
         fill_in_ops(config, self._pretrained, sources)
         learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
-        if self._pretrained.run is None and not all(learn):
+        is_open = config.loss.name == config_lib.default_config().loss.name
+        is_open = is_open and "loss.name" not in self._by_user
+        if is_open and self._pretrained.run is None and not all(learn):
             config.loss.name = loss_of(self._pretrained, config.loss.name)
         return config
 

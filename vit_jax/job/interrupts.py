@@ -24,25 +24,29 @@ from vit_jax.job.exit_codes import INTERRUPTED
 
 _GRACE_S = 4.0  # after Ctrl-C, for the main thread to end by itself
 _PARTING_S = 2.0  # to tell the others, and for them to hear it before the store is gone
-_SAVES_IN = ("step", "save")  # phases of the loop, which saves after Ctrl-C however long they take
+# Phases of the loop that Ctrl-C lets end, however long they take: the run saves after them.
+_SAVES_AFTER = ("step", "evaluation", "comparison", "save")
 _KEY, _WAIT_MS = "job/end", 10**9
 
 _ending = threading.Lock()  # held by the thread that ends this process
-_awake: socket.socket | None = None  # Python writes the number of each signal to it, from C
+# Python writes the number of each signal to the socket, from C; with the descriptor before it.
+_awake: tuple[socket.socket, int] | None = None
 
 
 def watch() -> None:
-    """End this program within seconds of Ctrl-C, whatever it does; call it on the main thread.
+    """End this program within seconds of Ctrl-C, or at once if it comes twice, whatever it does.
 
-    In the loop, `processes.PreemptionGuard` has handled Ctrl-C once its message is printed.
+    In the loop, `processes.PreemptionGuard` handles the first one, and the run saves. Only the main
+    thread can watch; on another one this does nothing.
     """
     global _awake
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as nohup asks
         return
     stop()
-    numbers, _awake = socket.socketpair()
-    _awake.setblocking(False)
-    signal.set_wakeup_fd(_awake.fileno(), warn_on_full_buffer=False)
+    numbers, awake = socket.socketpair()
+    awake.setblocking(False)
+    _awake = awake, signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_wait_for_interrupt, args=(numbers,), daemon=True).start()
 
 
@@ -50,8 +54,9 @@ def stop() -> None:
     """Leave Ctrl-C to Python again."""
     global _awake
     if _awake is not None:
-        signal.set_wakeup_fd(-1)
-        _awake.close()
+        awake, before = _awake
+        signal.set_wakeup_fd(before)
+        awake.close()
         _awake = None
 
 
@@ -97,9 +102,11 @@ def _wait_for_interrupt(numbers: socket.socket) -> None:
         if received[0] != signal.SIGINT:
             continue
         guard = processes.PreemptionGuard.entered
-        select.select([numbers], [], [], _GRACE_S)  # until Ctrl-C comes again
+        again = bool(select.select([numbers], [], [], _GRACE_S)[0])
+        if again and not numbers.recv(1):  # `stop` has closed the other end
+            return
         phase = watchdog.current_phase()
-        if guard is None or not (guard.interrupted or phase in _SAVES_IN):
+        if again or guard is None or not (guard.interrupted or phase in _SAVES_AFTER):
             print(f"Interrupted in the phase {phase}; run the same command again", file=sys.stderr)
             end_job(INTERRUPTED, f"Ctrl-C in the phase {phase}")
 

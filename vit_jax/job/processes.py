@@ -304,8 +304,8 @@ class PreemptionGuard:
             handlers[signal.SIGTERM] = self._on_signal
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so
             del handlers[signal.SIGINT]
+        PreemptionGuard.entered = self  # before the handlers: then nobody ends this process
         self._previous = {number: signal.signal(number, to) for number, to in handlers.items()}
-        PreemptionGuard.entered = self
         return self
 
     def __exit__(self, kind, error, traceback: types.TracebackType | None):

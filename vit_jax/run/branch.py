@@ -32,7 +32,8 @@ from vit_jax.transfer.workdir import workdir_of
 
 logger = logging.getLogger("vit_jax")
 
-# {name of a rule: the schedule that it sets}; each begins at the last rate of the run.
+# {name of a rule: the schedule that it sets}; each begins at the last rate of the run, rsqrt of an
+# rsqrt run at the next one.
 RULES = {"constant": "constant", "cosine": "cosine", "rsqrt": "rsqrt", "cooldown": "linear"}
 
 # Besides the rule.

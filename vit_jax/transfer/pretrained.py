@@ -62,7 +62,7 @@ class Spec(NamedTuple):
       size. None derives it from `cut`. `ops_for` gives the string for any images.
     loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
     exif: whether images are turned by their EXIF orientation; None means yes.
-    pixel_range: as `data.pixel_range`.
+    pixel_range, decoding: as the keys of `data`.
     channels: number of channels of the images.
     fault: the reason why the stated preprocessing is not supported (`ops_for` raises it);
       None if it is supported.
@@ -78,13 +78,14 @@ class Spec(NamedTuple):
     loss: str | None = None
     exif: bool | None = None
     pixel_range: tuple[float, ...] | None = None
+    decoding: int = 2
     channels: int = 3
     fault: str | None = None
 
     @property
     def reading(self) -> Reading:
         """How the bytes of image files become pixels."""
-        return Reading(self.exif is not False, self.channels, self.pixel_range)
+        return Reading(self.exif is not False, self.channels, self.pixel_range, self.decoding)
 
     @property
     def stated_reading(self) -> dict[str, Any]:

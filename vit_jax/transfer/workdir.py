@@ -152,6 +152,7 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
         loss=config.loss.name,
         exif=config.data.exif,
         pixel_range=config.data.pixel_range,
+        decoding=config.data.decoding,
         channels=config.data.channels,
     )
 
