@@ -108,10 +108,17 @@ def test_empty_and_double_names_are_refused(text, line):
         read_names(text, "classes.txt")
 
 
-@pytest.mark.parametrize("value", [0.5, -2, {}])
+@pytest.mark.parametrize("value", [0.5, -2, {}, True])
 def test_what_is_no_label(value):
     with pytest.raises(ValueError, match="needed: text, a whole number"):
         as_label(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [("3.0", "3"), (" 3 ", "3"), ("-1", None), ("-1.0", None), ("v1.0", "v1.0")]
+)
+def test_numbers_in_text_as_pandas_writes_them(value, label):
+    assert as_label(value) == label
 
 
 def test_words_and_numbers_among_labels():

@@ -126,6 +126,7 @@ def test_probes_are_those_of_scikit_learn(root):
         ("val", ["a/1.jpg", "b/1.jpg"], ["val/a/1.png", "val/b/1.png"],
          ["val/a/1.png", "val/b/1.png"]),
         ("val", ["a/1.jpg"], ["val/a/1.png", "val/b/1.png", "train/a/1.png"], ["val/a/1.png"]),
+        ("", ["a/1.jpg", "b/1.jpg"], ["a/1.png"], None),
         ("val", ["[1].jpg"], ["val/a/[1].png"], ["val/a/[1].png"]),
         ("val", ["1.jpg"], ["val/a/1.png", "val/b/1.png"], None),
     ],
@@ -144,6 +145,17 @@ def test_targets_are_found_by_the_path_below_the_split(folder, names, masks, fou
             find_targets(str(tmp_path), source)
     else:
         assert find_targets(str(tmp_path), source) == [tmp_path / path for path in found]
+
+
+def test_targets_of_data_without_folders_are_those_of_its_split(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.png").touch()
+    source = types.SimpleNamespace(
+        name="tar", split="val[:50%]", num_examples=1, file_names=lambda *_: ["1.jpg"],
+        record_name=lambda record: "val-0.tar member 1 (record 0 of 1)",
+    )  # fmt: skip
+    assert find_targets(str(tmp_path), source) == [tmp_path / "val/1.png"]
 
 
 def test_targets_that_cannot_be_read_are_named(root, tmp_path):

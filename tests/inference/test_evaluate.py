@@ -167,7 +167,10 @@ def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
     assert own[section][name] != expected
 
 
-@pytest.mark.parametrize(("key", "text"), [("data.channels", "1"), ("data.num_classes", "3")])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("data.channels", "1"), ("data.num_classes", "3"), ("data.ops", "decode|flip")],
+)
 def test_a_key_that_the_model_decides_is_refused(published, key, text):
     config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
     with at_fault(key):

@@ -9,6 +9,8 @@ from typing import Any
 
 from vit_jax.base.errors import InputError, few
 
+_WHOLE = re.compile(r"(-1|\d+)(\.0+)?")
+
 
 def as_name(name: str) -> str:
     """`name` as names are compared and written down: composed (NFC), in characters of UTF-8."""
@@ -45,6 +47,9 @@ def as_label(value: Any) -> str | None:
 
     Raises: ValueError if it is neither text nor a whole number.
     """
+    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+        value = value.strip().partition(".")[0]  # pandas writes whole numbers beside NaN so
+        value = None if value == "-1" else value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None or value != value or value == -1:

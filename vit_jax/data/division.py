@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, few
 from vit_jax.data.images.files import warn_once
 
+DIVIDED = ("folder", "list", "unlabelled")  # data sets whose images a run may hold out
 FILE = "images.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file
 
@@ -250,7 +251,7 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
     Raises: InputError if its file is damaged, or missing though the run trains on own images.
     """
     path, d = workdir / FILE, config.data
-    divides = d.split == "train" and d.name in ("folder", "list", "unlabelled")
+    divides = d.split == "train" and d.name in DIVIDED
     if not divides and not path.exists():
         return UNKNOWN
     try:

@@ -22,6 +22,7 @@ from PIL import Image
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
 from vit_jax.config import POSITIVE, key
 from vit_jax.data import Source
+from vit_jax.data.division import DIVIDED
 from vit_jax.data.images.files import split_of
 from vit_jax.data.retries import retried
 from vit_jax.evaluators.features import FeatureEvaluator, NothingToMeasureError, fit_whitening
@@ -268,20 +269,22 @@ def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
     for path in root.rglob("*"):
         if path.suffix.lower() in (".png", ".npy"):
             by_name[path.stem].append((path, *_below_split(path.relative_to(root))))
-    found, faults = [], []
+    # Images of train/ may be held out for val, where a run divides them.
+    usual = None if source.name in DIVIDED else split_of(source.split.partition("[")[0])
+    found, faults, taken = [], [], set[pathlib.Path]()
     for record, name in enumerate(source.file_names(0, source.num_examples)):
-        split, _ = _below_split(
-            pathlib.PurePath(source.record_name(record))
-        )  # from the data's root
+        from_root = pathlib.PurePath(source.record_name(record))
+        split, _ = _below_split(from_root)
         _, below = _below_split(pathlib.PurePath(name))
-        files = [
-            each for each in by_name[below.name] if None in (split, each[1]) or each[1] == split
-        ]
+        splits = (None, split or usual)
+        files = [each for each in by_name[below.name] if each[1] in splits or splits[1] is None]
         if len(files) > 1:
             length = len(below.parts)
             files = [each for each in files if each[2].parts[-length:] == below.parts]
-        faults += [f"{below}"] * (len(files) != 1)
+        is_one = len(files) == 1 and files[0][0] not in taken  # a target is of one image
+        faults += [f"{below}"] * (not is_one)
         found += [path for path, *_ in files]
+        taken.update(found[-1:])
     if faults:
         raise InputError(
             f"targets={folder!r}: {len(faults):,} of the {source.num_examples:,} images of "

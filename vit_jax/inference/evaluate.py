@@ -258,6 +258,10 @@ class _OfSource:
             if key not in by_user and found[key] == default.get(key, found[key])
         })  # fmt: skip
         d = config.data
+        faults.need(
+            "data.ops" not in by_user,
+            "data.ops: evaluators do not read it; set --config.evals.NAME.ops of each",
+        )
         of_model = {"channels": about(model).channels, "num_classes": model.num_classes}
         for key, number in of_model.items():
             faults.need(
