@@ -371,9 +371,9 @@ MUTATIONS = [
     # metrics
     M("vit_jax/run/speed.py", "self._since += passed", "pass",
       "run/test_speed.py::test_throughput_counts_training_alone"),
-    M("vit_jax/run/writers.py", 'row["step"] < first_step', 'row["step"] <= first_step',
+    M("vit_jax/run/writers.py", 'row["step"]) < first_step', 'row["step"]) <= first_step',
       "run/test_writers.py::test_killed_again_and_again"),
-    M("vit_jax/run/writers.py", "v if math.isfinite(v) else None", "v",
+    M("vit_jax/run/writers.py", "v if v is not None and math.isfinite(v) else None", "v",
       "run/test_writers.py::test_not_finite_is_null_in_json_and_itself_in_tensorboard"),
     # job
     M("vit_jax/job/watchdog.py", "_STEP_SHARE * job.heartbeat_s", "job.heartbeat_s",

@@ -235,7 +235,7 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
     rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    monkeypatch.setattr(evaluation, "evaluate_model", lambda *args: args)
+    monkeypatch.setattr(evaluation, "evaluate_model", lambda *args, **_: args)
     overrides = {"global_batch_size": 40}
     config, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
     assert config.global_batch_size == 40

@@ -28,6 +28,7 @@ from vit_jax.models.efficientnet import (
 )
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.run.validation import find_faults
+from vit_jax.transfer.pretrained import Cut
 
 RNG = np.random.default_rng(0)
 TINY = {"width_factor": 0.125, "depth_factor": 0.1}  # 7 blocks
@@ -267,7 +268,7 @@ def test_what_a_published_file_states(golden, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     pretrained = vit_jax.read_pretrained(tmp_path)
     assert pretrained.model == model.clone(image_size=(240, 240))
-    assert pretrained.spec.cut == (0.882, "center", "bicubic")
+    assert pretrained.spec.cut == Cut(0.882, "center", "bicubic")
     assert pretrained.spec.mean == (0.485, 0.456, 0.406)
     padded = json.dumps(config | {"architecture": "efficientnet_b1"})
     (tmp_path / "config.json").write_text(padded)
