@@ -80,7 +80,7 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
 
 
 def test_other_padding_gives_the_same_outputs(golden, images):
-    """Four files, of which one is broken, in batches of 4, and of 3 with two rows of padding."""
+    """Four files, one broken, in batches of 4, and in batches of 3 with two rows of padding."""
     names = ("a.png", "b.JPG", "broken.png", "more/c.jpeg")
     source = read_pretrained(golden / "hf_vit")
     files = image_files([str(images / name) for name in names])

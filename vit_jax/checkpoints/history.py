@@ -1,4 +1,4 @@
-"""What a run has measured, as its workdir tells it.
+"""The values that a run has measured, read from its workdir.
 
 The rows of metrics.jsonl may be damaged or lost. So the values by which the run decides are saved
 with each state too, and count before the rows; runs stored before have only the rows.

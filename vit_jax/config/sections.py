@@ -248,8 +248,8 @@ class Schedule(Section):
         "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
     )
     lowered: float = key(
-        1.0, "with a branch, what optimizer.on_spike=lower had left of the rate of its run; "
-        "optimizer.peak_lr is what remains of it", within="(0, 1]",
+        1.0, "set by a branch: the share of the scheduled rate that optimizer.on_spike=lower had "
+        "left; optimizer.peak_lr includes it", within="(0, 1]",
     )  # fmt: skip
     warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: str = key(

@@ -41,7 +41,7 @@ _LIST_FORM = (
 class Part:
     """An entry of `data.mix`: a data set and its weight.
 
-    split, data_dir: None is that of `data`.
+    split, data_dir: None: as in `data`.
     """
 
     name: str

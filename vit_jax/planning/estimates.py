@@ -137,22 +137,11 @@ def _by_compiler(
     The computation takes at least `flops_s`, also if the cycles of a kernel are not known.
     """
     compute_s = max(figures["compiler_cycles"] / chip.cycles_per_s, flops_s)
-    step_s = max(compute_s, hidden) + added
-    peak = chip.peak_flops * figures["num_chips"]
-    return {
-        "compute_s": compute_s,
-        "collectives_hidden_s": hidden,
-        "collectives_added_s": added,
-        "step_s": step_s,
-        "mfu": figures["flops"]["model_per_step"] / (step_s * peak),
-        "assumptions": [
-            f"the chip's peaks ({chip.source})",
-            *_common_assumptions(figures, chip),
-            "the compiler's cycles, those of kernels by their schedules, at "
-            f"{chip.cycles_per_s / 1e9:g} GHz",
-            "asynchronous collectives hide behind computation, the others add to it",
-        ],
-    }
+    told = (
+        "the compiler's cycles, those of kernels by their schedules, at "
+        f"{chip.cycles_per_s / 1e9:g} GHz"
+    )
+    return _with_collectives(figures, chip, compute_s, hidden, added, [told])
 
 
 def _by_kernel(
@@ -160,6 +149,23 @@ def _by_kernel(
 ) -> dict[str, Any]:
     """A step's time by the roofline of each kernel, with the seconds of the collectives."""
     compute_s = sum(row["roofline_s"] for row in figures["kernels"])
+    told = [
+        "each kernel at the peak of its products or of the memory, one after the other, in no time "
+        "to start",
+        "products as they are compiled without a device, which would choose the fastest of several "
+        "kernels",
+    ]
+    return _with_collectives(figures, chip, compute_s, hidden, added, told)
+
+
+def _with_collectives(
+    figures: Mapping[str, Any], chip: Chip, compute_s: float, hidden: float, added: float,
+    told: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """A step's time by `compute_s`, with the seconds of hidden and added collectives.
+
+    `told`: assumptions about `compute_s`.
+    """
     step_s = max(compute_s, hidden) + added
     peak = chip.peak_flops * figures["num_chips"]
     return {
@@ -171,10 +177,7 @@ def _by_kernel(
         "assumptions": [
             f"the chip's peaks ({chip.source})",
             *_common_assumptions(figures, chip),
-            "each kernel at the peak of its products or of the memory, one after the other, in no "
-            "time to start",
-            "products as they are compiled without a device, which would choose the fastest of "
-            "several kernels",
+            *told,
             "asynchronous collectives hide behind computation, the others add to it",
         ],
     }

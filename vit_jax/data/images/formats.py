@@ -199,7 +199,7 @@ def turn_of(encoded: bytes) -> Turn | None:
 def to_known_mode(image: PIL.Image.Image, reading: Reading) -> PIL.Image.Image:
     """The first frame in RGB or RGBA of 8 bits, as Pillow converts it, or in grey of 16 bits.
 
-    Without a `pixel_range` grey keeps its 16 bits, of which decoders take the high byte.
+    Without a `pixel_range` grey keeps 16 bits; decoders take the high byte.
 
     Raises: RangeError, without a range for 32 bits, or with one for the colours of a TIFF.
     """
