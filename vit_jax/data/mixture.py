@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import InputError, collect_faults, few
 from vit_jax.config import SOURCES, SplitKey, own_split
+from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
@@ -105,7 +106,7 @@ def _part_of(entry: Any) -> Part | None:
 def mixed_keys(config: ConfigDict) -> list[SplitKey]:
     """The splits of a mixture: that of `data.name`, then those of `data.mix`.
 
-    Raises: InputError if two of them are the same.
+    Raises: InputError if two of them are the same, or hold out images of different folders.
     """
     own, d = own_split(config), config.data
     keys, seen = [own], {_in_place(own)}
@@ -120,6 +121,13 @@ def mixed_keys(config: ConfigDict) -> list[SplitKey]:
                 "mix in another split, or in a list of dicts another data_dir"
             )
         seen.add(_in_place(keys[-1]))
+    # A run holds out images by their names in one folder, which two folders may share.
+    if len(places := {key.data_dir for key in seen if key.data_name in DIVIDED}) > 1:
+        raise InputError(
+            f"data.mix: has images in {len(places)} folders, {few(sorted(map(str, places)))}, of "
+            "which a run would hold out some by name; put all below one folder, or write the "
+            "others as tar or Parquet"
+        )
     return keys
 
 
