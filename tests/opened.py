@@ -1,5 +1,7 @@
 """A run's data and its config.json, without the run; and its evaluation."""
 
+from read_settings import data_and_evals, settings_of
+
 from vit_jax.base import files
 from vit_jax.config import with_values
 from vit_jax.config.stored import StoredConfig, read_config
@@ -12,9 +14,11 @@ def open_all(config):
     """(config with the facts of the data, sources of training and evaluation)."""
     config = with_values(config, find_absent(config, training=True))
     divider = Divider(anew=True)
-    facts, sources = open_training(config, divider=divider)
+    facts, sources = open_training(settings_of(config), divider=divider)
     config = with_values(config, facts)
-    evaluated = open_evaluated(config, divider=Divider(divider.settled()), opened=sources)
+    evaluated = open_evaluated(
+        *data_and_evals(config), divider=Divider(divider.settled()), opened=sources
+    )
     return config, sources | evaluated
 
 

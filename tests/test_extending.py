@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from opened import config_json, open_all
+from read_settings import make_loss, make_optimizer, settings_of
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
@@ -30,10 +31,8 @@ from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.main import main
 from vit_jax.models.contract import with_known
-from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe
 from vit_jax.planning.targets import Target
@@ -147,13 +146,13 @@ def test_loss_by_its_equation():
 def test_family_without_dtype_constrain_and_remat(config):
     config, sources = open_all(config)
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     assert experiment.num_params == sum(
         leaf.size for leaf in abstract_params(experiment.model).values()
     )
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
-    preprocessing = parse_preprocessing(config)
-    make_evaluators(config, preprocessing, experiment.model, mesh, sources)
+    preprocessing = parse_preprocessing(settings_of(config))
+    make_evaluators(settings_of(config), preprocessing, experiment.model, mesh, sources)
     figures = describe(config, Target(find_slice("v5e:2x4"), 1), mesh, experiment)
     assert (figures["remat"], figures["scan"]) == ("none", False)
     assert calculate_memory(config, Target(find_slice("H100:1")))["fits"]

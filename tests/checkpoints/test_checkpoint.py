@@ -19,8 +19,8 @@ from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import base_config
+from vit_jax.config.durations import parse_durations
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Timetable
 from vit_jax.run.train import start_state

@@ -254,8 +254,8 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
     config.optimizer.name = "lion"
     later = {"log.later": 2, "optimizer.later": 3, "evals.val.later": 4}
     for class_, before in ((Log, 1), (Lion, 6), (Classification, 7)):
-        declared = {"later": Key(int, 0, "added", "", (), "", before, None),
-                    "later_too": Key(int, 5, "added", "", (), "", ..., None)}  # fmt: skip
+        declared = {"later": Key(int, 0, "added", "", (), "", before, False, None),
+                    "later_too": Key(int, 5, "added", "", (), "", ..., False, None)}  # fmt: skip
         declared |= class_.declared()
         monkeypatch.setattr(class_, "declared", lambda declared=declared: declared)
     content = json.loads(config_json(config))

@@ -4,6 +4,7 @@ import pytest
 from at_fault import at_fault
 from fake_hub import COMMITS, move_hub, served
 from images import encode, smooth_image
+from read_settings import settings_of
 from table_files import make_table, write_parquet
 
 from vit_jax.config import SOURCES
@@ -72,7 +73,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub):
     asked = len(hub.asked)
     assert SOURCES.find(main).settle(main) == main
     assert hub.asked[asked:] == []
-    facts, _ = open_training(config, divider=Divider(anew=True))
+    facts, _ = open_training(settings_of(config), divider=Divider(anew=True))
     assert (facts["data.num_examples"], facts["data.chunk_size"]) == (8, 64)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from read_settings import settings_of
 from sklearn.datasets import load_digits
 
 from vit_jax.config import base_config, eval_splits
@@ -109,7 +110,9 @@ def make_on_digits(entry, model, mesh, **sizes):
         key: make_source(name, split=key.split, image_size=(8, 8), **sizes)
         for key in eval_splits(c, entry).values()
     }
-    return make_evaluators(c, parse_preprocessing(c), model, mesh, sources)["own"]
+    return make_evaluators(
+        settings_of(c), parse_preprocessing(settings_of(c)), model, mesh, sources
+    )["own"]
 
 
 def run_on_digits(entry, mesh, model=PIXELS, params=PROJECTION):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from hand_made import OF_SPLIT, OF_SPLITS, digit_pixels, make_inputs, run_on_features
+from read_settings import settings_of
 from sklearn import metrics
 from sklearn.datasets import load_digits
 
@@ -192,7 +193,7 @@ def model_on_mesh():
     c.evals.test.batch_size = 64
     c.evals.larger = classification(split="test", every="1 epochs", batch_size=128)
     mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
-    experiment = make_experiment(c, mesh)
+    experiment = make_experiment(settings_of(c), mesh)
     with jax.set_mesh(mesh):
         params = experiment.init().params
     kernel = params["head"]["kernel"]
@@ -215,7 +216,9 @@ def test_every_digit_counts_once(model_on_mesh, loss_name, monkeypatch, caplog):
     declared = {name: "higher" for name in Classification(**OF_SPLIT).metrics() if name != "ece"}
     monkeypatch.setattr(Classification, "metrics", lambda self: declared)
     with jax.set_mesh(mesh):
-        evaluators = make_evaluators(config, parse_preprocessing(config), model, mesh, sources)
+        evaluators = make_evaluators(
+            settings_of(config), parse_preprocessing(settings_of(config)), model, mesh, sources
+        )
         results = {name: measure(state) for name, measure in evaluators.items()}
         logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
     logits = np.asarray(logits, np.float64)

@@ -10,10 +10,11 @@ import hand_made
 import numpy as np
 import pytest
 from PIL import Image
+from read_settings import settings_of, splits_of
 from sklearn.metrics import f1_score
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, eval_splits
+from vit_jax.config import base_config, classification
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.evaluators import make_evaluators
@@ -127,6 +128,6 @@ def test_evaluators_of_one_label_are_refused():
     c.evals.test = classification(split="test", every="1 epochs")
     source = make_source("digits", split="test", image_size=(8, 8))
     source = dataclasses.replace(source, multi_label=True)
-    sources = dict.fromkeys(eval_splits(c, c.evals.test).values(), source)
+    sources = dict.fromkeys(splits_of(c, "test").values(), source)
     with pytest.raises(InputError, match=r"evals\.test\.type='classification': split has several"):
-        make_evaluators(c, parse_preprocessing(c), None, None, sources)
+        make_evaluators(settings_of(c), parse_preprocessing(settings_of(c)), None, None, sources)

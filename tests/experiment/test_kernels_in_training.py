@@ -5,6 +5,7 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+from read_settings import settings_of
 
 from vit_jax.config import base_config
 from vit_jax.devices import kernels
@@ -29,7 +30,7 @@ def small_config():
 
 def losses_of(config, steps):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     rng, losses = np.random.default_rng(0), []
     with jax.set_mesh(mesh):
         state = experiment.init()

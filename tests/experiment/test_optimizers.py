@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from at_fault import at_fault
+from read_settings import make_optimizer
 
 from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS, base_config
-from vit_jax.experiment.optimizers import lower_rate, make_config_average, make_optimizer
+from vit_jax.experiment.optimizers import lower_rate, make_config_average
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from read_settings import make_loss
 from short_objective import objective_of
 
 from vit_jax.devices.flops import count_flops
@@ -14,7 +15,6 @@ from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import ObjectiveOutput, RunFacts, Term
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.supervised import Supervised
 
 B = 4

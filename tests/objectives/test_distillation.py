@@ -12,8 +12,9 @@ import optax
 import pytest
 from at_fault import at_fault
 from numpy_vit import random_params
+from read_settings import make_loss
 
-from vit_jax.config import OBJECTIVES, base_config
+from vit_jax.config import OBJECTIVES
 from vit_jax.devices.flops import program_flops
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
@@ -27,7 +28,6 @@ from vit_jax.objectives.distillation import (
     parse_teachers,
 )
 from vit_jax.objectives.features import parse_features
-from vit_jax.objectives.losses import make_loss
 from vit_jax.run.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
@@ -242,11 +242,10 @@ def test_teachers_and_features_are_parsed():
 @pytest.mark.parametrize("mode", ["hard", "features"])
 def test_classes_with_other_names(mode, caplog):
     """Logits of other classes give a warning; features of other classes no agreement."""
-    config = base_config()
-    config.objective.mode = mode
+    objective = OBJECTIVES.make({"name": "distillation", "teacher": "a", "mode": mode})
     own, other = teacher_of(np.zeros((4, 2))), teacher_of(np.zeros((4, 2)))
     own, other = own._replace(class_names=("a", "b")), other._replace(class_names=("a", "c"))
-    found = compare_classes(config, [own, other], ("a", "b"))
+    found = compare_classes(objective, [own, other], ("a", "b"))
     assert [teacher.same_classes for teacher in found] == [True, mode == "hard"]
     assert ("label 1 is 'b', but output 1 is 'c'" in caplog.text) == (mode == "hard")
 

@@ -12,10 +12,11 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import config_json, evaluate_run, open_all
+from read_settings import data_and_evals, settings_of, splits_of
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config import base_config, classification, fewshot, train_split
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
@@ -64,9 +65,13 @@ def test_another_data_set_may_have_other_classes_where_these_are_learnt():
         ("digits", "train"): 10,
         ("digits", "test"): 10,
     }
-    assert sources[train_split(config)].num_examples == config.data.num_examples == 64
-    assert sources[eval_splits(config, config.evals.few)["test_split"]].num_examples == 360
-    check_images(config, parse_preprocessing(config), sources)
+    assert (
+        sources[train_split(settings_of(config).data)].num_examples
+        == config.data.num_examples
+        == 64
+    )
+    assert sources[splits_of(config, "few")["test_split"]].num_examples == 360
+    check_images(*data_and_evals(config), parse_preprocessing(settings_of(config)), sources)
 
 
 @pytest.mark.parametrize("first", ["few", "test"])
@@ -127,7 +132,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
     config.evals.val.split = "val"
     make_images(tmp_path / "own", *names, "train/ant/1.png")
     with pytest.raises(InputError) as error:
-        open_evaluated(config, ("cat", "dog"))
+        open_evaluated(*data_and_evals(config), ("cat", "dog"))
     own, others = sorted(error.value.faults)
     assert f"data.data_dir='{tmp_path}/other': the classes 'eel' are none of the" in others
     assert f"evals.own.data_dir='{tmp_path}/own': the classes 'ant', 'eel' are" in own
@@ -175,14 +180,16 @@ def test_all_faulty_splits_are_named():
     faulty = few(data_name="digits")
     faulty.train_split, faulty.test_split = "trian", "tset"
     with at_fault("evals.few.test_split", "evals.few.train_split"):
-        open_evaluated(make_config(few=faulty))
+        open_evaluated(*data_and_evals(make_config(few=faulty)))
 
 
 def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with at_fault("evals.few.ops"):
-        sources = open_evaluated(config)
-        check_evaluated_images(config, parse_preprocessing(config), sources)
+        sources = open_evaluated(*data_and_evals(config))
+        check_evaluated_images(
+            *data_and_evals(config), parse_preprocessing(settings_of(config)), sources
+        )
 
 
 def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled():
@@ -191,17 +198,17 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     config, sources = open_all(config)
     config.evals.few.ops = "resize(9)"
     with at_fault("data.ops", "evals.few.ops", "evals.test.ops"):
-        check_images(config, parse_preprocessing(config), sources)
+        check_images(*data_and_evals(config), parse_preprocessing(settings_of(config)), sources)
 
 
 def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     config = make_config()
     config.data.ops, config.global_batch_size = "resize(9)|random_crop(10)|resize", 8
     config, sources = open_all(config)
-    source = sources[train_split(config)]
-    before = data_fingerprint(config, source)
+    source = sources[train_split(settings_of(config).data)]
+    before = data_fingerprint(settings_of(config), source)
     config.data.ops = "resize(9)|random_crop(10, pad=True)|resize"
-    assert data_fingerprint(config, source) != before
+    assert data_fingerprint(settings_of(config), source) != before
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
@@ -297,7 +304,7 @@ def test_a_model_is_called_by_its_own_sizes():
     def called(name, **fields):
         config = base_config()
         config.model.update({"name": name} | fields)
-        return describe_model(config)
+        return describe_model(settings_of(config).model)
 
     assert called("ViT-B/16") == "ViT-B/16" and called("R50+ViT-B/16") == "R50+ViT-B/16"
     assert called("ViT-B/16", patch_size=8) == "ViT-B/8"
@@ -320,7 +327,7 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
 
     run = prepare(config, tmp_path / "new", choose)
     assert (run.mesh.shape["data"], run.mesh.shape["fsdp"]) == (2, 4)
-    assert run.config.mesh.fsdp == 4 and config.mesh.fsdp is None
+    assert run.resolved.config.mesh.fsdp == 4 and config.mesh.fsdp is None
     config.auto = False
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
 
@@ -369,8 +376,11 @@ def test_unlabelled_images_get_the_classes_of_the_teacher(golden, tmp_path, mode
         del config.evals[name]
     run = prepare(config, tmp_path / "run")
     teacher = read_pretrained(golden / "hf_vit")
-    assert run.config.data.num_classes == teacher.model.num_classes > 1
-    assert run.sources[train_split(run.config)].class_names == teacher.spec.class_names
+    assert run.resolved.config.data.num_classes == teacher.model.num_classes > 1
+    assert (
+        run.sources[train_split(settings_of(run.resolved.config).data)].class_names
+        == teacher.spec.class_names
+    )
     config.data.num_classes = 7
     with at_fault("data.num_classes"):
         prepare(config, tmp_path / "run")

@@ -16,6 +16,7 @@ from etils import epath
 from finished_run import final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from read_settings import settings_of
 from started_job import ROOT, Job, free_address
 
 import vit_jax
@@ -94,7 +95,7 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
 
     def made(config, mesh, *args):
         found.append((mesh.size, mesh.shape["fsdp"]))
-        return make_experiment(config, mesh, *args)
+        return make_experiment(settings_of(config), mesh, *args)
 
     monkeypatch.setattr(evaluate, "make_experiment", made)
     on(8)

@@ -11,12 +11,13 @@ from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
 from PIL import Image
+from read_settings import model_fields
 
 import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, model_fields, with_values
+from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
@@ -79,13 +80,16 @@ def make(folder, source, words="ViT-mu/8,folder", **overrides):
 @pytest.mark.slow
 def test_one_command_takes_everything_from_the_source(folder, source, tmp_path):
     run = prepare(make(folder, source), tmp_path / "run")
-    model = {key: value for key, value in run.config.model.items() if value is not None}
+    model = {key: value for key, value in run.resolved.config.model.items() if value is not None}
     assert model == {"name": "ViT-mu/8", "dtype": "float32", "kernels": "auto", **FIELDS}
-    assert run.config.data.image_size == 16
-    assert (run.config.data.mean, run.config.data.std) == (SPEC.mean, SPEC.std)
-    length = {k: run.config[k] for k in ("duration", "global_batch_size")}
+    assert run.resolved.config.data.image_size == 16
+    assert (run.resolved.config.data.mean, run.resolved.config.data.std) == (SPEC.mean, SPEC.std)
+    length = {k: run.resolved.config[k] for k in ("duration", "global_batch_size")}
     assert length == {"duration": "500 steps", "global_batch_size": 64}
-    assert (run.config.schedule.warmup, run.config.optimizer.peak_lr) == ("100 steps", 0.003)
+    assert (run.resolved.config.schedule.warmup, run.resolved.config.optimizer.peak_lr) == (
+        "100 steps",
+        0.003,
+    )
     assert run.experiment.num_trained == run.experiment.num_params
     expected = read_pretrained(source)
     assert run.initial_params.keys() == {n for n in expected.params if not n.startswith("head/")}
@@ -353,9 +357,9 @@ def test_a_resumed_run_compares_what_was_decided(folder, source, tmp_path):
     run = prepare(make(folder, source, **keys), tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     again = prepare(make(folder, source, **keys), tmp_path).config
-    assert again.to_dict() == run.config.to_dict()
-    said = make(folder, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
-    assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
+    assert again.to_dict() == run.resolved.config.to_dict()
+    said = make(folder, source, **keys, optimizer__peak_lr=run.resolved.config.optimizer.peak_lr)
+    assert prepare(said, tmp_path).config.to_dict() == run.resolved.config.to_dict()
     with at_fault("optimizer.peak_lr"):
         prepare(make(folder, source, **keys, optimizer__peak_lr=0.1), tmp_path)
     with at_fault("model.pool"):
@@ -368,8 +372,8 @@ def test_config_json_says_who_decided_each_key(folder, source, tmp_path):
     run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     stored = read_stored(epath.Path(tmp_path))
-    assert stored.asked == asked and stored.resolved == run.config
-    assert stored.decided_by.keys() == flatten(run.config).keys()
+    assert stored.asked == asked and stored.resolved == run.resolved.config
+    assert stored.decided_by.keys() == flatten(run.resolved.config).keys()
     expected = {
         "duration": "user", "init_from": "user", "data.name": "recipe", "seed": "default",
         "model.pool": "source", "data.mean": "source", "data.num_classes": "data",

@@ -14,6 +14,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import open_all
+from read_settings import settings_of
 
 import vit_jax
 from vit_jax.base.errors import InputError
@@ -71,7 +72,7 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
         check_metrics(*open_all(config))
     config.evals.test.by_class = True
     check_metrics(*open_all(config))
-    assert find_direction(config, "test/accuracy/a loss") == "higher"
+    assert find_direction(settings_of(config), "test/accuracy/a loss") == "higher"
 
 
 @pytest.mark.parametrize("end", ["", "_raw"])
@@ -105,7 +106,7 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
     config = make_config(stop__metric="test/distance", checkpoint__keep_best="test/lossless")
     declare({"distance": "lower", "lossless": "higher"})
     check_metrics(*open_all(config))
-    assert [find_direction(config, m) for m in ("test/distance", "test/lossless")] == [
+    assert [find_direction(settings_of(config), m) for m in ("test/distance", "test/lossless")] == [
         "lower", "higher",
     ]  # fmt: skip
     assert not caplog.records
@@ -120,12 +121,12 @@ def test_without_declared_metrics_the_name_decides(name, better, declare, caplog
     config = make_config(stop__metric=f"test/{name}")
     declare(None)
     check_metrics(*open_all(config))
-    assert find_direction(config, f"test/{name}") == better
+    assert find_direction(settings_of(config), f"test/{name}") == better
     assert f"does not declare its metrics; assuming that the {better} value" in caplog.text
 
 
 def test_a_metric_that_the_evaluator_does_not_give():
-    found = Selection(make_config(stop__metric="test/top2"), {})
+    found = Selection(settings_of(make_config(stop__metric="test/top2")), {})
     found.add(5, {"other/top1": 0.5})
     with at_fault("stop.metric"):
         found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
@@ -346,7 +347,7 @@ def test_what_decides_is_saved_in_the_store_and_in_memory(place, monkeypatch):
     saved = []
     store = types.SimpleNamespace(save=lambda step, state, meta: saved.append(meta))
     record = types.SimpleNamespace(saved=8, saving=lambda step: contextlib.nullcontext({"a": 1}))
-    found = Selection(make_config(stop__metric="test/top1"), {"stop.metric": {5: 0.5}})
+    found = Selection(settings_of(make_config(stop__metric="test/top1")), {"stop.metric": {5: 0.5}})
     parts = dict.fromkeys(field.name for field in dataclasses.fields(loop.Loop))
     parts |= {"run": types.SimpleNamespace(mesh=None), "selection": found, "record": record}
     opened, due = loop.Loop(**parts | {place: store}), types.SimpleNamespace(step=10)

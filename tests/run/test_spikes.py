@@ -14,13 +14,13 @@ import pytest
 from etils import epath
 from finished_run import final_state, rows
 from PIL import Image
+from read_settings import settings_of
 
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.row_losses import make_row_losses
-from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.experiment.schedules import schedule_of
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
@@ -89,7 +89,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     assert step == state["step"] == 40 and np.isfinite(state["params/head/bias"]).all()
     rates = {row["step"]: row["train/lr"] for row in rows(whole) if "train/lr" in row}
     config = make_config(rule)
-    plain = make_config_schedule(config, parse_durations(config))
+    plain = schedule_of(settings_of(config))
     lowered = 0.5 if rule == "lower" else 1.0
     assert rates[25] == pytest.approx(float(plain(24)))
     assert rates[30] == pytest.approx(lowered * float(plain(29)))
@@ -107,7 +107,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
 
     branch(whole / "checkpoints/30", tmp_path / "branch", "constant")
     now = read_stored(tmp_path / "branch").resolved
-    first = lowered * float(make_config_schedule(now, parse_durations(now))(30))
+    first = lowered * float(schedule_of(settings_of(now))(30))
     assert first == pytest.approx(now.optimizer.peak_lr) == pytest.approx(rates[30])
     assert now.schedule.lowered == lowered
 

@@ -17,6 +17,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
+from read_settings import teaching
 from sklearn.datasets import load_digits
 
 from vit_jax import data, load_pretrained
@@ -563,7 +564,10 @@ def test_a_run_learns_from_a_teacher(optional, averaged, finished, tmp_path):
     assert recorded["source"] == str(teacher) and len(recorded["digest"]) == 64
 
     config = copy.deepcopy(optional)
-    other = [teacher._replace(class_names=tuple("1023456789")) for teacher in read_teachers(config)]
+    other = [
+        teacher._replace(class_names=tuple("1023456789"))
+        for teacher in read_teachers(*teaching(config))
+    ]
     with at_fault("objective.teacher"):
         config.objective.mode = "hard"
         compare_classes(config, other, tuple("0123456789"))

@@ -206,7 +206,7 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
         prepare(student, tmp_path / "student")
     student.data.soft_labels, student.data.classes = True, tuple(range(10))
     run = prepare(student, tmp_path / "student")
-    assert run.config.data.num_examples == 1437 + source.num_examples
+    assert run.resolved.config.data.num_examples == 1437 + source.num_examples
     assert run.experiment.abstract_batch["label"].shape == (32, 10)
 
 

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
@@ -79,11 +78,6 @@ def _parse(word: str) -> Fault:
     same = [example for example in FAULTS if example.startswith(f"{kind}:")]
     hint = f"write {' or '.join(same)}" if same else nearest(word, [*FAULTS])
     raise InputError(f"job.inject={word!r}: no such fault; {hint}")
-
-
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check `job.inject`."""
-    faults.check(parse_faults, config.job.inject)
 
 
 def check_places(

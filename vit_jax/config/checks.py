@@ -8,7 +8,7 @@ from vit_jax.base.errors import Faults, InputError, nearest
 from vit_jax.config.base import declared_keys, default_config, flatten
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import find_wrong
-from vit_jax.config.registries import FAMILIES, REGISTRIES
+from vit_jax.config.registries import SOURCES, STUDIES
 
 LARGEST_BATCH = 2**24  # images; the largest of published runs have 2**20
 _LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
@@ -65,8 +65,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         f"published weights){from_scratch}",
     )
     faults += find_wrong(declared_keys(config), flatten(config))
-    for registry in REGISTRIES:
-        if registry is not FAMILIES and config[registry.section].name is not None:
+    for registry in (SOURCES, STUDIES):
+        if config[registry.section].name is not None:
             faults.check(registry.make, config[registry.section])
     faults.need(
         config.init_fields != "source" or config.init_from not in (None, "scratch"),

@@ -80,9 +80,12 @@ class DataSets(Registry[Any]):
         found = (kind for start, kind in kinds.items() if str(name).startswith(start))
         return super().find(next(found, "tfds"))
 
-    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> Any:
+    def make(
+        self, values: Mapping[str, Any], prefix: str | None = None, in_steps: Any = None
+    ) -> Any:
         own = self.find(values["name"]).declared()
-        return super().make({k: v for k, v in values.items() if k == "name" or k in own}, prefix)
+        values = {k: v for k, v in values.items() if k == "name" or k in own}
+        return super().make(values, prefix, in_steps)
 
 
 SOURCES = DataSets(

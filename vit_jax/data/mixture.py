@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults, few
 from vit_jax.config import SOURCES, SplitKey, own_split
+from vit_jax.config.sections import Data
 from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
@@ -103,18 +103,18 @@ def _part_of(entry: Any) -> Part | None:
     return part if fits else None
 
 
-def mixed_keys(config: ConfigDict) -> list[SplitKey]:
+def mixed_keys(data: Data) -> list[SplitKey]:
     """The splits of a mixture: that of `data.name`, then those of `data.mix`.
 
     Raises: InputError if two of them are the same, or hold out images of different folders.
     """
-    own, d = own_split(config), config.data
+    own = own_split(data)
     keys, seen = [own], {_in_place(own)}
-    for part in parse_mix(d.mix):
+    for part in parse_mix(data.mix):
         # The classes of pseudo labels are the teacher's, which were chosen before.
         classes = None if part.name == "pseudo" else own.classes
         place = part.data_dir or own.data_dir
-        keys.append(SplitKey(part.name, part.split or d.split, place, classes))
+        keys.append(SplitKey(part.name, part.split or data.split, place, classes))
         if _in_place(keys[-1]) in seen:
             raise InputError(
                 f"data.mix: {part.name} {keys[-1].split} of data_dir={place!r} is there already; "

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.tree import Batch
-from vit_jax.config import LOSSES
 from vit_jax.evaluators.by_class import ClassEvaluator, f1
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import LossFn
-from vit_jax.objectives.losses import hits, make_loss
+from vit_jax.objectives.losses import hits
 
 _NUM_BINS = 15  # as in the paper on calibration
 
@@ -70,8 +69,7 @@ class Classification(ClassEvaluator):
         return {} if number > 5 else {"top5": f"needs more than 5 classes; the data have {number}"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
-        loss = make_loss(**inputs.config.loss)
-        probabilities = LOSSES.find(inputs.config.loss.name)().probabilities
+        loss, probabilities = inputs.settings.loss.bind(), inputs.settings.loss.probabilities
         name_classes = self.name_classes(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)

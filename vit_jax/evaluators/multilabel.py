@@ -13,7 +13,6 @@ from vit_jax.evaluators.by_class import ClassEvaluator, f1
 from vit_jax.evaluators.features import NothingToMeasureError, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.losses import make_loss
 
 with epy.lazy_imports():
     import sklearn.metrics
@@ -57,7 +56,7 @@ class MultiLabel(ClassEvaluator):
         return better | {"loss": "lower", "num_examples": "neither"} | super().metrics()
 
     def bind(self, inputs: EvalInputs) -> Measure:
-        gather, loss = make_gather(inputs, "__call__"), make_loss(**inputs.config.loss)
+        gather, loss = make_gather(inputs, "__call__"), inputs.settings.loss.bind()
         name_classes = self.name_classes(inputs)
 
         def measure(state: TrainState) -> dict[str, float]:

@@ -22,7 +22,7 @@ class Upright:
     """
 
     def __init__(self, inputs: EvalInputs):
-        self._exif = inputs.config.data.exif
+        self._exif = inputs.settings.data.exif
         self._turns = {key: functools.cache(s.turn) for key, s in inputs.sources.items()}
         self._unsure: set[pathlib.Path] = set()
 

@@ -12,10 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
-from vit_jax.config import num_microbatches
+from vit_jax.config import Settings
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.preprocessing import (
     Preprocessing,
@@ -27,7 +26,6 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import program_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import gradient_shardings, state_shardings
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.model import (
@@ -35,11 +33,11 @@ from vit_jax.experiment.model import (
     make_model,
     on_mesh,
 )
-from vit_jax.experiment.objective import make_config_objective
-from vit_jax.experiment.optimizers import make_config_average, make_config_optimizer
+from vit_jax.experiment.objective import make_objective
+from vit_jax.experiment.optimizers import make_average, make_optimizer
 from vit_jax.experiment.replay import make_replay
 from vit_jax.experiment.row_losses import make_row_losses
-from vit_jax.experiment.schedules import Schedule, make_config_schedule
+from vit_jax.experiment.schedules import Schedule, schedule_of
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import (
     AbstractBatch,
@@ -175,12 +173,12 @@ class Experiment:
 
 
 def make_experiment(
-    config: ConfigDict,
+    settings: Settings,
     mesh: Mesh,
     preprocessing: Preprocessing | None = None,
     teachers: Sequence[Teacher] = (),
 ) -> Experiment:
-    """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
+    """Build the experiment of a resolved config.
 
     `preprocessing`: the config's, if it has been parsed already. `teachers`: the teachers
     of the objective, with arrays or their shapes.
@@ -188,23 +186,22 @@ def make_experiment(
     Raises:
       InputError: for faults that `validation.validate` cannot find.
     """
-    assert None not in (config.data.num_classes, config.data.num_examples), "not resolved"
-    preprocessing = preprocessing or parse_preprocessing(config)
-    image_size, batch = preprocessing.image_size, describe_batch(config, preprocessing)
-    durations, o = parse_durations(config), config.optimizer
-    total_steps = durations["duration"]
+    run, data, o = settings.run, settings.data, settings.optimizer
+    preprocessing = preprocessing or parse_preprocessing(settings)
+    batch = describe_batch(data, run.global_batch_size, preprocessing)
+    durations, total_steps = settings.durations, run.duration
 
-    model = make_model(config, image_size, mesh)
-    objective_of = partial(make_config_objective, config, batch, durations, teachers)
-    to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
+    model = make_model(settings.model, data, mesh)
+    objective_of = partial(make_objective, settings, batch, durations, teachers)
+    to_mesh = partial(on_mesh, mesh=mesh, kernels=settings.model.kernels)
     objective = objective_of(model, to_mesh)
     exchange = choose_exchange(model, objective, mesh, o.freeze)
 
-    schedule = make_config_schedule(config, durations)
-    tx = make_config_optimizer(config, schedule, total_steps)
-    ema_decay = make_config_average(config, total_steps)
+    schedule = schedule_of(settings)
+    tx = make_optimizer(o, schedule, total_steps)
+    ema_decay = make_average(o, total_steps)
 
-    init = partial(init_state, model, tx, image_size, config.seed)
+    init = partial(init_state, model, tx, data.image_size, run.seed)
     init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
         state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
@@ -212,12 +209,12 @@ def make_experiment(
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
-    transform = make_transform(config, preprocessing)
-    drawn: dict[str, Any] = {"transform": transform, "seed": config.seed}
+    transform = make_transform(data, run.global_batch_size, preprocessing)
+    drawn: dict[str, Any] = {"transform": transform, "seed": run.seed}
     make_step = partial(
-        make_train_step, transform=transform, seed=config.seed, sam_radius=o.sam_radius
+        make_train_step, transform=transform, seed=run.seed, sam_radius=o.sam_radius
     )
-    in_parts: dict[str, Any] = {"freeze": o.freeze, "accum_steps": num_microbatches(config)}
+    in_parts: dict[str, Any] = {"freeze": o.freeze, "accum_steps": o.accum_steps}
     step_with = partial(
         make_step,
         objective,
@@ -252,7 +249,7 @@ def make_experiment(
         inputs=jit(make_inputs(**drawn), in_shardings=shardings[:2], out_shardings=of_inputs),
         replay=replay,
         row_losses=whole(
-            make_row_losses(objective, **drawn, accum_steps=num_microbatches(config)),
+            make_row_losses(objective, **drawn, accum_steps=o.accum_steps),
             in_shardings=shardings,
         ),
         skip_step=jit(

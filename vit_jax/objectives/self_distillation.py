@@ -102,10 +102,10 @@ class SelfDistillation(ObjectivePart):
         None, "teacher's temperature at the start, from which it rises linearly over "
         "temperature_warmup; None: none", within=POSITIVE,
     )  # fmt: skip
-    temperature_warmup: str | None = key(None, "goes with first_temperature", form="duration")
+    temperature_warmup: int | None = key(None, "goes with first_temperature", form="duration")
     # AdamW's moments start at 0 but count from step 0, so the first hundred updates after it are up
     # to 6 times as large. Weight decay only changes the prototypes' length, which has no effect.
-    freeze_prototypes: str | None = key(
+    freeze_prototypes: int | None = key(
         None, "duration at the start without gradients of the prototypes; None: they learn",
         form="duration",
     )  # fmt: skip
@@ -118,7 +118,7 @@ class SelfDistillation(ObjectivePart):
     koleo_weight: float = key(0.0, "of what spreads the global views apart", within=FROM_0)
     koleo_group: int | None = key(None, "rows that are spread apart; None: all", within="[2, inf)")
     gram_weight: float = key(0.0, "of the distance to the Gram teacher", within=FROM_0)
-    gram_every: str | None = key(
+    gram_every: int | None = key(
         None, "between copies of the teacher, from step 0; goes with gram_weight", form="interval"
     )
     gram_size: int | tuple[int, int] | None = key(
@@ -129,6 +129,10 @@ class SelfDistillation(ObjectivePart):
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
     split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
+
+    @property
+    def further_views(self):
+        return {} if self.gram_size is None else {GRAM: ("gram_size", self.gram_size)}
 
     def check(self):
         faults = Faults()

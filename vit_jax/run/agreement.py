@@ -21,20 +21,21 @@ from vit_jax import data
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import SplitKey
 from vit_jax.config.plugins import digests
+from vit_jax.config.sections import Job
 from vit_jax.job import processes, watchdog
 from vit_jax.job.software import software
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def compare(config: ConfigDict, what: str, find: Callable[[], Mapping[str, Any]]) -> None:
+def compare(job: Job, what: str, find: Callable[[], Mapping[str, Any]]) -> None:
     """Check that all processes `find` the same facts, {name: value}; `what` names them in errors.
 
     `find` is not called in a job of one process.
     """
     if jax.process_count() > 1:
         with watchdog.phase("comparison"):
-            processes.agree(what, find(), config.job.compile_deadline_s)
+            processes.agree(what, find(), job.compile_deadline_s)
 
 
 def compare_requests(config: ConfigDict, more: Mapping[str, Any] = _NONE) -> None:
@@ -50,11 +51,11 @@ def compare_requests(config: ConfigDict, more: Mapping[str, Any] = _NONE) -> Non
         own = {"devices per process": devices, **software(), **digests(config.plugins)}
         return {**facts, **own, **more}
 
-    compare(config, "config, software or devices", find)
+    compare(config.job, "config, software or devices", find)
 
 
 def compare_findings(
-    config: ConfigDict,
+    job: Job,
     sources: Mapping[SplitKey, data.Source],
     weights: Mapping[str, np.ndarray] = _NONE,
     more: Mapping[str, Any] = _NONE,
@@ -65,4 +66,4 @@ def compare_findings(
         facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
         return facts | {"weights read": hash_params(weights)} | dict(more)
 
-    compare(config, "data or files", find)
+    compare(job, "data or files", find)

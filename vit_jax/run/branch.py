@@ -18,12 +18,13 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError, check_version, collect_faults, nearest
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.seal import check_seal
+from vit_jax.config import Settings
+from vit_jax.config.durations import shares_in_steps
 from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
-from vit_jax.experiment.durations import parse_durations, shares_in_steps
 from vit_jax.experiment.optimizers import LOWERED
-from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.experiment.schedules import schedule_of
 from vit_jax.run.changes import HARDLY_LEARNS, KEYS_OF_THE_END, past_of
 from vit_jax.run.validation import as_pairs, validate
 from vit_jax.run.workdir import check_writable, record_start
@@ -103,13 +104,12 @@ def branch(
         workdir.rmtree(missing_ok=True)
         raise
     was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
-    durations = parse_durations(new.resolved)
-    first = lowered * float(make_config_schedule(new.resolved, durations)(step))
-    warmup = durations["schedule.warmup"]
+    settings = Settings.read(new.resolved)
+    first, warmup = lowered * float(schedule_of(settings)(step)), settings.schedule.warmup
     rises = f", which rises to {now:.4g} by step {step + warmup}" * (warmup > 0)
     logger.info(
         "%s: %s from step %d to step %d, at first with a learning rate of %.4g%s; to train it: "
-        "vit_jax --workdir=%s", workdir, rule, step, durations["duration"], first, rises, workdir,
+        "vit_jax --workdir=%s", workdir, rule, step, settings.run.duration, first, rises, workdir,
     )  # fmt: skip
     if now < HARDLY_LEARNS * was:
         logger.warning(
@@ -155,11 +155,11 @@ def _with_rule(
         for key in other
     ])  # fmt: skip
     was = stored.resolved
-    before = parse_durations(was)
+    before = Settings.read(was)
     # In steps, as a share of the run such as "5 %" would move what is past.
     free = config_lib.FREE_ON_RESUME
-    fixed = {key: f"{n} steps" for key, n in before.items() if not key.startswith(free)}
-    lasts = {name: float(str(values[-1])) for name, values in past_of(was, step).items()}
+    fixed = {key: f"{n} steps" for key, n in before.durations.items() if not key.startswith(free)}
+    lasts = {name: float(str(values[-1])) for name, values in past_of(before, step).items()}
     defaults = config_lib.flatten(config_lib.default_config(was.plugins).schedule, "schedule.")
     changes = fixed | defaults
     rate = lasts.pop("the learning rate")
@@ -168,10 +168,10 @@ def _with_rule(
     if rule == "rsqrt":
         timescale = step
         if was.schedule.name == "rsqrt":
-            risen = before["schedule.start"] + before["schedule.warmup"]
-            timescale = before["schedule.timescale"] + max(step - risen, 0)
+            risen = before.schedule.start + before.schedule.warmup
+            timescale = before.durations["schedule.timescale"] + max(step - risen, 0)
             # It goes on falling; where a cooldown has ended at 0, it keeps the last rate.
-            rate = float(make_config_schedule(was, before)(step)) or rate
+            rate = float(schedule_of(before)(step)) or rate
         changes["schedule.timescale"] = f"{timescale} steps"
     changes["optimizer.peak_lr"] = lowered * rate
     for key, last in lasts.items():  # from here on it moves from one value to the same
@@ -184,7 +184,7 @@ def _with_rule(
     changes |= {key: flat[key] for key in overrides}
     resolved = config_lib.with_values(was, changes)
     resolved = config_lib.with_values(resolved, shares_in_steps(resolved))
-    make_config_schedule(resolved, parse_durations(resolved))  # checks that it fits
+    schedule_of(Settings.read(resolved))  # checks that it fits
     return StoredConfig(asked, resolved, {**stored.decided_by, **dict.fromkeys(changes, "branch")})
 
 

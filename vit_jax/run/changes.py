@@ -13,9 +13,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
-from vit_jax.config import changed_evals, changed_keys, say_changes
-from vit_jax.experiment.durations import parse_durations
-from vit_jax.experiment.schedules import half_cosine, make_config_schedule
+from vit_jax.config import Settings, changed_evals, changed_keys, say_changes
+from vit_jax.config.durations import parse_durations
+from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.run.workdir import StoredRun
 
 logger = logging.getLogger("vit_jax")
@@ -109,9 +109,10 @@ def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> 
     Raises:
       InputError: the new schedule does not fit into the new duration.
     """
-    if parse_durations(config)["duration"] < steps_done:
+    before, after = Settings.read(stored), Settings.read(config)
+    if after.run.duration < steps_done:
         return f"duration={config.duration!r} ends before step {steps_done:,}, where it is"
-    was, now = past_of(stored, steps_done), past_of(config, steps_done)
+    was, now = past_of(before, steps_done), past_of(after, steps_done)
     for name in was:
         differing = np.flatnonzero(was[name] != now[name])
         if len(differing):
@@ -123,12 +124,14 @@ def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> 
     return None
 
 
-def past_of(config: ConfigDict, steps_done: int) -> dict[str, np.ndarray]:
+def past_of(settings: Settings, steps_done: int) -> dict[str, np.ndarray]:
     """{name: its values in the first `steps_done` steps} of all that changes during a run."""
-    updates, durations, o = np.arange(steps_done), parse_durations(config), config.optimizer
-    found = {"the learning rate": jax.jit(make_config_schedule(config, durations))(updates)}
-    for key in ("weight_decay", "ema_decay"):
-        end = o[f"{key}_end"]
-        if end is not None:
-            found[f"optimizer.{key}"] = half_cosine(updates, durations["duration"], o[key], end)
+    updates, o, total = np.arange(steps_done), settings.optimizer, settings.run.duration
+    found = {"the learning rate": jax.jit(schedule_of(settings))(updates)}
+    for key, first, end in (
+        ("weight_decay", o.weight_decay, o.weight_decay_end),
+        ("ema_decay", o.ema_decay, o.ema_decay_end),
+    ):
+        if first is not None and end is not None:
+            found[f"optimizer.{key}"] = half_cosine(updates, total, first, end)
     return {name: np.asarray(values) for name, values in found.items()}

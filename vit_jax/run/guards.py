@@ -4,9 +4,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from vit_jax.base.errors import RaisedByAll
+from vit_jax.config.sections import Checkpoint, Data
 from vit_jax.objectives.contract import Collapse
 
 DIVERGED_FILE = "diverged.json"  # in the workdir of a run ended by a NonFiniteError
@@ -56,16 +55,16 @@ class CorruptRecords:
 
     Args:
       meta: saved with the state that the run continues from; {} from scratch.
-      config: of the run, resolved.
+      data, global_batch_size: of the run.
 
     total: the count, to be saved with the state.
     """
 
-    def __init__(self, meta: Mapping[str, Any], config: ConfigDict):
+    def __init__(self, meta: Mapping[str, Any], data: Data, global_batch_size: int):
         self.total = int(meta.get("corrupt", 0))
-        self._global_batch_size = config.global_batch_size
-        self._max_fraction = config.data.max_corrupt_fraction
-        self._at_least = min(config.data.num_examples, _EXAMPLES_TO_JUDGE_BY)
+        self._global_batch_size = global_batch_size
+        self._max_fraction = data.max_corrupt_fraction
+        self._at_least = min(data.num_examples, _EXAMPLES_TO_JUDGE_BY)
 
     def count(self, by_step: Sequence[float], step: int, saved: int | None) -> None:
         """Add the counts of the last steps, up to `step`; `saved` is as in `check_finite`.
@@ -143,9 +142,9 @@ class Health:
 class Stalls:
     """Names the cause of long waits in the rows of a run, once until it is over; see `add`."""
 
-    def __init__(self, config: ConfigDict):
-        saves = {key: config.checkpoint[key] for key in ("every", "memory_every")}
-        given = " and ".join(f"checkpoint.{key}={value!r}" for key, value in saves.items() if value)
+    def __init__(self, checkpoint: Checkpoint):
+        saves = {"every": checkpoint.every, "memory_every": checkpoint.memory_every}
+        given = " and ".join(f"checkpoint.{key}='{n} steps'" for key, n in saves.items() if n)
         self._remedies = {
             "input_wait": "the devices wait for images: take simpler data.ops, another data.reader "
             "or more CPU cores; `vit_jax benchmark --what=input` measures the input",

@@ -23,11 +23,11 @@ logger = logging.getLogger("vit_jax")
 
 def _open(run: Run) -> Memory | None:
     """The memory of a run that has begun and keeps steps there; None: there is none."""
-    if run.config.checkpoint.memory_every is None:
+    if run.settings.checkpoint.memory_every is None:
         return None
-    timeout_s = run.config.job.compile_deadline_s
+    timeout_s = run.settings.job.compile_deadline_s
     name = processes.say_to_all("the run's name", lambda: run_name(run.workdir), timeout_s)
-    return Memory(name, run.config.checkpoint.memory_dir) if name else None
+    return Memory(name, run.settings.checkpoint.memory_dir) if name else None
 
 
 def restore_from_memory(run: Run) -> tuple[TrainState, dict[str, Any], Memory] | None:

@@ -31,7 +31,7 @@ FOLDER = "injected"  # in the workdir
 
 def faults_left(run: Run) -> list[Fault]:
     """The faults that have not been made in the workdir; the same on all processes."""
-    faults = parse_faults(run.config.job.inject)
+    faults = parse_faults(run.settings.job.inject)
     if not faults:
         return []
 
@@ -39,7 +39,7 @@ def faults_left(run: Run) -> list[Fault]:
         folder = run.workdir / FOLDER
         return [fault.text for fault in faults if not (folder / fault.text).exists()]
 
-    left = processes.say_to_all("the faults made", find, run.config.job.compile_deadline_s)
+    left = processes.say_to_all("the faults made", find, run.settings.job.compile_deadline_s)
     return [fault for fault in faults if fault.text in left]
 
 

@@ -12,12 +12,13 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.config import Settings
+from vit_jax.config.durations import shares_in_steps
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
-from vit_jax.experiment.durations import shares_in_steps
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of
@@ -79,7 +80,7 @@ class Files(Opener):
         return faults
 
     def weights(self, config: ConfigDict) -> Changes:
-        source, before = config_lib.weights_source(config), self._before
+        source, before = _open(config).run.weights_source, self._before
         is_lost = before.stored is None and config.init_fields == "source"
         if before.saved_steps and not is_lost:
             return {}
@@ -92,9 +93,10 @@ class Files(Opener):
         return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
-        if not gives_classes(config):
+        settings = _open(config)
+        if not gives_classes(settings.objective, settings.data):
             return {}
-        self._teachers = read_teachers(config)
+        self._teachers = self.read_teachers(settings)
         self._taught = number, _ = classes_of(self._teachers)
         if number is None:
             return {}
@@ -105,22 +107,26 @@ class Files(Opener):
             )
         return {"data.num_classes": number}
 
-    def read_teachers(self, config: ConfigDict) -> tuple[Teacher, ...]:
+    def read_teachers(self, settings: Settings) -> tuple[Teacher, ...]:
         """The teachers of the objective, unless they were read already."""
-        return read_teachers(config) if self._teachers is None else self._teachers
+        if self._teachers is not None:
+            return self._teachers
+        return read_teachers(settings.objective, settings.data, settings.model)
 
     def data(self, config: ConfigDict) -> Changes:
-        self.preprocessing = parse_preprocessing(config)
+        settings = _open(config)
+        self.preprocessing = parse_preprocessing(settings)
         self.divider = self._open_division(config)
-        changes: Changes = dict(find_absent(config, training=True))
-        config = config_lib.with_values(config, changes)
-        names = settle_names(config)
-        config = config_lib.with_values(config, names)
-        facts, sources = open_training(config, self._taught, self.divider)
-        config = config_lib.with_values(config, facts)
+        changes: Changes = dict(find_absent(settings, training=True))
+        settings = _open(config := config_lib.with_values(config, changes))
+        names = settle_names(settings.data, settings.evals)
+        settings = _open(config := config_lib.with_values(config, names))
+        facts, sources = open_training(settings, self._taught, self.divider)
+        settings = _open(config_lib.with_values(config, facts))
+        of_data = settings.data, settings.evals
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
-        self.sources = sources | open_evaluated(config, divider=settled, opened=sources)
-        check_images(config, self.preprocessing, self.sources)
+        self.sources = sources | open_evaluated(*of_data, divider=settled, opened=sources)
+        check_images(*of_data, self.preprocessing, self.sources)
         return changes | names | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
@@ -130,7 +136,7 @@ class Files(Opener):
             began_with = config if before.stored is None else before.stored.resolved
             named = (self._workdir / "classes.json").exists()  # it is written last
             names = read_class_names(self._workdir) if named else None
-            return Divider(read_division(self._workdir, began_with), class_names=names)
+            return Divider(read_division(self._workdir, _open(began_with).data), class_names=names)
         if self.pretrained is None:
             return Divider(anew=True)
         return Divider(self.pretrained.division, self.pretrained.source, anew=True)
@@ -170,14 +176,14 @@ class Files(Opener):
             return {}
         stored = self._before.stored
         recorded = None if stored is None else stored.resolved.optimizer.accum_steps
-        return {"optimizer.accum_steps": settle_microbatches(config, self.mesh, recorded)}
+        return {"optimizer.accum_steps": settle_microbatches(_open(config), self.mesh, recorded)}
 
 
 class Tables(Opener):
     """Gives the facts of known data sets, without devices; opens only the user's own images.
 
     Args:
-      mesh: decides the number of microbatches; None: it stays as it is.
+      mesh: decides the number of microbatches; None: one.
       opens_data: whether the training data are opened, whatever they are.
 
     sources: the training data, if they were opened.
@@ -189,7 +195,7 @@ class Tables(Opener):
     def weights(self, config: ConfigDict) -> Changes:
         if config.init_fields != "source":  # reads no file for nothing
             return {}
-        source = config_lib.weights_source(config)
+        source = _open(config).run.weights_source
         assert source is not None  # checked by config.checks
         return take_fields(config, transfer.read_pretrained(source))
 
@@ -199,21 +205,30 @@ class Tables(Opener):
         if not self._opens_data:
             is_here = config_lib.SOURCES.find(d.name).is_own and d.name in config_lib.SOURCES
             if not is_here or not missing:
-                return dict(known_facts(config))
+                return known_facts(_open(config).data, config.global_batch_size)
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)
                 raise InputError(
                     f"data.data_dir={d.data_dir!r}: there are no images to count; give their "
                     f"place, or set {remedies}"
                 )
-        taught = classes_of(abstract_teachers(config)) if gives_classes(config) else None
-        facts, self.sources = open_training(config, taught)
+        settings = _open(config)
+        learns = gives_classes(settings.objective, settings.data)
+        taught = classes_of(abstract_teachers(settings)) if learns else None
+        facts, self.sources = open_training(settings, taught)
         return facts
 
     def microbatches(self, config: ConfigDict) -> Changes:
-        if self._mesh is None or config.optimizer.accum_steps is not None:
+        if config.optimizer.accum_steps is not None:
             return {}
-        return {"optimizer.accum_steps": settle_microbatches(config, self._mesh)}
+        if self._mesh is None:
+            return {"optimizer.accum_steps": 1}
+        return {"optimizer.accum_steps": settle_microbatches(_open(config), self._mesh)}
+
+
+def _open(config: ConfigDict) -> Settings:
+    """The settings of a config that has passed its checks, with open keys."""
+    return Settings.read_open(config)[0]
 
 
 def check_mesh(config: ConfigDict) -> Mesh:

@@ -38,8 +38,8 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Faul
     if every is None:
         return lambda step: step
     if math.prod(run.mesh.shape[axis] for axis in axes_of_places(run.mesh)) == 1:
-        logger.warning("job.replay_every=%r: the same devices compute both gradients, so replays "
-                       "find only passing faults", run.config.job.replay_every)  # fmt: skip
+        logger.warning("job.replay_every='%d steps': the same devices compute both gradients, so "
+                       "replays find only passing faults", every)  # fmt: skip
 
     def compiled(program: jax.stages.Wrapped, *arguments: Any) -> jax.stages.Compiled:
         with watchdog.phase("compile"):

@@ -27,15 +27,16 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.config import Settings
+from vit_jax.config.durations import parse_duration
 from vit_jax.config.plugins import find_plugin
 from vit_jax.config.stored import StoredConfig, keep_resolved
-from vit_jax.experiment.durations import parse_duration
 from vit_jax.experiment.finetune_length import RULES, bit_warmup
 from vit_jax.models import (
-    create_model,
     fields_of,
     find_family,
     is_of_family,
+    model_of,
     name_of,
     nearest_name,
     sizes_of,
@@ -317,8 +318,8 @@ def freeze_layers(config: ConfigDict) -> Changes:
     last = config.optimizer.last_layers
     if last is None:
         return {}
-    fields = config_lib.model_fields(config)
-    model = create_model(config.model.name, 1, config.data.image_size, **fields)
+    settings, _ = Settings.read_open(config)
+    model = model_of(settings.model, settings.data)
     params, freeze = tree.unflatten_names(abstract_params(model)), config.optimizer.freeze
     try:
         pattern = tree.pattern_below(params, last)

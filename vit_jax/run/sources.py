@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults, few
-from vit_jax.config import SOURCES, SplitKey
-from vit_jax.config.evals import EVALUATORS
+from vit_jax.config import SOURCES, Evaluator, Settings, SplitKey
+from vit_jax.config.sections import Data, Run
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
 from vit_jax.data.sources import fingerprint
 from vit_jax.evaluators.metric_names import chosen_metrics
-from vit_jax.objectives import objective_of
-from vit_jax.objectives.losses import balanced_weights
+from vit_jax.objectives.contract import ObjectivePart
+from vit_jax.objectives.losses import Loss, balanced_weights
 
 logger = logging.getLogger("vit_jax")
 
@@ -95,12 +94,13 @@ def find_places(
 
 
 def open_evaluated(
-    config: ConfigDict,
+    d: Data,
+    evals: Mapping[str, Evaluator],
     class_names: Sequence[str] | None = None,
     divider: data.Divider | None = None,
     opened: Mapping[SplitKey, data.Source] = types.MappingProxyType({}),
 ) -> dict[SplitKey, data.Source]:
-    """The splits that `config.evals` reads; those in `opened` are not opened again.
+    """The splits that `evals` read; those in `opened` are not opened again.
 
     `class_names` are those of a model that is only evaluated, None if unknown: own images get the
     labels that their classes have in the model, by name. `divider` divides the user's images.
@@ -108,19 +108,20 @@ def open_evaluated(
     Raises:
       InputError: lists the faults of all splits.
     """
-    d, sources = config.data, dict[SplitKey, data.Source]()
+    sources = dict[SplitKey, data.Source]()
     divider = divider or data.Divider(anew=True)
     faults: dict[str, str] = {}  # each is said once, however many splits are read
-    for name, entry in config.evals.items():
-        learns = EVALUATORS.find(entry.type).learns_classes
-        for split_key, key in config_lib.eval_splits(config, entry).items():
+    for name, entry in evals.items():
+        learns = entry.learns_classes
+        for split_key, key in config_lib.eval_splits(d, entry).items():
             where = f"evals.{name}.{split_key}"
             made = SOURCES.find(key.data_name).is_made
-            asked = {name: d[name] for name in ("num_classes", "num_examples") if made}
-            asked["class_names"] = None if learns else class_names
+            asked: dict[str, Any] = {"class_names": None if learns else class_names}
+            if made:
+                asked |= {"num_classes": d.num_classes, "num_examples": d.num_examples}
             try:
                 source = sources.get(key) or opened.get(key)
-                source = source or _open_split(config, key, divider=divider, **asked)
+                source = source or _open_split(d, key, divider=divider, **asked)
                 if class_names is not None and key not in sources:
                     of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
                     source = _match_own(source, key, class_names, learns, f"{of}.data_dir")
@@ -139,7 +140,7 @@ def open_evaluated(
     return sources
 
 
-def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
+def find_absent(settings: Settings, *, training: bool) -> dict[str, None]:
     """{"evals.NAME": None} for the evaluators whose split ends in "?" and is not there.
 
     Only own images have such splits.
@@ -149,9 +150,9 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
         is left out.
     """
     absent: dict[str, str] = {}
-    for name, entry in config.evals.items():
-        for split_key, key in config_lib.eval_splits(config, entry).items():
-            if not entry[split_key].endswith("?"):
+    for name, entry in settings.evals.items():
+        for split_key, key in config_lib.eval_splits(settings.data, entry).items():
+            if not getattr(entry, split_key).endswith("?"):
                 continue
             splits = SOURCES.find(key.data_name).splits(key.data_name, key.data_dir)
             if key.split not in splits:
@@ -161,11 +162,11 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
         waits = [
             f"{key}={metric!r}: {absent[metric.partition('/')[0]]}; add it, or choose a metric of "
             "another evaluator"
-            for key, metric in chosen_metrics(config).items()
+            for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items()
             if metric.partition("/")[0] in absent
         ]
         collect_faults(waits)
-    elif absent and len(absent) == len(config.evals):
+    elif absent and len(absent) == len(settings.evals):
         raise InputError(*(f"{said}; choose another, as split=val" for said in absent.values()))
     else:
         for said in absent.values():
@@ -173,11 +174,10 @@ def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
     return dict.fromkeys(f"evals.{name}" for name in absent)
 
 
-def settle_names(config: ConfigDict) -> dict[str, str]:
+def settle_names(data: Data, evals: Mapping[str, Evaluator]) -> dict[str, str]:
     """{key: name} of the data sets whose names may mean other data later."""
-    keys = ["data.name", *(f"evals.{name}.data_name" for name in config.evals)]
-    flat = config_lib.flatten(config)
-    names = {key: flat[key] for key in keys if flat[key] is not None}
+    of_evals = {f"evals.{name}.data_name": entry.data_name for name, entry in evals.items()}
+    names = {"data.name": data.name} | {k: name for k, name in of_evals.items() if name is not None}
     settled = {key: SOURCES.find(name).settle(name) for key, name in names.items()}
     return {key: name for key, name in settled.items() if name != names[key]}
 
@@ -209,13 +209,13 @@ def _match_own(
 
 
 def open_training(
-    config: ConfigDict,
+    settings: Settings,
     taught: TaughtClasses | None = None,
     divider: data.Divider | None = None,
 ) -> tuple[dict[str, Any], dict[SplitKey, data.Source]]:
     """Open the training data: ({key of the config: fact of the data}, sources).
 
-    `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
+    `config.train_split` gives the key of the whole; for a mixture, its first part also has a
     key of its own. `taught` are the classes that teachers give to unlabelled images, which have
     none of their own; None: there are no such teachers. `divider` divides the user's images;
     None: anew.
@@ -224,11 +224,11 @@ def open_training(
       InputError: if the data are missing, in part too, or do not match the config.
     """
     divider = divider or data.Divider(anew=True)
-    d = config.data
-    own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
+    d = settings.data
+    own, parts = config_lib.own_split(d), data.parse_mix(d.mix)
     if d.split == "all" and SOURCES.find(d.name).is_own:
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
-    open_split = functools.partial(_open_split, config, divider=divider)
+    open_split = functools.partial(_open_split, d, divider=divider)
     first = open_split(
         own,
         num_classes=None if taught else d.num_classes,
@@ -238,8 +238,8 @@ def open_training(
     )
     if taught is not None and taught[0] is not None:
         first = dataclasses.replace(first, num_classes=taught[0], class_names=taught[1])
-    _check_learnable(config, first)
-    opened = _open_mixture(config, first, open_split) if parts else [first]
+    _check_learnable(settings.objective, d, first)
+    opened = _open_mixture(d, first, open_split) if parts else [first]
     sources = {own: opened[0]}
     if d.soft_labels:
         opened = [data.soften(part) for part in opened]
@@ -249,7 +249,7 @@ def open_training(
             "--config.data.soft_labels=true"
         )
     source = data.concatenate(opened) if parts else opened[0]
-    sources[config_lib.train_split(config)] = source
+    sources[config_lib.train_split(d)] = source
     if missing := divider.find_missing():
         raise InputError(
             f"data.data_dir={d.data_dir!r}: {len(missing):,} of the images that the run began to "
@@ -265,7 +265,7 @@ def open_training(
         d.order,
         d.streams,
         num_examples=source.num_examples,
-        global_batch_size=config.global_batch_size,
+        global_batch_size=settings.run.global_batch_size,
         repeats=d.repeats,
         chunks=source.chunks,
     )
@@ -277,7 +277,7 @@ def open_training(
     facts = {
         "data.num_classes": source.num_classes,
         "data.num_examples": source.num_examples,
-        "loss.class_weights": _class_weights(config, source, opened),
+        "loss.class_weights": _class_weights(settings.loss, d.mix, source, opened),
         "data.order": order,
         "data.streams": streams,
         "data.chunk_size": data.resolve_chunk_size(d.chunk_size, source.chunks),
@@ -286,11 +286,11 @@ def open_training(
 
 
 def _open_mixture(
-    config: ConfigDict, source: data.Source, open_split: Callable[..., data.Source]
+    d: Data, source: data.Source, open_split: Callable[..., data.Source]
 ) -> list[data.Source]:
     """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
-    d, faults = config.data, Faults()
-    own, *keys = data.mixed_keys(config)
+    faults = Faults()
+    own, *keys = data.mixed_keys(d)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
     opened = [source, *(other for other in others if other is not None)]
@@ -304,26 +304,25 @@ def _open_mixture(
 
 
 def _class_weights(
-    config: ConfigDict, source: data.Source, parts: Sequence[data.Source]
+    loss: Loss, mixed: str, source: data.Source, parts: Sequence[data.Source]
 ) -> str | None:
     """`loss.class_weights` in numbers: "balanced" by how often training draws each class.
 
-    `parts` make up `source`; there are several in a mixture, whose weights count.
+    `parts` make up `source`; there are several in a mixture, `mixed`, whose weights count.
 
     Raises:
       InputError: it has another number of weights than there are classes.
     """
-    weights, total = config.loss.class_weights, source.num_examples
+    weights, total = loss.class_weights, source.num_examples
     if weights == "balanced":
-        mix = [part.weight for part in data.parse_mix(config.data.mix)]
+        mix = [part.weight for part in data.parse_mix(mixed)]
         shares = [1 - sum(mix), *mix]
         # Expected images of each class among as many draws as there are images.
         counts_C = sum(
             total * share / part.num_examples * data.count_labels(part)
             for part, share in zip(parts, shares, strict=True)
         )
-        excludes = config_lib.LOSSES.find(config.loss.name).excludes
-        numbers = balanced_weights(np.asarray(counts_C), total, excludes)
+        numbers = balanced_weights(np.asarray(counts_C), total, bool(loss.excludes))
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
@@ -333,52 +332,48 @@ def _class_weights(
     return weights
 
 
-def _check_learnable(config: ConfigDict, source: data.Source) -> None:
+def _check_learnable(objective: ObjectivePart, d: Data, source: data.Source) -> None:
     """Raises InputError if the objective learns classes and the user's images have too few."""
-    if not objective_of(config).learns_labels:
+    if not objective.learns_labels:
         return
     if source.class_names is None and SOURCES.find(source.name).is_own:
         raise InputError(
             f"data.name={source.name!r}: has no labels, which "
-            f"objective.name={config.objective.name!r} learns; give it some: a folder for each "
+            f"objective.name={objective.name!r} learns; give it some: a folder for each "
             'class (data.name=folder), or in Python data={"train": (images, labels)}; or choose '
             "another objective, such as distillation with --config.objective.weight=1"
         )
     if SOURCES.find(source.name).is_own and source.num_classes < 2:
         raise InputError(
-            f"data.data_dir={config.data.data_dir!r} has 1 class, {source.class_names}; needed: at "
+            f"data.data_dir={d.data_dir!r} has 1 class, {source.class_names}; needed: at "
             "least 2; give the folder that holds a folder for each class, or train/ with them"
         )
 
 
-def _open_split(
-    config: ConfigDict, key: SplitKey, *, divider: data.Divider, **asked: Any
-) -> data.Source:
+def _open_split(d: Data, key: SplitKey, *, divider: data.Divider, **asked: Any) -> data.Source:
     """Opens a split; `asked`: further fields of `data.sources.Request`."""
-    d = config.data
     keys = ("reader", "exif", "pixel_range", "decoding", "multi_label", "channels")
-    common = {name: d[name] for name in keys}
+    common = {name: getattr(d, name) for name in keys}
     return data.make_source(
         key.data_name,
         split=key.split,
-        image_size=config_lib.image_hw(d.image_size),
+        image_size=d.image_size,
         data_dir=key.data_dir,
         classes=key.classes,
         subset=key.subset,
-        own=config_lib.own_keys(config, "data"),
+        own=d.own,
         divider=divider,
         **common | asked,
     )
 
 
-def training_order(config: ConfigDict, source: data.Source) -> data.Order:
-    """The order of training on `source`; `config` is resolved."""
-    d = config.data
+def training_order(d: Data, run: Run, source: data.Source) -> data.Order:
+    """The order of training on `source`; the sections are resolved."""
     return data.make_order(
         d.order,
         source.part_sizes,
-        config.seed,
-        global_batch_size=config.global_batch_size,
+        run.seed,
+        global_batch_size=run.global_batch_size,
         chunk_size=d.chunk_size,
         streams=d.streams,
         repeats=d.repeats,
@@ -387,46 +382,52 @@ def training_order(config: ConfigDict, source: data.Source) -> data.Order:
 
 
 def check_images(
-    config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
+    d: Data,
+    evals: Mapping[str, Evaluator],
+    preprocessing: Preprocessing,
+    sources: Mapping[SplitKey, data.Source],
 ) -> None:
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    spec = dataclasses.replace(describe_batch(config, preprocessing), size=1)  # it may not be set
-    training, faults = sources[config_lib.train_split(config)], Faults()
+    spec = describe_batch(d, 1, preprocessing)
+    training, faults = sources[config_lib.train_split(d)], Faults()
     faults.check(data.host_batches, training, spec, steps=range(0), seed=0, rows=np.arange(1))
-    faults.check(check_evaluated_images, config, preprocessing, sources)
+    faults.check(check_evaluated_images, d, evals, preprocessing, sources)
     collect_faults(faults)
 
 
 def check_evaluated_images(
-    config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
+    d: Data,
+    evals: Mapping[str, Evaluator],
+    preprocessing: Preprocessing,
+    sources: Mapping[SplitKey, data.Source],
 ) -> None:
     """Raise InputError if the ops of evaluators do not give `data.image_size`."""
     faults = Faults()
-    for name, entry in config.evals.items():
+    for name, entry in evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
         spec = data.image_batch(1, preprocessing.image_size, ops, key)
-        for split in config_lib.eval_splits(config, entry).values():
+        for split in config_lib.eval_splits(d, entry).values():
             faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
     collect_faults(faults)
 
 
-def data_fingerprint(config: ConfigDict, source: data.Source) -> str:
+def data_fingerprint(settings: Settings, source: data.Source) -> str:
     """Digest of everything, apart from code, that decides the bytes of each step's batch.
 
     Args:
-      config: filled in by `open_sources`.
+      settings: resolved.
       source: the training data.
     """
-    d = config.data
+    d = settings.data
     identity = [
         source.fingerprint,
-        config.seed,
-        config.global_batch_size,
+        settings.run.seed,
+        settings.run.global_batch_size,
         d.ops,
-        config_lib.image_hw(d.image_size),
+        d.image_size,
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
-    views = fingerprint_of_views(config)
+    views = fingerprint_of_views(d, settings.objective.further_views)
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
     return fingerprint(*identity, *channels, *views, *ranges)

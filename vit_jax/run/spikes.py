@@ -56,7 +56,7 @@ class Spikes:
 
     def __init__(self, run: Run, frozen: tuple[tree.PyTree, ...], meta: Mapping[str, Any]):
         self._run, self._frozen = run, frozen
-        self._rule = run.config.optimizer.on_spike
+        self._rule = run.settings.optimizer.on_spike
         known = meta.get("spikes", {})
         self._good = {
             name: collections.deque(known.get(name, ()), maxlen=_WINDOW) for name in WATCHED

@@ -44,14 +44,14 @@ def write_summary(run: Run) -> dict[str, Any]:
     """
     if jax.process_index() > 0:
         return {}
-    c, e = run.config, run.experiment
+    s, e = run.settings, run.experiment
     step = restore.saved_steps(run.workdir / "checkpoints")[0]
     meta = restore.read_meta(run.workdir / "checkpoints" / str(step))
-    images = step * c.global_batch_size
+    images = step * s.run.global_batch_size
 
     def evaluated(at: int) -> dict[str, Any]:
         found = values_at(at, run.workdir)
-        return {name: value for name, value in found.items() if name.split("/")[0] in c.evals}
+        return {name: value for name, value in found.items() if name.split("/")[0] in s.evals}
 
     summary = {
         "step": step,

@@ -1,25 +1,28 @@
 """Configs as users give them, and their first check: every fault that needs no file and no device.
 
-Each room checks its own section of the config; CHECKS lists these checks.
+Each room checks its own section of the config.
 """
 
 import copy
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoints, models
-from vit_jax.base import faults as injected
+from vit_jax import models
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.base.faults import parse_faults
 from vit_jax.config import (
     REQUIRED,
+    Part,
+    Settings,
     add_plugins,
     checks,
     decided_later,
+    durations,
     evals,
     step_range,
     with_values,
@@ -28,54 +31,49 @@ from vit_jax.config import text as config_text
 from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
-from vit_jax.devices import mesh
 from vit_jax.evaluators.metric_names import chosen_metrics, declared_metrics
 from vit_jax.experiment import checks as experiment
-from vit_jax.experiment import durations
-from vit_jax.job import watchdog
 
 
-def check_run(config: ConfigDict, faults: Faults) -> None:
+def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:
     """Check what a run writes, and the metrics by which it decides; works without wandb."""
-    if config.log.profile is not None:
-        faults.check(step_range, config.log.profile, key="log.profile")
-    project = config.log.wandb
+    if settings.log.profile is not None:
+        faults.check(step_range, settings.log.profile, key="log.profile")
+    project = settings.log.wandb
     faults.need(
         project is None or re.fullmatch(r"(?=.*\S)[^/\\#?%:]{1,128}", project),  # as W&B takes them
         f"log.wandb={project!r}: needs the name of a project, of at most 128 characters, without "
         r"any of /\#?%:",
     )
-    for key, metric in chosen_metrics(config).items():
+    for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items():
         name, _, kind = metric.partition("/")
         if kind and name in config.evals:
             continue
         known: list[str] = []
-        for evaluator in config.evals:
-            found = faults.check(declared_metrics, config, evaluator)
-            known += [f"{evaluator}/..."] if found is None else found
+        averages = isinstance(settings.optimizer, Part) and settings.has_average
+        for name, evaluator in settings.evals.items():
+            found = declared_metrics(name, evaluator, averages)
+            known += [f"{name}/..."] if found is None else found
         leaf = metric.rpartition("/")[2]
         same = [m for m in known if m.endswith(f"/{leaf}") and leaf]
         hint = nearest(metric, known) if known else "the config has no evals"
         hint = f"did you mean {' or '.join(same)}?" if same else hint
         faults.append(f"{key}={metric!r}: needs a metric of an evaluator; {hint}")
-    faults.need_positive("stop.patience", config.stop.patience)
 
 
-# Each adds the faults that it finds; the config has all keys, with values of the right types.
-CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
-    checks.check_config,
-    durations.check_config,
-    models.check_config,
-    data.check_config,
-    experiment.check_config,
-    mesh.check_config,
-    checkpoints.check_config,
-    watchdog.check_config,
-    injected.check_config,
-    evals.check_config,
-    data.check_eval_ops,
-    check_run,
-)
+def _check_sections(config: ConfigDict, faults: Faults) -> None:
+    """Check a config that has all keys, with values of the right types."""
+    checks.check_config(config, faults)
+    settings, wrong = Settings.read_open(config)
+    faults += wrong
+    durations.check_config(config, faults)
+    models.check_model(settings.model, settings.data, faults)
+    data.check_data(settings.data, settings.run.global_batch_size, faults)
+    experiment.check_experiment(settings, faults)
+    faults.check(parse_faults, settings.job.inject)
+    evals.check_names(config.evals, faults)
+    data.check_eval_ops(settings.evals, faults)
+    check_run(settings, config, faults)
 
 
 def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[str]:
@@ -89,8 +87,8 @@ def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[
         faults += checks.find_unset(config, [key for key in required if key not in later])
         emptied = checks.find_emptied(config)
         faults += emptied
-        for check in () if emptied else CHECKS:
-            check(config, faults)
+        if not emptied:
+            _check_sections(config, faults)
     first_of_each_key = {re.split(r"[^\w.*]", fault)[0]: fault for fault in reversed(faults)}
     return list(first_of_each_key.values())[::-1]
 

@@ -39,7 +39,7 @@ def watched_step(
 
 def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
     """Add the norms by layer to the metrics of each step that is logged (`log.by_layer`)."""
-    if not run.config.log.by_layer:
+    if not run.settings.log.by_layer:
         return lambda step: step
     with watchdog.phase("compile"):
         layer_norms = run.experiment.layer_norms.lower(*run.experiment.arguments).compile()

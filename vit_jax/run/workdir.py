@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import jax
 from etils import epath
-from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
+from vit_jax.config import Settings
 from vit_jax.config.plugins import store_plugins
+from vit_jax.config.sections import Job
 from vit_jax.config.stored import StoredConfig, parse_stored, read_config
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.job import processes
 from vit_jax.job.lock import STALE_S, Lock, NoLock, check_free, is_held, silence
 from vit_jax.job.software import software
@@ -81,7 +81,7 @@ def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
 
 def count_steps(workdir: epath.Path) -> int:
     """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
-    return parse_durations(read_config(workdir))["duration"]
+    return Settings.read(read_config(workdir)).run.duration
 
 
 def say_holder(workdir: epath.Path) -> str:
@@ -134,13 +134,13 @@ def _read_if_there(path: epath.Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(workdir: epath.Path, before: StoredRun, config: ConfigDict) -> Iterator[Lock | NoLock]:
+def locked(workdir: epath.Path, before: StoredRun, job: Job) -> Iterator[Lock | NoLock]:
     """Makes `workdir`, and keeps other jobs out of it; yields the lock, which process 0 holds.
 
     Args:
       workdir: of the run.
       before: what `agree_on_run` has found there, before the run was prepared.
-      config: of the run.
+      job: that section of the run's config.
 
     Raises:
       InputError: on every process: another job trains or trained there, or a process does not see
@@ -167,9 +167,9 @@ def locked(workdir: epath.Path, before: StoredRun, config: ConfigDict) -> Iterat
         return {"--workdir": "shared" if is_seen else own}
 
     try:
-        what, timeout_s = "that the workdir is locked", config.job.compile_deadline_s
+        what, timeout_s = "that the workdir is locked", job.compile_deadline_s
         token = processes.say_to_all(what, take, timeout_s)
-        compare(config, "workdir", see)
+        compare(job, "workdir", see)
         yield locks[0] if locks else NoLock()
     finally:
         for lock in locks:

@@ -27,7 +27,7 @@ from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
-from vit_jax.experiment.durations import parse_durations
+from vit_jax.config.durations import parse_durations
 from vit_jax.job import exit_codes
 from vit_jax.run.changes import KEYS_OF_THE_END, branch_command
 from vit_jax.run.guards import DIVERGED_FILE

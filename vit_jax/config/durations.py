@@ -11,7 +11,7 @@ from fractions import Fraction
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config import declared_keys, values_in_force
+from vit_jax.config.base import declared_keys, values_in_force
 
 UNITS = ("steps", "epochs", "examples")
 _LENGTH = '"90 epochs", "10000 steps" or "5e6 examples"'
@@ -98,15 +98,17 @@ def parse_durations(config: ConfigDict) -> dict[str, int]:
     """
     of_intervals = _texts_of(config, "interval", "length").items()
     return {
-        **{k: _steps(config, text, k) for k, text in _texts_of(config, "duration").items()},
-        **{k: max(_steps(config, text, k), 1) for k, text in of_intervals},
+        **{k: to_steps(config, text, k) for k, text in _texts_of(config, "duration").items()},
+        **{k: max(to_steps(config, text, k), 1) for k, text in of_intervals},
     }
 
 
 def parse_milestones(config: ConfigDict) -> list[int]:
     """`schedule.milestones` as steps."""
     key = "schedule.milestones"
-    return [_steps(config, text, key) for text in split_durations(config.schedule.milestones or "")]
+    return [
+        to_steps(config, text, key) for text in split_durations(config.schedule.milestones or "")
+    ]
 
 
 def in_steps(config: ConfigDict) -> dict[str, str]:
@@ -123,7 +125,8 @@ def shares_in_steps(config: ConfigDict) -> dict[str, str]:
     return {key: text for key, text in in_steps(config).items() if "%" in texts.get(key, "")}
 
 
-def _steps(config: ConfigDict, text: str, key: str) -> int:
+def to_steps(config: ConfigDict, text: str, key: str) -> int:
+    """A duration of a resolved config in steps; `key` holds it, and is named in errors."""
     return parse_duration(
         text,
         num_examples=config.data.num_examples,
