@@ -1,8 +1,8 @@
 """Makes the numbers of docs/how_to/data.md: what each source costs.
 
-python docs/data_costs.py imagenet_sample DIR WORK [ROUNDS]
-python docs/data_costs.py cifar10 DIR WORK [ROUNDS]
-python docs/data_costs.py start WORK
+python tools/data_costs.py imagenet_sample DIR WORK [ROUNDS]
+python tools/data_costs.py cifar10 DIR WORK [ROUNDS]
+python tools/data_costs.py start WORK
 
 The first two compare the CPU time of an image with TFRecord. DIR holds the prepared TFDS data
 set. The first call writes its training images below WORK as tar, Parquet, Arrow and arrays. Every

@@ -1,6 +1,6 @@
 """Shows how the memory of a run grows; makes the table of docs/how_to/trust.md. Linux only.
 
-python docs/soak.py DIR WORKDIR [IMAGES]
+python tools/soak.py DIR WORKDIR [IMAGES]
 
 DIR holds CIFAR-10 as TFDS prepares it. A model so small that reading is most of the work trains on
 IMAGES images (10 million), with 100 evaluations and saves, and prints a line with each: MiB of

@@ -1,6 +1,6 @@
 """Makes the tables of docs/explanation/recipe_costs.md from plans of the recipes as they stand.
 
-python docs/recipe_costs.py [--compile=v5e:4x4] [--slice=v5e:4x4] [WORD...] > rows.md
+python tools/recipe_costs.py [--compile=v5e:4x4] [--slice=v5e:4x4] [WORD...] > rows.md
 
 The compiler plans the slices of --compile; others are calculated. Only recipes that contain one of
 the WORDs are planned. A plan is cached, so the second call takes seconds.

@@ -1,6 +1,6 @@
 """Draws the curves of docs/explanation/does_it_learn.md from the runs that the page lists.
 
-python docs/draw_health.py RUNS docs/explanation/does_it_learn.png
+python tools/draw_health.py RUNS docs/explanation/does_it_learn.png
 
 RUNS holds the workdirs lejepa, lejepa_collapsed, dino and dino_collapsed.
 """

@@ -1,6 +1,6 @@
 """What each of 8 devices computes and sends in an update of ViT-B/16, by the compiled program.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu python docs/muon_shares.py
+XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu python tools/muon_shares.py
 
 Writes the table of "Muon" in docs/explanation/performance.md.
 """
