@@ -1,6 +1,6 @@
 """A run's data and its config.json, without the run; and its evaluation."""
 
-from read_settings import data_and_evals, settings_of
+from read_settings import data_and_evals, decided, settings_of
 
 from vit_jax.base import files
 from vit_jax.config import with_values
@@ -12,7 +12,7 @@ from vit_jax.run.sources import find_absent, open_evaluated, open_training
 
 def open_all(config):
     """(config with the facts of the data, sources of training and evaluation)."""
-    config = with_values(config, find_absent(config, training=True))
+    config = with_values(config, find_absent(settings_of(config), training=True))
     divider = Divider(anew=True)
     facts, sources = open_training(settings_of(config), divider=divider)
     config = with_values(config, facts)
@@ -24,12 +24,13 @@ def open_all(config):
 
 def with_known_facts(config):
     """`config` with the facts of its data set, which is not read."""
-    return with_values(config, known_facts(config))
+    config = decided(config)
+    return with_values(config, known_facts(settings_of(config).data, config.global_batch_size))
 
 
 def config_json(config):
-    """The text of config.json of a run that resolved nothing."""
-    return StoredConfig(config, config, {}).to_json()
+    """The text of config.json of a run that resolved as little as possible."""
+    return StoredConfig(config, decided(config), {}).to_json()
 
 
 def evaluate_run(config, workdir):

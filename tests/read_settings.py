@@ -5,6 +5,7 @@ from vit_jax.config import (
     OPTIMIZERS,
     SCHEDULES,
     Settings,
+    declared_keys,
     eval_splits,
     flatten,
     with_values,
@@ -14,11 +15,17 @@ from vit_jax.experiment import optimizers, schedules
 _DECIDED = {"data.order": "record", "data.chunk_size": 64, "optimizer.accum_steps": 1}
 
 
+def decided(config):
+    """`config` with what data and devices decide."""
+    flat = flatten(config)
+    return with_values(config, {k: v for k, v in _DECIDED.items() if flat[k] is None})
+
+
 def settings_of(config):
     """The settings of `config`; open ones if more is open than data and devices decide."""
+    config = decided(config)
     flat = flatten(config)
-    config = with_values(config, {k: v for k, v in _DECIDED.items() if flat[k] is None})
-    is_open = None in (config.data.num_examples, config.duration, config.model.name)
+    is_open = any(k.decided and flat[name] is None for name, k in declared_keys(config).items())
     return Settings.read_open(config)[0] if is_open else Settings.read(config)
 
 

@@ -28,6 +28,7 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 P = TypeVar("P", bound="Part")
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
+_LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
 InSteps = Callable[[str, str], int]  # (duration, its key) -> steps; an interval has at least one
 
 _SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
@@ -88,7 +89,23 @@ class Key(typing.NamedTuple):
             return f"needs items of type {self.item.__name__}"  # type: ignore[union-attr]
         if self.within and not (numbers and all(_lies_in(n, self.within) for n in numbers)):
             return f"needs {'numbers' if self.kind is tuple else 'a number'} in {self.within}"
+        for number in (n for n in numbers if type(n) in _LARGEST):
+            most = _LARGEST[type(number)]
+            if not abs(number) <= most:  # also of NaN
+                return f"needs a finite number, up to {most:.3g}"
         return None
+
+    def read(self, value: Any, name: str, in_steps: InSteps | None) -> Any:
+        """`value` as rooms take it: a size as a pair, and by `in_steps` a duration as steps."""
+        if value is None:
+            return None
+        if self.kind is object:
+            return as_pair(value) or value
+        if in_steps is None or self.form not in DURATIONS:
+            return value
+        if self.form == "list":
+            return tuple(in_steps(text.strip(), name) for text in value.split(",") if value)
+        return max(in_steps(value, name), self.form != "duration")
 
 
 def _lies_in(number: float, interval: str) -> bool:
@@ -161,28 +178,16 @@ class Section:
           values: by key; those of other keys are left out.
           in_steps: converts durations; None: the config is open, and they stay as they are.
         """
-        known, faults = cls.declared(), []
-        found = {k: values[k] for k in known if k in values and values[k] is not None}
-        faults += find_wrong(known, found)
-        for name, declared in known.items():
-            if name not in found:
-                if declared.default is ...:
-                    found[name] = None
-                if in_steps and declared.decided:
-                    faults.append(f"{name}=None: is decided when a run starts; set it")
-            elif declared.kind is object:
-                found[name] = as_pair(found[name]) or found[name]
-        if in_steps and not faults:
-            for name, declared in known.items():
-                text = found.get(name, declared.default)
-                if text is None or declared.form not in DURATIONS:
-                    continue
-                if declared.form == "list":
-                    found[name] = tuple(in_steps(t.strip(), name) for t in text.split(",") if text)
-                else:
-                    found[name] = max(in_steps(text, name), declared.form != "duration")
-        section = cls(**found)
-        return section, faults or section.check()
+        known = cls.declared()
+        given = {k: values[k] for k in known if k in values and values[k] is not None}
+        given |= {k: None for k in known if known[k].default is ... and k not in given}
+        section = cls(**given)
+        faults = find_wrong(known, given) or section.check()
+        read = {
+            name: declared.read(getattr(section, name), name, None if faults else in_steps)
+            for name, declared in known.items()
+        }
+        return dataclasses.replace(section, **read), faults
 
 
 class OpenSection(Section):

@@ -9,7 +9,7 @@ from typing import Any
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import sections
-from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
+from vit_jax.config.parts import Key, Part, Registry, keys_of_fields
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -110,7 +110,7 @@ SOURCES = DataSets(
 
 OPS: Registry[Any] = Registry(
     "op",
-    Section,
+    Part,
     {
         "decode": "vit_jax.data.host_ops:Decode",
         "scaled_decode": "vit_jax.data.host_ops:ScaledDecode",

@@ -54,6 +54,21 @@ class Run(Section):
         "model.remat_layers the fastest values that fit, where they have their defaults",
     )
 
+    def check(self) -> list[str]:
+        is_scratch = self.init_from in (None, "scratch")
+        if self.init_from == "":
+            or_scratch = "" if self.init_fields == "source" else ", or --config.init_from=scratch"
+            return [
+                "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name "
+                f"of published weights){or_scratch}"
+            ]
+        text = (
+            f"init_fields='source': init_from={self.init_from!r} has no fields; give "
+            "--config.init_from=SOURCE, or train from scratch with --config.init_fields=config and "
+            "--config.data.image_size=..."
+        )
+        return [text] * (self.init_fields == "source" and is_scratch)
+
     @property
     def weights_source(self) -> str | None:
         """Source of the initial weights; None: random weights."""

@@ -14,10 +14,19 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import sections
+from vit_jax.config.base import declared_keys, flatten
 from vit_jax.config.durations import to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator
-from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section
-from vit_jax.config.registries import LOSSES, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
+from vit_jax.config.registries import (
+    FAMILIES,
+    LOSSES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    SCHEDULES,
+    SOURCES,
+    STUDIES,
+)
 
 if TYPE_CHECKING:
     from vit_jax.experiment.optimizers.optimizers import Optimizer
@@ -61,6 +70,12 @@ class Settings:
         Raises:
           InputError: with the faults of all keys; one that `resolve` decides is still None.
         """
+        values = flatten(config)
+        collect_faults([
+            f"{key}=None: is decided when a run starts; set it"
+            for key, declared in declared_keys(config).items()
+            if declared.decided and values[key] is None
+        ])  # fmt: skip
         settings, faults = cls._read(config, functools.partial(to_steps, config))
         collect_faults(faults)
         return settings
@@ -79,17 +94,18 @@ class Settings:
         found: dict[str, Any] = {}
         faults = Faults()
         for name, section in sections.SECTIONS.items():
-            if name == "study":
-                continue
             values, prefix = (config[name], f"{name}.") if name else (config, "")
             own_in_steps = in_steps and _named(in_steps, prefix)
-            part = None
-            if registry := _CHOSEN.get(name):
+            registry, part = _CHOSEN.get(name), None
+            if registry and values.name is not None:
                 part = faults.check(registry.make, values, prefix, own_in_steps)
-            if part is None:
+            if registry not in _PARTS or part is None:
                 part, wrong = section.read(values, own_in_steps)
                 faults += [f for f in (f"{prefix}{fault}" for fault in wrong) if f not in faults]
+            if name == "model":
+                faults += find_wrong(FAMILIES.chosen_keys(part.name), part.own, prefix)
             found[name or "run"] = part
+        del found["study"]
         evals = {}
         for name, entry in config.evals.items():
             prefix = f"evals.{name}."
@@ -123,8 +139,9 @@ class Settings:
             yield f"evals.{name}", evaluator
 
 
+_PARTS = (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # a section is what it selects
 _CHOSEN: dict[str, Registry[Any]] = {
-    registry.section: registry for registry in (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)
+    registry.section: registry for registry in (*_PARTS, SOURCES, STUDIES)
 }
 
 

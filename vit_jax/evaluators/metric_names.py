@@ -53,10 +53,10 @@ def guess_direction(metric: str) -> Better:
     return "lower" if _LOWER_IS_BETTER.search(metric) else "higher"
 
 
-def find_direction(settings: Settings, metric: str) -> Better:
+def find_direction(evals: Mapping[str, Evaluator], metric: str) -> Better:
     """Which values of the metric "name/metric" are better: as declared, else by its name."""
     name = metric.partition("/")[0]
-    found = declared_metrics(name, settings.evals[name], settings.has_average) or {}
+    found = declared_metrics(name, evals[name], has_average=True) or {}
     declared = (better for pattern, better in found.items() if is_named(metric, [pattern]))
     return next(declared, None) or guess_direction(metric)
 

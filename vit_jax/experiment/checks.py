@@ -14,8 +14,11 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     A section whose part is in fault has none, and is not checked further.
     """
     loss, o, schedule = settings.loss, settings.optimizer, settings.schedule
-    if isinstance(settings.objective, Part):
-        faults += _conflicts(settings)
+    if hasattr(settings.objective, "find_conflicts"):
+        warn_of_config("find_conflicts(config)", "conflicts(settings)")
+        faults += settings.objective.find_conflicts(settings.config)
+    elif isinstance(settings.objective, Part):
+        faults += settings.objective.conflicts(settings)
     if isinstance(loss, Part):
         faults.check(loss.bind)
         faults.need(
@@ -45,12 +48,3 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         faults.check(check_microbatches, model, name, o.accum_steps or 1)
     if schedule.rule is not None:
         faults.need_known("schedule.rule", schedule.rule, RULES)
-
-
-def _conflicts(settings: Settings) -> list[str]:
-    """Faults between the keys of the objective and other sections."""
-    objective = settings.objective
-    if not hasattr(objective, "find_conflicts"):
-        return objective.conflicts(settings)
-    warn_of_config("find_conflicts(config)", "conflicts(settings)")
-    return objective.find_conflicts(settings.config)

@@ -21,7 +21,7 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
-from vit_jax.models import fields_of
+from vit_jax.models import fields_of, model_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.agreement import compare_requests
 from vit_jax.run.changes import KEYS_OF_THE_END, check_settings
@@ -103,7 +103,8 @@ class Files(Opener):
         if config.data.num_classes not in (None, number):
             raise InputError(
                 f"data.num_classes={config.data.num_classes}: the classes are those of "
-                f"objective.teacher={config.objective.teacher!r}, which has {number}; leave it out"
+                f"objective.teacher={','.join(settings.objective.teachers)!r}, which has {number}; "
+                "leave it out"
             )
         return {"data.num_classes": number}
 
@@ -176,7 +177,7 @@ class Files(Opener):
             return {}
         stored = self._before.stored
         recorded = None if stored is None else stored.resolved.optimizer.accum_steps
-        return {"optimizer.accum_steps": settle_microbatches(_open(config), self.mesh, recorded)}
+        return {"optimizer.accum_steps": _settle(config, self.mesh, recorded)}
 
 
 class Tables(Opener):
@@ -223,12 +224,20 @@ class Tables(Opener):
             return {}
         if self._mesh is None:
             return {"optimizer.accum_steps": 1}
-        return {"optimizer.accum_steps": settle_microbatches(_open(config), self._mesh)}
+        return {"optimizer.accum_steps": _settle(config, self._mesh)}
 
 
 def _open(config: ConfigDict) -> Settings:
     """The settings of a config that has passed its checks, with open keys."""
     return Settings.read_open(config)[0]
+
+
+def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
+    """The number of microbatches; see `settle_microbatches`."""
+    settings = _open(config)
+    model = model_of(settings.model, settings.data)
+    size = settings.run.global_batch_size
+    return settle_microbatches(settings.objective, model, size, mesh, recorded)
 
 
 def check_mesh(config: ConfigDict) -> Mesh:

@@ -49,7 +49,9 @@ class Selection:
         """`find_best` of the metric that `key` chooses; (None, 0): it chooses none."""
         if key not in self._metrics:
             return None, 0
-        return find_best(self._values[key], find_direction(self._settings, self._metrics[key]))
+        return find_best(
+            self._values[key], find_direction(self._settings.evals, self._metrics[key])
+        )
 
     @property
     def best_step(self) -> int | None:

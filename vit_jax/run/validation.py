@@ -63,7 +63,6 @@ def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:
 
 def _check_sections(config: ConfigDict, faults: Faults) -> None:
     """Check a config that has all keys, with values of the right types."""
-    checks.check_config(config, faults)
     settings, wrong = Settings.read_open(config)
     faults += wrong
     durations.check_config(config, faults)

@@ -96,7 +96,7 @@ def best_step(path: epath.Path, settings: Settings) -> int:
     saved = restore.saved_steps(path / "checkpoints")
     found = read_values(path, max(saved, default=0)).get(metric, {})
     values = {step: value for step, value in found.items() if step in saved}
-    step, _ = find_best(values, find_direction(settings, metric))
+    step, _ = find_best(values, find_direction(settings.evals, metric))
     if step is None:
         raise InputError(f"{where} by {metric} yet; wait, or leave out the choice of the best step")
     logger.info("%s: step %d is the best by %s, %.5g", path, step, metric, values[step])
