@@ -47,7 +47,7 @@ def test_links_lead_somewhere(page):
 
 
 def cut_paragraphs(text):
-    """The last lines of the paragraphs that neither end a sentence nor lead to a list or to code."""
+    """The last lines of paragraphs that neither end a sentence nor lead to a list or to code."""
     text = re.sub(r"^(```|~~~).*?^\1[ \t]*$", "    code", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).strip("\n"))
     return [

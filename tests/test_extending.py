@@ -36,7 +36,7 @@ from vit_jax.models.contract import with_known
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe
 from vit_jax.planning.targets import Target
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.studies.engine import Member
 from vit_jax.studies.running import Call, member_words
 from vit_jax.transfer import load_pretrained, pretrained_spec, save_pretrained

@@ -13,6 +13,7 @@ import pytest
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
@@ -274,7 +275,7 @@ def test_a_run_resumes_before_it_initialises_before_it_starts_anew(directory):
     params = {"layer/bias": np.arange(24, dtype=np.float32)}
     run = types.SimpleNamespace(
         workdir=directory.parent,
-        config=base_config(),
+        settings=settings_of(base_config()),
         fingerprint=META["data_fingerprint"],
         experiment=types.SimpleNamespace(
             abstract_state=abstract(make_state(0)), init=lambda: make_state(0)

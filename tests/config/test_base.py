@@ -232,8 +232,8 @@ import vit_jax.commands.evaluate
 import vit_jax.commands.train
 import vit_jax.data
 import vit_jax.main
-import vit_jax.experiment.recipes
-import vit_jax.run.validation
+import vit_jax.run.setup.recipes
+import vit_jax.run.setup.validation
 [getattr(vit_jax, name) for name in vit_jax.__all__]
 vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
 try:

@@ -25,8 +25,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.config.upgrades import FORMAT
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
-from vit_jax.run import agreement
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup import agreement
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import load_pretrained
 
 # It records every time that it runs.

@@ -19,9 +19,9 @@ from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
-from vit_jax.run import validation
-from vit_jax.run.sources import training_order
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup import validation
+from vit_jax.run.setup.sources import training_order
+from vit_jax.run.setup.validation import find_faults
 
 
 def test_notation():

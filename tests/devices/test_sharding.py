@@ -30,13 +30,13 @@ from vit_jax.devices.sharding import (
     state_shardings,
 )
 from vit_jax.experiment.experiment import make_experiment, with_shardings
-from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.contract import ObjectiveOutput
 from vit_jax.planning.hlo import Program
+from vit_jax.run.watch.layer_norms import layer_norms_program, watched
 from vit_jax.transfer.fit import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -277,8 +277,9 @@ def gradients(layout, accum_steps):
     batch["mask"] = jax.device_put(mask, batch["mask"].sharding)
     with jax.set_mesh(mesh):
         state = jax.device_put(state, experiment.shardings)
+        seen = experiment.step_with(watched(experiment.tx))
         step = jax.jit(
-            lambda state, batch: experiment.watched_step(state, batch)[0].opt_state[0],
+            lambda state, batch: seen(state, batch)[0].opt_state[0],
             out_shardings=experiment.shardings.params,
         ).lower(state, batch).compile()  # fmt: skip
         return tree.flatten_names(step(state, batch)), step
@@ -342,7 +343,7 @@ def test_the_step_and_the_norms_of_layers_give_gradients_their_sharding(monkeypa
     def constraints():
         experiment = make_experiment(settings_of(small_config(scan=True)), mesh)
         with jax.set_mesh(mesh):
-            steps = (experiment.train_step, experiment.layer_norms)
+            steps = (experiment.train_step, layer_norms_program(experiment))
             traced = [step.trace(*experiment.arguments).jaxpr.jaxpr for step in steps]
             return [count_constraints(jaxpr) for jaxpr in traced]
 

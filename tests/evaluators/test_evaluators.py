@@ -29,7 +29,7 @@ from vit_jax.evaluators.knn import Knn
 from vit_jax.evaluators.linear_probe import LinearProbe
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 
 
 def batch(logits, label, mask=None):
@@ -45,7 +45,7 @@ def batch(logits, label, mask=None):
 def bind(*batches, loss="softmax"):
     config = base_config()
     config.loss.name = loss
-    return Classification(**OF_SPLIT).bind(make_inputs(batches, config=config))
+    return Classification(**OF_SPLIT).bind(make_inputs(batches, settings=settings_of(config)))
 
 
 def run(*batches, loss="softmax"):
@@ -329,12 +329,12 @@ class Several(Odd):
 def test_a_model_that_cannot_serve_an_evaluator_is_refused_by_shapes():
     c = base_config()
     c.evals.test = classification(split="test", every="1 epochs")
-    check_outputs(c, Odd(), (8, 8))
+    check_outputs(settings_of(c).evals, Odd(), (8, 8))
     c.evals.near = knn(train_split="train", test_split="test", every="1 epochs")
     with pytest.raises(InputError, match=r"^evals\.near\.type='knn': needs features \(B, D\)"):
-        check_outputs(c, Odd(), (8, 8))
+        check_outputs(settings_of(c).evals, Odd(), (8, 8))
     c.evals.nearer = c.evals.near
     with at_fault("evals.near.type", "evals.nearer.type"):
-        check_outputs(c, Odd(), (8, 8))
+        check_outputs(settings_of(c).evals, Odd(), (8, 8))
     with pytest.raises(InputError, match=r"Several\.features gives \(1, 8, 8, 3\)"):
-        check_outputs(c, Several(), (8, 8))
+        check_outputs(settings_of(c).evals, Several(), (8, 8))

@@ -36,7 +36,7 @@ def run(logits, labels, broken):
     config = base_config()
     config.loss.name = "sigmoid"
     batches = [*hand_made.make_batches(logits, labels, broken)()]
-    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, config=config)
+    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, settings=settings_of(config))
 
 
 def test_mean_average_precision_of_the_classes_that_are_shown():

@@ -20,7 +20,6 @@ from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.experiment import experiment
 from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
-from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
@@ -28,6 +27,7 @@ from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, Term
 from vit_jax.objectives.supervised import Supervised
+from vit_jax.run.watch.layer_norms import watched
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 

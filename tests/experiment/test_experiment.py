@@ -1,5 +1,6 @@
 """From config to experiment: every key takes effect."""
 
+import dataclasses
 import types
 
 import jax
@@ -18,6 +19,7 @@ from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
 from vit_jax.experiment.state import start_from
+from vit_jax.models import model_of
 from vit_jax.models.forms import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
@@ -347,20 +349,26 @@ def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chose
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
     config.model.name, config.data.image_size = name, 224
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
-    assert choose_accum_steps(settings_of(config), mesh, rows) == chosen
+
+    def choose():
+        settings = settings_of(config)
+        model = model_of(settings.model, settings.data)
+        return choose_accum_steps(settings.objective, model, mesh, rows)
+
+    assert choose() == chosen
     with monkeypatch.context() as patch:
         patch.setattr(ViT, "has_batch_statistics", True, raising=False)
-        assert choose_accum_steps(settings_of(config), mesh, rows) == 1
+        assert choose() == 1
     config.objective.name = "mae"  # hides other patches in other parts of a batch
-    assert choose_accum_steps(settings_of(config), mesh, rows) == 1
+    assert choose() == 1
 
 
 def test_a_recorded_number_of_parts_changes_only_on_other_devices():
-    config = small_config()
-    config.global_batch_size = 24
+    settings = settings_of(small_config())
+    model = model_of(settings.model, settings.data)
     for ways, number in ((1, 8), (4, 2)):
         mesh = types.SimpleNamespace(shape={axis: 1 for axis in BATCH_AXES} | {"data": ways})
-        assert settle_microbatches(settings_of(config), mesh, recorded=8) == number
+        assert settle_microbatches(settings.objective, model, 24, mesh, recorded=8) == number
 
 
 @pytest.mark.parametrize(
@@ -388,5 +396,7 @@ def test_images_meet_those_of_other_records_and_streams(
     config.global_batch_size, config.data.num_examples = 64, num_examples
     config.data.order, config.data.streams, config.data.repeats = order, streams, repeats
     config.data.ops = "mixup(0.2)"
-    make_experiment(settings_of(config), mesh)
+    settings = settings_of(config)
+    data = dataclasses.replace(settings.data, order=order)
+    make_experiment(dataclasses.replace(settings, data=data), mesh)
     assert found == [distance]

@@ -24,9 +24,9 @@ from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main
 from vit_jax.run.build import prepare
-from vit_jax.run.sources import open_evaluated
+from vit_jax.run.setup.sources import open_evaluated
+from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 
@@ -194,7 +194,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
     assert dict(opened)["train"] > train
     write_workdir(tuned.workdir, tuned.resolved, tuned.train_source, tuned.division)
-    assert read_division(tuned.workdir, config).splits == {
+    assert read_division(tuned.workdir, tuned.settings.data).splits == {
         name: split for split, found in opened for name in found
     }
     gone = sorted(train)[3]

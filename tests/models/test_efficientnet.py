@@ -28,7 +28,7 @@ from vit_jax.models.efficientnet import (
     find_variant,
 )
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.pretrained import Cut
 
 RNG = np.random.default_rng(0)

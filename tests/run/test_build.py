@@ -23,15 +23,15 @@ from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.run.build import compare_value_ranges, prepare
-from vit_jax.run.changes import check_unchanged
-from vit_jax.run.sources import (
+from vit_jax.run.setup.changes import check_unchanged
+from vit_jax.run.setup.sources import (
     check_evaluated_images,
     check_images,
     data_fingerprint,
     open_evaluated,
 )
-from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import read_run
+from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.setup.workdir import read_run
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Pretrained, Spec
 
@@ -86,13 +86,13 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config = base_config()
     config.init_from, config.data.mean = "w.safetensors", (0.5, 0.4, 0.5)
     spec = Spec((8, 8), "antialiased", std=(0.5, 0.5, 0.25))
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
     assert "data.mean=(0.5, 0.4, 0.5), but init_from=w.safetensors was trained" in caplog.text
     for key in ("mean=0.5,0.5,0.5", "std=0.5,0.5,0.25"):
         assert f"set --config.data.{key}" in caplog.text
     caplog.clear()
     config.data.mean, config.data.std = spec.mean, spec.std
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
     assert not caplog.records
 
 
@@ -244,12 +244,12 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
     config = make_config()
     config.global_batch_size, config.duration = 16, "1 steps"
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
-    recorded = prepare(config, tmp_path / "new").config
+    recorded = prepare(config, tmp_path / "new").resolved.config
     assert recorded.optimizer.accum_steps == 1  # of small activations
     for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
         recorded.optimizer.accum_steps = number
         (tmp_path / "config.json").write_text(StoredConfig(config, recorded, {}).to_json())
-        assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
+        assert prepare(config, tmp_path).resolved.config.optimizer.accum_steps == kept
     (tmp_path / "classes.json").write_text("null")
     with at_fault("--workdir"):
         evaluate_run(recorded, tmp_path)  # 8 parts of 2 rows are none of its concern
@@ -297,7 +297,7 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
         prepare(config, tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
-    assert prepare(config, tmp_path / "workdir").config.data.streams is None
+    assert prepare(config, tmp_path / "workdir").resolved.config.data.streams is None
 
 
 def test_a_model_is_called_by_its_own_sizes():
@@ -385,4 +385,4 @@ def test_unlabelled_images_get_the_classes_of_the_teacher(golden, tmp_path, mode
     with at_fault("data.num_classes"):
         prepare(config, tmp_path / "run")
     config.objective.mode, config.data.num_classes = "features", None
-    assert prepare(config, tmp_path / "run").config.data.num_classes == 1
+    assert prepare(config, tmp_path / "run").resolved.config.data.num_classes == 1

@@ -27,7 +27,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference import evaluate
-from vit_jax.run import build, loop, opener, train
+from vit_jax.run import build, loop, train
+from vit_jax.run.setup import opener
 
 
 def train_on(workdir, devices, *, until=None, **mesh):

@@ -19,10 +19,10 @@ from vit_jax.config.stored import StoredConfig, read_asked, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.main import main
-from vit_jax.run.branch import _with_rule, branch
-from vit_jax.run.changes import check_unchanged, find_other_past
+from vit_jax.run.setup.branch import _with_rule, branch
+from vit_jax.run.setup.changes import check_unchanged, find_other_past
+from vit_jax.run.setup.workdir import read_run
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import read_run
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 

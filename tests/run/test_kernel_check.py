@@ -16,7 +16,7 @@ from vit_jax.models import create_model
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.kernels import short_attention
-from vit_jax.run.kernel_check import check_kernels
+from vit_jax.run.watch.kernel_check import check_kernels
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
 

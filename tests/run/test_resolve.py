@@ -23,12 +23,12 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify
-from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
-from vit_jax.run.resolve import Opener, freeze_layers, resolve, take_fields
+from vit_jax.run.setup import workdir as workdir_module
+from vit_jax.run.setup.resolve import Opener, freeze_layers, resolve, take_fields
+from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.setup.workdir import StoredRun, write_workdir
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import StoredRun, write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec
@@ -100,11 +100,11 @@ def test_the_user_decides_what_he_sets(folder, source, tmp_path):
     """Also where that is the default."""
     given = make(folder, source, schedule__warmup="0 steps")
     by_user = ("schedule.warmup", "data.mean")
-    config = prepare(given, tmp_path, by_user=by_user).config
+    config = prepare(given, tmp_path, by_user=by_user).resolved.config
     assert config.schedule.warmup == "0 steps" and config.data.mean == given.data.mean
     keys = {"data__image_size": 24, "duration": "3 epochs", "optimizer__peak_lr": 0.1}
     keys |= {"data__mean": "0.1,0.2,0.3"}
-    config = prepare(make(folder, source, **keys), tmp_path).config
+    config = prepare(make(folder, source, **keys), tmp_path).resolved.config
     assert (config.data.image_size, config.data.mean) == (24, (0.1, 0.2, 0.3))
     assert (config.duration, config.optimizer.peak_lr) == ("3 epochs", 0.1)
     assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
@@ -146,7 +146,10 @@ def test_a_run_without_a_name_resumes_without_its_source(folder, source, tmp_pat
     asked.init_from, stored = "gone", read_stored(tmp_path)
     stored.asked.init_from = stored.resolved.init_from = "gone"
     before = StoredRun(stored=stored, saved_steps=(1,))
-    assert prepare(asked, tmp_path, before=before).config.to_dict() == stored.resolved.to_dict()
+    assert (
+        prepare(asked, tmp_path, before=before).resolved.config.to_dict()
+        == stored.resolved.to_dict()
+    )
 
 
 def test_what_the_sources_model_lacks_is_refused(folder, golden, tmp_path):
@@ -162,7 +165,7 @@ def test_sizes_that_no_name_has_are_set_by_flags(folder, golden, tmp_path):
     for field, size in sizes.items():
         assert f"--config.model.{field}={size}" in str(error.value)
     sizes = {f"model__{field}": size for field, size in sizes.items()}
-    config = prepare(make(folder, golden / "hf_vit", **sizes), tmp_path).config
+    config = prepare(make(folder, golden / "hf_vit", **sizes), tmp_path).resolved.config
     assert (config.model.gelu, config.model.norm_eps, config.data.image_size) == (
         "exact",
         1e-12,
@@ -356,10 +359,10 @@ def test_a_resumed_run_compares_what_was_decided(folder, source, tmp_path):
     keys = {"duration": "3 steps", "global_batch_size": 8}
     run = prepare(make(folder, source, **keys), tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
-    again = prepare(make(folder, source, **keys), tmp_path).config
+    again = prepare(make(folder, source, **keys), tmp_path).resolved.config
     assert again.to_dict() == run.resolved.config.to_dict()
     said = make(folder, source, **keys, optimizer__peak_lr=run.resolved.config.optimizer.peak_lr)
-    assert prepare(said, tmp_path).config.to_dict() == run.resolved.config.to_dict()
+    assert prepare(said, tmp_path).resolved.config.to_dict() == run.resolved.config.to_dict()
     with at_fault("optimizer.peak_lr"):
         prepare(make(folder, source, **keys, optimizer__peak_lr=0.1), tmp_path)
     with at_fault("model.pool"):
@@ -416,7 +419,7 @@ def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
     shutil.copy(more / "cat/0.png", more / "cat/new.png")
     asked.data.data_dir = str(more)
     again = prepare(asked, tmp_path, before=StoredRun(saved_steps=(1,)))
-    assert again.config.data.image_size == 16 and not again.division
+    assert again.resolved.config.data.image_size == 16 and not again.division
     assert again.train_source.fingerprint == run.train_source.fingerprint
 
 

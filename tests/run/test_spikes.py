@@ -19,17 +19,18 @@ from read_settings import settings_of
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.experiment.row_losses import make_row_losses
 from vit_jax.experiment.schedules import schedule_of
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.patches import row_keys
-from vit_jax.run import ledger, loop, spikes
-from vit_jax.run.branch import branch
-from vit_jax.run.guards import NonFiniteError
+from vit_jax.run import loop
+from vit_jax.run.setup.branch import branch
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.watch import ledger, spikes
+from vit_jax.run.watch.guards import NonFiniteError
+from vit_jax.run.watch.row_losses import make_row_losses
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
@@ -48,7 +49,7 @@ def poisoned(loss, step=POISONED):
     """In the place of `compile_step`: the update of a batch with one record is `loss`."""
 
     def compiled(run):
-        size = run.config.global_batch_size
+        size = run.settings.run.global_batch_size
         record = int(np.asarray(run.order(np.arange(step * size - 1, step * size)))[0])
 
         @jax.jit
@@ -191,7 +192,7 @@ def test_losses_by_row_are_those_of_the_step(accum_steps):
 
 def test_spikes_that_follow_each_other_end_the_run():
     class Run:
-        config = make_config("skip")
+        settings = settings_of(make_config("skip"))
         workdir = epath.Path("runs/a")
 
     found = spikes.Spikes(Run, (), {})

@@ -24,7 +24,7 @@ from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.studies import planned, running
 from vit_jax.studies.engine import Found
 from vit_jax.transfer import read_pretrained

@@ -31,7 +31,7 @@ from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.run.build import prepare
-from vit_jax.run.workdir import write_workdir
+from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size
 from vit_jax.transfer.pretrained import Cut, ops_for, ops_of_cut

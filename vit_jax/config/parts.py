@@ -51,7 +51,7 @@ class Key(typing.NamedTuple):
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
       "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
-    decided: whether `run.resolve` sets it if it is None, so that it is never None in `Settings`.
+    decided: whether `run.setup.resolve` sets it if it is None, so that it is never None in `Settings`.
     item: the type of a tuple's items; None: it is no tuple.
     """
 
@@ -187,7 +187,7 @@ class Section:
             name: declared.read(getattr(section, name), name, None if faults else in_steps)
             for name, declared in known.items()
         }
-        return dataclasses.replace(section, **read), faults
+        return dataclasses.replace(section, **read), faults  # type: ignore[type-var]
 
 
 class OpenSection(Section):

@@ -96,7 +96,7 @@ class Settings:
         for name, section in sections.SECTIONS.items():
             values, prefix = (config[name], f"{name}.") if name else (config, "")
             own_in_steps = in_steps and _named(in_steps, prefix)
-            registry, part = _CHOSEN.get(name), None
+            registry, part = _CHOSEN.get(name), None  # type: Registry[Any] | None, Any
             if registry and values.name is not None:
                 part = faults.check(registry.make, values, prefix, own_in_steps)
             if registry not in _PARTS or part is None:

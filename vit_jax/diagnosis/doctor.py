@@ -273,7 +273,7 @@ def remedy_of_path(path: str | os.PathLike) -> str:
 
 def check_workdir(workdir: epath.Path) -> Finding:
     """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
-    from vit_jax.run.workdir import check_writable
+    from vit_jax.run.setup.workdir import check_writable
 
     check_writable(workdir)
     if not is_in_bucket(workdir):

@@ -1,6 +1,6 @@
 """The objective of a config, with what it learns from: labels, views, teachers, an average."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import flax.linen as nn
 
@@ -21,7 +21,6 @@ _SETS = {
 def make_objective(
     settings: Settings,
     batch: BatchSpec,
-    durations: Mapping[str, int],
     teachers: Sequence[Teacher],
     model: nn.Module,
     in_form: InForm,
@@ -43,7 +42,7 @@ def make_objective(
     data = settings.data
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    facts = RunFacts(mean, std, teachers, shapes, durations, data.multi_label, in_form)
+    facts = RunFacts(mean, std, teachers, shapes, settings.durations, data.multi_label, in_form)
     objective = settings.objective.bind(model, settings.loss.bind(), facts)
     _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective

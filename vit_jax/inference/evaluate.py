@@ -47,23 +47,23 @@ from vit_jax.job import watchdog
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.objectives.supervised import Supervised
-from vit_jax.run.agreement import compare_findings, compare_requests
-from vit_jax.run.opener import check_mesh
-from vit_jax.run.sources import (
+from vit_jax.run.setup.agreement import compare_findings, compare_requests
+from vit_jax.run.setup.opener import check_mesh
+from vit_jax.run.setup.sources import (
     check_evaluated_images,
     find_absent,
     open_evaluated,
     say_other_names,
     say_places,
 )
-from vit_jax.run.validation import (
+from vit_jax.run.setup.validation import (
     as_pairs,
     check_evaluates_any,
     load_config,
     load_run,
     validate,
 )
-from vit_jax.run.workdir import check_store
+from vit_jax.run.setup.workdir import check_store
 from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import best_step, read_class_names

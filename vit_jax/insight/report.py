@@ -33,7 +33,7 @@ from vit_jax.insight.runs import (
     group_seeds,
     short_names,
 )
-from vit_jax.run.ledger import add_up
+from vit_jax.run.watch.ledger import add_up
 
 if TYPE_CHECKING:
     import markupsafe

@@ -30,6 +30,7 @@ from vit_jax.planning.kernel_cycles import find_kernels
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
+from vit_jax.run.watch.layer_norms import watched
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
@@ -181,8 +182,11 @@ def _count_temporaries(
     jaxpr = _trace(traced, own_rows=splits)
     experiment = dataclasses.replace(
         experiment,
-        abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
-        abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
+        arguments=(
+            with_shardings(experiment.abstract_state, mesh, splits),
+            experiment.abstract_batch,
+            *with_shardings(experiment.abstract_frozen, mesh),
+        ),
     )
     params = tree.flatten_names(experiment.abstract_state.params)
     updates, scatters = update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
@@ -263,7 +267,7 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
     def gradients(*args):
-        return experiment.watched_step(*args)[0].opt_state[0]
+        return experiment.step_with(watched(experiment.tx))(*args)[0].opt_state[0]
 
     if own_rows:
         specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}

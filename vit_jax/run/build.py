@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, data, transfer
-from vit_jax.base import faults, files
+from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
@@ -30,12 +30,13 @@ from vit_jax.experiment.model_name import describe_model
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.changes import check_unchanged
-from vit_jax.run.opener import ChooseLayout, Files
-from vit_jax.run.resolve import Resolved, resolve
-from vit_jax.run.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.setup.changes import check_unchanged
+from vit_jax.run.setup.opener import ChooseLayout, Files
+from vit_jax.run.setup.resolve import Resolved, resolve
+from vit_jax.run.setup.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
-from vit_jax.run.workdir import StoredRun, read_run
+from vit_jax.run.watch import faults
 from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
@@ -178,7 +179,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     check_metrics(settings, opened.sources)
     checkpoints.check_memory_dir(settings.checkpoint)
     inject = settings.job.inject
-    faults.check_places(inject, mesh.size, jax.process_count(), experiment.durations)
+    faults.check_places(inject, mesh.size, jax.process_count(), settings.durations)
     return Run(
         resolved=resolved,
         settings=settings,
@@ -189,7 +190,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         order=training_order(settings.data, settings.run, train_source),
         experiment=experiment,
         evaluators=evaluators,
-        timetable=Timetable(experiment.durations),
+        timetable=Timetable(settings.durations),
         division=opened.division(),
         teachers=teachers,
         described_teachers=described,

@@ -24,17 +24,17 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run, RunStep
-from vit_jax.run.host_memory import open_memory
-from vit_jax.run.ledger import Past, read_past
 from vit_jax.run.record import Record, check_rows, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
-from vit_jax.run.speed import Profiler
-from vit_jax.run.spikes import Spikes
+from vit_jax.run.setup.agreement import compare
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
-from vit_jax.run.watchers import watched_step
+from vit_jax.run.watch.host_memory import open_memory
+from vit_jax.run.watch.ledger import Past, read_past
+from vit_jax.run.watch.speed import Profiler
+from vit_jax.run.watch.spikes import Spikes
+from vit_jax.run.watch.watchers import watched_step
 
 logger = logging.getLogger("vit_jax")
 

@@ -21,12 +21,12 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
-from vit_jax.run.ledger import Past
-from vit_jax.run.speed import Results, Throughput, chip_hours
-from vit_jax.run.spikes import Spikes
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
+from vit_jax.run.watch.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
+from vit_jax.run.watch.ledger import Past
+from vit_jax.run.watch.speed import Results, Throughput, chip_hours
+from vit_jax.run.watch.spikes import Spikes
 from vit_jax.run.writers import MetricWriter, values_at
 
 logger = logging.getLogger("vit_jax")

@@ -9,12 +9,12 @@ import jax
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_history
-from vit_jax.run import ledger
 from vit_jax.run.build import Run
-from vit_jax.run.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run.selection import read_selection
-from vit_jax.run.speed import rented_chips
 from vit_jax.run.terminal import readable
+from vit_jax.run.watch import ledger
+from vit_jax.run.watch.guards import DIVERGED_FILE, NonFiniteError
+from vit_jax.run.watch.speed import rented_chips
 from vit_jax.run.writers import values_at
 
 logger = logging.getLogger("vit_jax")

@@ -15,15 +15,15 @@ from vit_jax.checkpoints import restore
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
-from vit_jax.run.agreement import compare, compare_findings
 from vit_jax.run.build import Callback, Run, describe, prepare
-from vit_jax.run.host_memory import restore_from_memory
-from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
-from vit_jax.run.opener import ChooseLayout
+from vit_jax.run.setup.agreement import compare, compare_findings
+from vit_jax.run.setup.opener import ChooseLayout
+from vit_jax.run.setup.workdir import agree_on_run, locked, record_start, write_workdir
 from vit_jax.run.summary import read_summary, write_summary
 from vit_jax.run.teachers import write_teachers
-from vit_jax.run.workdir import agree_on_run, locked, record_start, write_workdir
+from vit_jax.run.watch.host_memory import restore_from_memory
+from vit_jax.run.watch.kernel_check import check_kernels
 
 logger = logging.getLogger("vit_jax")
 

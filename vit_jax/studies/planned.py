@@ -17,8 +17,8 @@ from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import Changes, resolve
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import Changes, resolve
 from vit_jax.studies.engine import Study
 from vit_jax.studies.tables import Report
 

@@ -18,8 +18,8 @@ from vit_jax.config import Settings, image_hw, train_split
 from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import resolve
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5

@@ -15,9 +15,9 @@ from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import resolve
-from vit_jax.run.sources import training_order
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
+from vit_jax.run.setup.sources import training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # maximum rows of the global batch that are read

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from vit_jax.base import tree
 from vit_jax.base.tree import Batch, PyTree
+from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
 
@@ -49,6 +51,11 @@ def make_layer_norms(step: Step) -> Callable[..., Metrics]:
         return norms
 
     return layer_norms
+
+
+def layer_norms_program(e: Experiment) -> jax.stages.Wrapped:
+    """(state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state."""
+    return e.jit(make_layer_norms(e.step_with(watched(e.tx))), in_shardings=e.in_shardings)
 
 
 def norms_by_group(leaves: optax.Updates, group: Callable[[str], str] = tree.part_of) -> Metrics:

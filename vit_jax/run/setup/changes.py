@@ -16,7 +16,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import Settings, changed_evals, changed_keys, say_changes
 from vit_jax.config.durations import parse_durations
 from vit_jax.experiment.schedules import half_cosine, schedule_of
-from vit_jax.run.workdir import StoredRun
+from vit_jax.run.setup.workdir import StoredRun
 
 logger = logging.getLogger("vit_jax")
 

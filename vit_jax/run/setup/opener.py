@@ -23,10 +23,10 @@ from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of, model_of
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.agreement import compare_requests
-from vit_jax.run.changes import KEYS_OF_THE_END, check_settings
-from vit_jax.run.resolve import DECIDED_ANEW, Changes, Opener, take_fields
-from vit_jax.run.sources import (
+from vit_jax.run.setup.agreement import compare_requests
+from vit_jax.run.setup.changes import KEYS_OF_THE_END, check_settings
+from vit_jax.run.setup.resolve import DECIDED_ANEW, Changes, Opener, take_fields
+from vit_jax.run.setup.sources import (
     TaughtClasses,
     check_images,
     find_absent,
@@ -34,9 +34,9 @@ from vit_jax.run.sources import (
     open_training,
     settle_names,
 )
+from vit_jax.run.setup.workdir import StoredRun, check_writable
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
 from vit_jax.run.weights_and_biases import check_installed
-from vit_jax.run.workdir import StoredRun, check_writable
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
 

@@ -15,6 +15,7 @@ with the same bits.
 """
 
 import collections
+import functools
 import io
 import json
 import logging
@@ -30,9 +31,12 @@ from vit_jax.base import tree
 from vit_jax.base.files import write_whole
 from vit_jax.devices.sharding import HostCopy
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import skip_step
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep
-from vit_jax.run.guards import NonFiniteError
+from vit_jax.run.watch.guards import NonFiniteError
+from vit_jax.run.watch.layer_norms import layer_norms_program
+from vit_jax.run.watch.row_losses import row_losses_program
 from vit_jax.run.writers import finite_or_none
 
 logger = logging.getLogger("vit_jax")
@@ -70,13 +74,20 @@ class Spikes:
         if self._rule is None:
             return step
 
+        e = self._run.experiment
+        skip = e.jit(
+            functools.partial(skip_step, e.objective),
+            out_shardings=(e.shardings, None),
+            donate_argnums=0,
+        )
+
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if self._kept is None:
                 self.keep(number - 1, state)
             if number not in self._found:
                 return step(number, state, batch)
             self._write_evidence(number, state, batch)
-            return self._run.experiment.skip_step(state, batch)
+            return skip(state, batch)
 
         return watched
 
@@ -152,7 +163,8 @@ class Spikes:
         """
         e = self._run.experiment
         with watchdog.phase("compile"):
-            programs = [f.lower(*e.arguments).compile() for f in (e.layer_norms, e.row_losses)]
+            made = layer_norms_program(e), row_losses_program(e, self._run.mesh)
+            programs = [program.lower(*e.arguments).compile() for program in made]
         norms, rows = jax.device_get([p(state, batch, *self._frozen) for p in programs])
         if jax.process_index() > 0:
             return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax.run.workdir import read_starts
+from vit_jax.run.setup.workdir import read_starts
 
 logger = logging.getLogger("vit_jax")
 

@@ -17,7 +17,7 @@ from vit_jax.config import step_range
 from vit_jax.devices.chips import count_chips
 from vit_jax.devices.flops import mfu
 from vit_jax.run.build import RunStep
-from vit_jax.run.ledger import NO_PAST, Past
+from vit_jax.run.watch.ledger import NO_PAST, Past
 
 logger = logging.getLogger("vit_jax")
 

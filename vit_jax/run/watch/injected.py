@@ -17,12 +17,12 @@ import time
 import jax
 from etils import epath
 
-from vit_jax.base.faults import Fault, flip_weight, parse_faults
 from vit_jax.checkpoints.restore import saved_steps
 from vit_jax.checkpoints.seal import names_of_files
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes
 from vit_jax.run.build import Run
+from vit_jax.run.watch.faults import Fault, flip_weight, parse_faults
 
 logger = logging.getLogger("vit_jax")
 

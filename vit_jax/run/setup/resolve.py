@@ -42,7 +42,7 @@ from vit_jax.models import (
     sizes_of,
 )
 from vit_jax.models.fields import check_fields, field_defaults
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.shapes import abstract_params
 

@@ -12,8 +12,8 @@ from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptDataError
-from vit_jax.run.workdir import run_name
+from vit_jax.run.setup.workdir import run_name
+from vit_jax.run.watch.guards import CorruptDataError
 
 # After these errors the same command goes on, from the kept step.
 _GOES_ON = (CorruptDataError, DivergedError, SharedInputError)

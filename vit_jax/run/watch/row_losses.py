@@ -5,10 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.experiment.accumulation import accumulate, weights_of, with_weights
+from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.objectives.contract import Objective, at_least_one
@@ -64,3 +67,13 @@ def make_row_losses(
         return kept | {"loss": losses, "rows": rows, "images": images}
 
     return row_losses
+
+
+def row_losses_program(e: Experiment, mesh: Mesh) -> jax.stages.Wrapped:
+    """As `make_row_losses` makes, jitted; keeps the state."""
+    parts = e.parts
+    function = make_row_losses(
+        e.objective, parts.transform, parts.seed, accum_steps=parts.accum_steps
+    )
+    whole = NamedSharding(mesh, P())
+    return e.jit(function, in_shardings=e.in_shardings, out_shardings=whole)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import jax
 
 from vit_jax.base import tree
-from vit_jax.base.faults import Fault
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep, Watcher
-from vit_jax.run.injected import faults_left, is_here, make
-from vit_jax.run.replay import watch_replays
+from vit_jax.run.watch.faults import Fault
+from vit_jax.run.watch.injected import faults_left, is_here, make
+from vit_jax.run.watch.layer_norms import layer_norms_program
+from vit_jax.run.watch.replay import watch_replays
 
 
 def watched_step(
@@ -42,7 +43,7 @@ def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
     if not run.settings.log.by_layer:
         return lambda step: step
     with watchdog.phase("compile"):
-        layer_norms = run.experiment.layer_norms.lower(*run.experiment.arguments).compile()
+        layer_norms = layer_norms_program(run.experiment).lower(*run.experiment.arguments).compile()
 
     def watch(step):
         def watched(number, state, batch):

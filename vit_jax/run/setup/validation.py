@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from vit_jax import models
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
-from vit_jax.base.faults import parse_faults
 from vit_jax.config import (
     REQUIRED,
     Part,
@@ -33,6 +32,7 @@ from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
 from vit_jax.evaluators.metric_names import chosen_metrics, declared_metrics
 from vit_jax.experiment import checks as experiment
+from vit_jax.run.watch.faults import parse_faults
 
 
 def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:

@@ -25,9 +25,9 @@ from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
 from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.schedules import schedule_of
-from vit_jax.run.changes import HARDLY_LEARNS, KEYS_OF_THE_END, past_of
-from vit_jax.run.validation import as_pairs, validate
-from vit_jax.run.workdir import check_writable, record_start
+from vit_jax.run.setup.changes import HARDLY_LEARNS, KEYS_OF_THE_END, past_of
+from vit_jax.run.setup.validation import as_pairs, validate
+from vit_jax.run.setup.workdir import check_writable, record_start
 from vit_jax.run.writers import MetricWriter
 from vit_jax.transfer.workdir import workdir_of
 

@@ -33,8 +33,8 @@ from vit_jax.data.division import FILE
 from vit_jax.job import processes
 from vit_jax.job.lock import STALE_S, Lock, NoLock, check_free, is_held, silence
 from vit_jax.job.software import software
-from vit_jax.run.agreement import compare
-from vit_jax.run.resolve import Resolved
+from vit_jax.run.setup.agreement import compare
+from vit_jax.run.setup.resolve import Resolved
 
 _GIT_S = 10  # git on a slow disk is not waited for
 _SHARED_WITHIN_S = 60  # a network disk may hide a new file from other hosts for this long
