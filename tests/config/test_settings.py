@@ -8,8 +8,12 @@ import pytest
 from at_fault import at_fault
 from read_settings import decided
 
-from vit_jax.config import Settings, base_config, classification
+from vit_jax.config import OBJECTIVES, Settings, base_config, classification
 from vit_jax.config.parts import Section, key
+from vit_jax.config.settings import warn_of_config
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.objectives.contract import ObjectivePart
+from vit_jax.run.setup.validation import find_faults
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "vit_jax"
 BELOW_RUN = ("base", "job", "models", "devices", "data", "objectives", "experiment", "checkpoints",
@@ -124,3 +128,23 @@ def test_mypy_knows_every_key(tmp_path):
     said, _, status = mypy.api.run([str(tmp_path / "wrong.py"), f"--config-file={config}"])
     lines = [int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line]
     assert status == 1 and lines == [5, 6, 7, 8], said
+
+
+def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, caplog):
+    class Old(ObjectivePart):
+        """Declares its conflicts in the earlier way."""
+
+        def find_conflicts(self, config):
+            return [f"objective.name: not with {config.data.name}"]
+
+    warn_of_config.cache_clear()
+    monkeypatch.setitem(OBJECTIVES, "old", Old)
+    config.objective.name = "old"
+    assert find_faults(config) == ["objective.name: not with digits"]
+    assert find_faults(config) == ["objective.name: not with digits"]
+    settings, _ = Settings.read_open(config)
+    inputs = EvalInputs("test", settings, None, None, {}, (), (32, 32))
+    assert inputs.config.data.name == "digits"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "use conflicts(settings)" in said[0]
+    assert "use inputs.settings" in said[1]

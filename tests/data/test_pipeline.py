@@ -138,7 +138,8 @@ def views_in(config):
 def test_crops_of_the_gram_teacher_are_those_of_the_global_views(digits):
     """The same windows, flipped alike, before the colours change."""
     c = base_config()
-    c.objective.name, c.objective.gram_weight, c.objective.gram_every = "self_distillation", 1.0, "1 epochs"
+    c.objective.name, c.objective.gram_weight = "self_distillation", 1.0
+    c.objective.gram_every = "1 epochs"
     c.data.image_size, c.data.num_global, c.objective.gram_size = 8, 2, 16
     c.data.global_ops = "inception_crop(area_min=0.4)|flip|greyscale(0.0)"
     views = views_in(c)

@@ -14,7 +14,7 @@ from vit_jax.objectives.distillation import soft_loss
 from vit_jax.objectives.features import cosine_distance, smooth_l1
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.self_distillation import cross_entropies, patch_entropies
+from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
 from vit_jax.objectives.sigreg import sigreg
 
 

@@ -26,10 +26,9 @@ from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, resize_tokens
 from vit_jax.objectives.patches import row_keys
+from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
 from vit_jax.objectives.self_distillation import (
     SelfDistillation,
-    cross_entropies,
-    patch_entropies,
 )
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

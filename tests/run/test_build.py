@@ -12,7 +12,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import config_json, evaluate_run, open_all
-from read_settings import data_and_evals, settings_of, splits_of
+from read_settings import data_and_evals, decided, settings_of, splits_of
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.base.errors import InputError
@@ -212,13 +212,13 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
-    config = make_config(test=check(ops="resize"), other=check())
+    config = decided(make_config(test=check(ops="resize"), other=check()))
     (tmp_path / "config.json").write_text(config_json(config))
     run = read_run(epath.Path(tmp_path))
     check_unchanged(config, run, tmp_path)
     assert not caplog.records
 
-    changed = make_config(test=check(ops="resize(8)"), new=check())
+    changed = decided(make_config(test=check(ops="resize(8)"), new=check()))
     changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
     check_unchanged(changed, run, tmp_path)
     (record,) = caplog.records
@@ -282,7 +282,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     (tmp_path / "classes.json").write_text("null")
     (tmp_path / "config.json").write_text(config_json(config))
     with at_fault("--workdir"):
-        evaluate_run(config, tmp_path)
+        evaluate_run(decided(config), tmp_path)
 
 
 @pytest.mark.usefixtures("without_checks")

@@ -1,5 +1,6 @@
 """Warnings of a collapse, on rows made by hand and in a run."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -84,9 +85,8 @@ def test_objectives_that_cannot_collapse_are_not_watched():
 
 
 def test_long_waits_are_named_once_until_they_are_over():
-    c = base_config()
-    c.checkpoint.memory_every = "10 steps"
-    stalls = Stalls(c)
+    checkpoint = settings_of(base_config()).checkpoint
+    stalls = Stalls(dataclasses.replace(checkpoint, every=1000, memory_every=10))
 
     def add(wall_s, **seconds):
         return stalls.add({"time/wall_s": wall_s} | {f"time/{k}": v for k, v in seconds.items()})

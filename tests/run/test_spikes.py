@@ -17,6 +17,7 @@ from PIL import Image
 from read_settings import settings_of
 
 from vit_jax.checkpoints.history import read_history
+from vit_jax.config import Settings
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.schedules import schedule_of
@@ -89,8 +90,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     step, state = final_state(whole)
     assert step == state["step"] == 40 and np.isfinite(state["params/head/bias"]).all()
     rates = {row["step"]: row["train/lr"] for row in rows(whole) if "train/lr" in row}
-    config = make_config(rule)
-    plain = schedule_of(settings_of(config))
+    plain = schedule_of(Settings.read(read_stored(whole).resolved))
     lowered = 0.5 if rule == "lower" else 1.0
     assert rates[25] == pytest.approx(float(plain(24)))
     assert rates[30] == pytest.approx(lowered * float(plain(29)))

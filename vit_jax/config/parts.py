@@ -51,7 +51,7 @@ class Key(typing.NamedTuple):
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
       "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
-    decided: whether `run.setup.resolve` sets it if it is None, so that it is never None in `Settings`.
+    decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
     """
 

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,12 +74,8 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # warnings would name the temporary folder
-        try:
+        with _without_warnings():  # they would name the temporary folder
             found = np.asarray((writer.open or _open)(staged)(images))
-        finally:
-            logger.setLevel(level)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
@@ -98,6 +94,16 @@ def export(
         _check_free(output, [target / name for name in made])
         _copy(root, target, made, output)
     return receipt
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _open(path: epath.Path) -> Logits:

@@ -96,11 +96,8 @@ def make_optimizer(
         model without layers.
     """
     o, weight_decay_on = optimizer, optimizer.weight_decay_on
-    clip = (
-        optax.identity()
-        if o.grad_clip_norm is None
-        else optax.clip_by_global_norm(o.grad_clip_norm)
-    )
+    norm, factor = o.grad_clip_norm, o.layer_decay
+    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
     direction, after = o.bind(), o.after(weight_decay_on, schedule)
     drop_frozen = optax.identity()
     if o.freeze is not None:
@@ -124,7 +121,7 @@ def make_optimizer(
         ("clip", clip),
         ("direction", direction),
         ("weight_decay", masks.decay_weights(o.weight_decay, weight_decay_on, decay, o.head_decay)),
-        ("layer_decay", optax.identity() if o.layer_decay is None else scale_layers(o.layer_decay)),
+        ("layer_decay", optax.identity() if factor is None else scale_layers(factor)),
         *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
         *lowered,
