@@ -14,7 +14,7 @@ from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_kernel
+from vit_jax.models.forms import PLAIN, multiply_on_cpu
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -226,10 +226,7 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
 
     forms = tpu_forms(model, mesh)
     with jax.set_mesh(mesh):
-        plain = dataclasses.replace(
-            forms, find_mlp_kernel=no_kernel, find_projections_kernel=no_kernel
-        )
-        expected = loss_and_grads(model.clone(forms=plain))
+        expected = loss_and_grads(model.clone(forms=dataclasses.replace(forms, rows=None)))
         assert not seen
         found = loss_and_grads(model.clone(forms=forms))
     assert seen.keys() == {"mlp", "project"} and all(x is not None for x in seen["mlp"][2])

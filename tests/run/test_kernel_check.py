@@ -14,7 +14,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps
+from vit_jax.models.fast_block import FastBlock
+from vit_jax.models.forms import BlockOps, RowKernels
 from vit_jax.models.kernels import short_attention
 from vit_jax.run.kernel_check import check_kernels
 
@@ -64,7 +65,7 @@ def test_the_kernel_of_an_mlp_is_checked(mesh):
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
     forms = BlockOps(
         attention_kernel=lambda qkv, *_: qkv[2],
-        find_mlp_kernel=lambda *_: kernel,
+        rows=RowKernels(FastBlock, lambda *_: kernel, lambda _: None),
         token_multiple=8,
     )
     with at_fault("model.kernels"):

@@ -22,8 +22,10 @@ from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
-from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
+from vit_jax.models.fast_block import FastBlock
+from vit_jax.models.forms import PLAIN, BlockOps, RowKernels, add_bias_on_tpu, multiply_on_cpu
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
+from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
@@ -40,6 +42,10 @@ _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, co
 # too little; there and on v5p, a kernel whose programs run in order would use one of two cores.
 _VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v6 lite": 128,
              "TPU v6e": 128, "TPU7x": 64}  # fmt: skip
+
+# The fields of a model with kernels of rows. Recomputation is faster with separate products; a
+# kernel would compute the gradients that adapters spare.
+_WITH_ROWS = {"block_class": EncoderBlock, "remat": "none", "parallel": False, "lora_rank": None}
 
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
@@ -105,15 +111,13 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     if without is not None:
         _say_plain(without)
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
-    of_rows = {}
-    if getattr(model, "remat", "none") == "none":  # recomputation is faster with separate products
-        of_rows = {
-            "find_mlp_kernel": partial(_find_mlp_kernel, mesh=mesh),
-            "find_projections_kernel": partial(_find_projections_kernel, mesh=mesh),
-        }
+    rows = None
+    if all(getattr(model, field, value) == value for field, value in _WITH_ROWS.items()):
+        finds = partial(_find_mlp_kernel, mesh=mesh), partial(_find_projections_kernel, mesh=mesh)
+        rows = RowKernels(FastBlock, *finds)
     return BlockOps(
         attention_kernel=partial(_tpu_attention, mesh=mesh),
-        **of_rows,
+        rows=rows,
         add_bias=add_bias_on_tpu,
         token_multiple=_MULTIPLE,
     )
@@ -219,7 +223,7 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
 
 
 def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
-    """`forms.FindMlpKernel` on the devices of `mesh`."""
+    """`RowKernels.find_mlp` on the devices of `mesh`."""
     blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
     if blocks is None:
         return None
@@ -233,7 +237,7 @@ def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
 
 
 def _find_projections_kernel(x_BND, *, mesh: Mesh):
-    """`forms.FindProjectionsKernel` on the devices of `mesh`."""
+    """`RowKernels.find_projections` on the devices of `mesh`."""
     blocks = projections.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1])
     if blocks is None:
         return None
