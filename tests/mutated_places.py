@@ -353,7 +353,7 @@ MUTATIONS = [
       "experiment/test_exchange.py::test_when_processes_join_their_gradients"),
     M("vit_jax/experiment/exchange.py", "return grads, out._replace(**kept)", "return grads, out",
       "experiment/test_exchange.py::test_joined_gradients_are_those_of_the_batch_in_one_exchange"),
-    M("vit_jax/models/forms.py", "return jnp.dot(x, kernel_CF), (x, kernel_CF)",
+    M("vit_jax/models/block_ops.py", "return jnp.dot(x, kernel_CF), (x, kernel_CF)",
       "return multiply_on_cpu(x, kernel_CF), (x, kernel_CF)",
       "models/test_scan.py::test_remat_computes_again_what_it_does_not_keep"),
     M("vit_jax/experiment/experiment.py",

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.dense import Dense, LoraProduct, Product
 from vit_jax.models.dropout import draw_kept
-from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.position import Relative
 from vit_jax.models.rotary import turn
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     key_bias: bool = True
     lora_rank: int | None = None
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -70,10 +70,10 @@ class Attention(nn.Module):
         if train and self.dropout > 0:
             B, N, H, _ = q_BNHK.shape
             shape, axes = (B, H, N, k_BMHK.shape[1]), ("batch", "tensor", None, None)
-            key, draw = self.make_rng("dropout"), self.forms.draw_bytes
+            key, draw = self.make_rng("dropout"), self.ops.draw_bytes
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
             dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
-        out_BNHK = self.forms.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
+        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             x_BND.shape[-1],
             use_bias=self.qkv_bias and (self.key_bias or name != "key"),
             dtype=self.dtype,
-            multiply=self.forms.multiply,
+            multiply=self.ops.multiply,
             name=name,
         )(x_BND)
 
@@ -107,14 +107,14 @@ class Attention(nn.Module):
         return Dense(
             out_BND.shape[-1],
             dtype=self.dtype,
-            multiply=self.forms.multiply,
-            add_bias=self.forms.add_bias,
+            multiply=self.ops.multiply,
+            add_bias=self.ops.add_bias,
             name="out",
         )(out_BND, scale_D)
 
 
 class KernelAttention(Attention):
-    """`Attention` by a kernel: see `forms.AttentionKernel`. No dropout, no relative positions.
+    """`Attention` by a kernel: see `block_ops.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
     the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
@@ -143,8 +143,8 @@ class KernelAttention(Attention):
 
     @nn.nowrap
     def _attend(self, qkv, biases, turns, scale_D):
-        assert self.forms.attention_kernel is not None
-        out_BNHK = self.forms.attention_kernel(qkv, biases, turns, self.num_keys)
+        assert self.ops.attention_kernel is not None
+        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, self.num_keys)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 

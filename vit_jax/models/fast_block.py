@@ -47,7 +47,7 @@ class RowMlp(Mlp):
         (B, N, D), F = x_BND.shape, self.mlp_dim
 
         def draw(columns, axis):
-            dropout = Dropout(self.dropout, self.forms.draw_bytes)
+            dropout = Dropout(self.dropout, self.ops.draw_bytes)
             drawn = dropout.draw_bytes((B, N, columns), ("batch", None, axis), train=train)
             return None if drawn is None else drawn.reshape(B * N, columns)
 
@@ -90,7 +90,7 @@ class RowAttention(KernelAttention):
 
 
 class FastBlock(EncoderBlock):
-    """`EncoderBlock` with the parts that the kernels of `forms.rows` find for its tokens.
+    """`EncoderBlock` with the parts that the kernels of `ops.rows` find for its tokens.
 
     It takes the place of a block that is not `parallel`, and has neither adapters nor relative
     positions.
@@ -99,8 +99,8 @@ class FastBlock(EncoderBlock):
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
         x_BND, _ = self.place(x_BND, shared)
-        assert self.forms.rows is not None
-        D, rows = x_BND.shape[-1], self.forms.rows
+        assert self.ops.rows is not None
+        D, rows = x_BND.shape[-1], self.ops.rows
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
@@ -113,7 +113,7 @@ class FastBlock(EncoderBlock):
         else:
             params = NormParams(self.norm, name="norm_attention")(D)
             y_BND, x_BND = RowAttention(**fields)(x_BND, params, kernel, **last)
-        dropout = Dropout(self.dropout, self.forms.draw_bytes)
+        dropout = Dropout(self.dropout, self.ops.draw_bytes)
         x_BND = add(x_BND, dropout(y_BND, ("batch", None, None), train=train))
 
         fields = self.block_fields(Mlp) | {"gated": self.gated_mlp, "name": "mlp"}

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
+from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import field_names
-from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.gelu import GELU
 from vit_jax.models.position import Positions, Relative
 
@@ -50,7 +50,7 @@ class Mlp(nn.Module):
     norm_eps: float = NORM_EPS
     dropout: float = 0.0
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -59,23 +59,23 @@ class Mlp(nn.Module):
             Dense,
             dtype=self.dtype,
             bias_init=nn.initializers.normal(1e-6),
-            multiply=self.forms.multiply,
+            multiply=self.ops.multiply,
         )
         # TPUs sum the gradients of two biases best where the gate's gradients are computed.
-        add_bias = add_bias_plainly if self.gated else self.forms.add_bias
+        add_bias = add_bias_plainly if self.gated else self.ops.add_bias
         hidden = ("batch", None, "tensor")
         up = dense(self.mlp_dim, add_bias=add_bias, name="up")
         y_BNF, gated_BNF = self.constrain(up(x_BND), hidden), None
         if self.gated:
             gate, gated_BNF = dense(self.mlp_dim, add_bias=add_bias, name="gate"), y_BNF
             y_BNF = self.constrain(gate(x_BND), hidden)
-        dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
+        dropout = partial(Dropout, self.dropout, self.ops.draw_bytes)
         kept_BNF = dropout().draw_kept(y_BNF.shape, hidden, train=train)
         y_BNF = GELU[self.gelu](y_BNF, gated_BNF, kept_BNF, self.dropout)
         if self.norm is not None:
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             y_BNF = norm(y_BNF)
-        down = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")
+        down = dense(x_BND.shape[-1], add_bias=self.ops.add_bias, name="down")
         y_BND = down(y_BNF, scale_D)
         return dropout()(y_BND, ("batch", None, None), train=train)
 
@@ -126,7 +126,7 @@ class BlockFields:
     )  # fmt: skip
     lora_rank: int | None = key(None, "rank of the LoRA adapters on query and value; None: none")
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.nowrap
@@ -170,13 +170,13 @@ class EncoderBlock(BlockFields, nn.Module):
 
         def msa(y_BND):
             attention_class: Callable[..., nn.Module] = Attention
-            if self.forms.attention_kernel is not None:
+            if self.ops.attention_kernel is not None:
                 attention_class = partial(KernelAttention, num_keys=self.num_tokens)
             fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
             attention = attention_class(**fields, name="attention")
             last = {"scale_D": scale("scale_attention"), "train": train}
             y_BND = self.mix(attention, y_BND, relative=relative, turns=turns, **last)
-            dropout = Dropout(self.dropout, self.forms.draw_bytes)
+            dropout = Dropout(self.dropout, self.ops.draw_bytes)
             return dropout(y_BND, ("batch", None, None), train=train)
 
         def mlp(y_BND):
@@ -234,7 +234,7 @@ class Encoder(BlockFields, nn.Module):
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
     in all. `positions`, `shared`, `turns` and, unless None, the `grid` of the tokens go to every
-    block, a `block_class` or, with kernels of rows, the block of `forms.rows`.
+    block, a `block_class` or, with kernels of rows, the block of `ops.rows`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -252,7 +252,7 @@ class Encoder(BlockFields, nn.Module):
     @nn.compact
     def __call__(self, x_BND, *, grid=None, shared=None, turns=None, train=False):
         num_tokens = x_BND.shape[1]
-        padding = -num_tokens % self.forms.token_multiple
+        padding = -num_tokens % self.ops.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
         if turns is not None:
             turns = jnp.pad(turns, ((0, 0), (0, padding), (0, 0)))
@@ -285,7 +285,7 @@ class Encoder(BlockFields, nn.Module):
     def _block(self, layer: int) -> Callable[..., nn.Module]:
         """The class of block number `layer`, which may recompute in the backward pass."""
         num_layers = self.depth if self.remat_layers is None else self.remat_layers
-        block_class = getattr(self.forms.rows, "block", self.block_class)
+        block_class = getattr(self.ops.rows, "block", self.block_class)
         if self.remat == "none" or layer >= num_layers:
             return block_class
         return nn.remat(
@@ -313,7 +313,7 @@ class MapHead(BlockFields, nn.Module):
     """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
 
     It ignores the block fields `dropout`, `attention_dropout`, `gated_mlp`, `mlp_norm`, `parallel`,
-    `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `forms`: it computes without kernels.
+    `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `ops`: it computes without kernels.
 
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019

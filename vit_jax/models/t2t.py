@@ -17,11 +17,11 @@ from einops import rearrange
 
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import key
+from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.fields import FROM_1
-from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.layers import REMAT_POLICIES, Mlp
 from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
 from vit_jax.models.variants import VIT_VARIANTS, Variant

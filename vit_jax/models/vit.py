@@ -88,7 +88,7 @@ class ViT(BlockFields, RotaryFields, Model):
         the pooling head has none of them.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
-      forms: how the blocks compute; see `forms.BlockOps`.
+      ops: how the blocks compute; see `block_ops.BlockOps`.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
@@ -150,7 +150,7 @@ class ViT(BlockFields, RotaryFields, Model):
             self.embedding_norm = norm()
         if self.norm_pooled:
             self.pooled_norm = norm()
-        self.embedding_dropout = Dropout(self.dropout, self.forms.draw_bytes)
+        self.embedding_dropout = Dropout(self.dropout, self.ops.draw_bytes)
         self.encoder = Encoder(
             **self.block_fields(),
             depth=self.depth,
