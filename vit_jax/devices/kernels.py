@@ -130,7 +130,7 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return shape
     heads, width, tokens, dropout, relative = shape
     if relative:
-        return "model.pos_embed=relative adds to the logits"
+        return f"model.pos_embed={getattr(model, 'pos_embed', None)} adds to the logits"
     if dropout > 0:
         return f"model.attention_dropout={dropout} drops weights"
     if width % 8:

@@ -22,7 +22,7 @@ from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import field_names
 from vit_jax.models.gelu import GELU
-from vit_jax.models.position import Positions, Relative
+from vit_jax.models.position import PositionEmbedding
 
 REMAT_POLICIES = {
     "none": None,
@@ -145,10 +145,10 @@ class EncoderBlock(BlockFields, nn.Module):
 
     With `stochastic_depth`, training drops each residual branch of an example with probability
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
-    `shared`, from `Positions.build`, comes from tables that all blocks share. Positions are added
-    to the block's input; relative positions to the attention logits; `turns`, from
-    `RotaryFields.turns`, turns queries and keys. Only the first `num_tokens` tokens count, the
-    others are padding; None: all count.
+    `shared`, from `PositionEmbedding.build`, comes from tables that all blocks share. Positions are
+    added to the block's input; relative positions to the attention logits; `turns`, see
+    `rotary.turn`, turn queries and keys. Only the first `num_tokens` tokens count, the others are
+    padding; None: all count.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -156,7 +156,7 @@ class EncoderBlock(BlockFields, nn.Module):
     """
 
     stochastic_depth: bool = False
-    positions: Positions | None = None
+    positions: PositionEmbedding | None = None
     num_tokens: int | None = None
 
     @nn.compact
@@ -196,7 +196,7 @@ class EncoderBlock(BlockFields, nn.Module):
         """x with the block's positions, or those that all share; and relative ones, or None."""
         if self.positions is not None:
             positions = self.positions.build(self.param("pos_embedding", self.positions.init))
-        if positions is None or isinstance(positions, Relative):
+        if positions is None or hasattr(positions, "logits"):
             return x_BND, positions
         padding = x_BND.shape[1] - positions.shape[1]
         return x_BND + jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0))), None
@@ -242,7 +242,7 @@ class Encoder(BlockFields, nn.Module):
     depth: int
     stochastic_depth: float = 0.0
     uniform_depth: bool = False
-    positions: Positions | None = None
+    positions: PositionEmbedding | None = None
     final_norm: bool = True
     scan: bool = False
     remat: str = "none"
