@@ -304,4 +304,6 @@ def test_own_positions_turn_or_add_to_logits():
     with at_fault("rotary"):
         make(pos_embed="my_turned", rotary="indices")
     with at_fault("pos_embed"):
+        make("Axial-ViT", pos_embed="my_turned")
+    with at_fault("pos_embed"):
         model.positions((4, 6)).resampled(jnp.zeros(()), (3, 3), None)
