@@ -20,7 +20,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
 from vit_jax.experiment.state import start_from
 from vit_jax.models import model_of
-from vit_jax.models.forms import unconstrained
+from vit_jax.models.block_ops import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
 from vit_jax.transfer.fit import stack_layers, unstack_layers

@@ -9,10 +9,10 @@ from read_settings import settings_of
 
 from vit_jax.config import base_config
 from vit_jax.devices import kernels
-from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.models.forms import PLAIN
+from vit_jax.models.block_ops import PLAIN
 
 pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 
@@ -48,15 +48,15 @@ def losses_of(config, steps):
 
 @contextlib.contextmanager
 def with_kernels_of_tpus(monkeypatch):
-    """Choose as on TPU; yields the list of chosen forms."""
+    """Choose as on TPU; yields the list of chosen operations."""
     chosen = []
 
-    def forms_on(platform, model, mesh):
-        chosen.append(tpu_forms(model, mesh))
+    def ops_on(platform, model, mesh):
+        chosen.append(tpu_ops(model, mesh))
         return chosen[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "_forms_on", forms_on)
+        patched.setattr(kernels, "_ops_on", ops_on)
         yield chosen
 
 

@@ -129,7 +129,7 @@ def test_page_is_whole_and_names_are_only_text(page):
 
 
 def test_heading_names_the_study_and_the_runs_beside_it(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(report.plots, "embed", lambda drawn: ([""] * len(drawn), "", ""))
+    monkeypatch.setattr(report.charts, "embed", lambda drawn: ([""] * len(drawn), "", ""))
     single = write_run(tmp_path / "single", [])  # has not logged anything yet
     for workdirs, heading in (
         ([folder / "study"], "study 3 runs of 1 study."),

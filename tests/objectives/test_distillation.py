@@ -20,8 +20,8 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps
 from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.distillation import (
     as_seen_by,
@@ -263,7 +263,7 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
         return plain_attention(q, k[:, :num_keys], v[:, :num_keys])
 
     def distance(multiple):
-        padded = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=multiple))
+        padded = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=multiple))
         objective = objective_of(
             padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
         )

@@ -16,7 +16,6 @@ from etils import epath
 from finished_run import final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from read_settings import settings_of
 from started_job import ROOT, Job, free_address
 
 import vit_jax
@@ -94,9 +93,9 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
         monkeypatch.setattr(evaluate, "make_mesh", make)
         monkeypatch.setattr(jax, "device_count", lambda: devices)
 
-    def made(config, mesh, *args):
+    def made(settings, mesh, *args):
         found.append((mesh.size, mesh.shape["fsdp"]))
-        return make_experiment(settings_of(config), mesh, *args)
+        return make_experiment(settings, mesh, *args)
 
     monkeypatch.setattr(evaluate, "make_experiment", made)
     on(8)

@@ -10,7 +10,7 @@ from at_fault import at_fault
 from etils import epath
 from finished_run import rows
 from opened import config_json
-from read_settings import settings_of
+from read_settings import decided, settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
@@ -35,7 +35,7 @@ def make_config(**overrides):
     pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
     assert not apply_overrides(config, pairs)
     config.data.num_examples, config.data.num_classes = 1437, 10
-    return config
+    return decided(config)
 
 
 @pytest.mark.parametrize(

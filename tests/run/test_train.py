@@ -394,6 +394,7 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
         settings=settings_of(make_config()),
+        resolved=types.SimpleNamespace(config=make_config()),
         evaluators=dict.fromkeys(("few", "few_more", "knn")),
         callbacks=[lambda *args: told.append(args)],
     )

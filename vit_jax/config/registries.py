@@ -138,6 +138,20 @@ OPS: Registry[Any] = Registry(
     },
 )
 
+# Their classes have no keys; see `models.position.PositionEmbedding`.
+POSITIONS: Registry[Any] = Registry(
+    "model.pos_embed",
+    Part,
+    {
+        "learned_1d": "vit_jax.models.position:Learned1D",
+        "learned_2d": "vit_jax.models.position:Learned2D",
+        "relative": "vit_jax.models.position:RelativePositions",
+        "sincos_2d": "vit_jax.models.position:Sincos2D",
+        "none": "vit_jax.models.position:NoPositions",
+        "sincos_1d": "vit_jax.models.position:Sincos1D",
+    },
+)
+
 
 class Families(Registry[Any]):
     """A part is a Linen module, whose fields are its keys; see `models.contract.Model`.
@@ -164,6 +178,8 @@ class Families(Registry[Any]):
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
         from_data = ("num_classes", "image_size", "channels")
         keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
+        if hasattr(part, "pos_embeds"):  # those of plug-ins too
+            keys = keys | {"pos_embed": keys["pos_embed"]._replace(choices=part.pos_embeds())}
         return {k: declared for k, declared in keys.items() if k not in from_data}
 
 

@@ -23,8 +23,8 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.metric_names import is_named
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 
 logger = logging.getLogger("vit_jax")
 
@@ -138,7 +138,7 @@ def _find_output_fault(model: nn.Module, image_size: tuple[int, int], method: st
     """Why no evaluator can use what `method` of the model gives, found by shapes; "" if it can."""
     family = type(model).__name__
     # Scanned layers are traced in a fraction of the time.
-    plain = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
+    plain = with_known(model, scan=True, constrain=unconstrained, ops=PLAIN)
     images = jax.ShapeDtypeStruct((1, *image_size, about(model).channels), jnp.float32)
     needs = "logits (B, C)" if method == "__call__" else f"{method} (B, D)"
     init = functools.partial(plain.init_with_output, method=method)

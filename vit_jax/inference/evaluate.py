@@ -34,7 +34,7 @@ from vit_jax.data import Divider, Source
 from vit_jax.data.arrays import give
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
-from vit_jax.devices.kernels import choose_forms
+from vit_jax.devices.kernels import choose_ops
 from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.evaluators import check_outputs, make_evaluators
@@ -318,7 +318,7 @@ class _OfSource:
         fields = check_fields(type(source.model), given, "config.model")
         model = source.model.clone(**fields, image_size=preprocessing.image_size)
         kernels = settings.model.kernels
-        model = choose_forms(with_known(model, constrain=constrain), mesh, kernels)
+        model = choose_ops(with_known(model, constrain=constrain), mesh, kernels)
         variables = transfer.init_variables(source, model, resize, keep_head=True)
         self._params, self._model_state = variables
         return model, {**self._params, **self._model_state}

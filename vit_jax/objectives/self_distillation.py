@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -241,7 +241,7 @@ class _SelfDistillation:
             names = ("views", "patches") if self.hides else ("views",)
             state["centre"] = {name: jnp.zeros(k.num_prototypes) for name in names}
         if k.gram_weight:
-            model = with_known(self.model, constrain=unconstrained, forms=PLAIN)
+            model = with_known(self.model, constrain=unconstrained, ops=PLAIN)
             assert self.model.image_size is not None
             images = jnp.zeros((1, *self.model.image_size, self.model.channels))
             shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]

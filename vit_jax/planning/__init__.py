@@ -71,5 +71,5 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
 def _describe(model: nn.Module) -> str:
     """The class and the fields of a model, but for functions, whose `repr` is an address."""
     fields = {f: getattr(model, f) for f in field_names(type(model))}
-    kept = {f: value for f, value in fields.items() if f not in ("forms", "constrain")}
+    kept = {f: value for f, value in fields.items() if f not in ("ops", "constrain")}
     return f"{type(model).__name__} {kept!r}"

@@ -16,9 +16,9 @@ from vit_jax.base.errors import InputError
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.job import watchdog
+from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps, no_kernel
 from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.layers import EncoderBlock
 
@@ -61,15 +61,15 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     shape = about(model).attention_shape
     assert isinstance(shape, AttentionShape)
     num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
-    padded = num_tokens + -num_tokens % model.forms.token_multiple
-    plain_forms = BlockOps(attend=plain_attention)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
-    block = block.clone(dropout=0.0, attention_dropout=0.0)
-    plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
+    padded = num_tokens + -num_tokens % model.ops.token_multiple
+    fields = model.block_fields() | {"dropout": 0.0, "attention_dropout": 0.0}
+    block = getattr(model.ops.rows, "block", EncoderBlock)(**fields, num_tokens=num_tokens)
+    plain = EncoderBlock(**fields | {"ops": BlockOps(attend=plain_attention)})
+    exact = plain.clone(dtype=jnp.float32)
 
     keys = jax.random.split(jax.random.key(0), 3)
     images = mesh.size // mesh.shape["tensor"]
-    if model.forms.find_projections_kernel is not no_kernel:
+    if model.ops.rows is not None:
         # The number of tokens is a multiple of 8 here: at most 32 images are needed.
         images *= next(n for n in range(1, 33) if Blocks.fitting(n * padded, 0, 0, 0))
     x, g = (jax.random.normal(key, (images, padded, model.width)) for key in keys[:2])
@@ -90,7 +90,7 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
 
     def compute(block):
         def apply(params, x):
-            taken = padded if block.forms != plain_forms else num_tokens  # it knows no padding
+            taken = num_tokens if block.ops == plain.ops else padded  # it knows no padding
             x, turned = x[:, :taken], None if turns is None else turns[:, :taken]
             args = x.astype(block.dtype), 0.0, False, None, turned
             out, _ = block.apply({"params": params}, *args)

@@ -5,7 +5,9 @@ Axes: B images, N tokens, D width. Models know no devices: who does gives a mode
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -24,19 +26,22 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 # others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
-# find(x_BND, F, gated) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch of an MLP
-# with F hidden units, from its norm to the residual, of R = B N rows; see `kernels.mlp` for the
-# arguments. None: there is no kernel for such tokens.
-FindMlpKernel = Callable[[jax.Array, int, bool], Callable | None]
 
-# find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD, v_RD, x_RD): the norm
-# before attention and its projections, of R = B N rows; see `kernels.projections`. None: as above.
-FindProjectionsKernel = Callable[[jax.Array], Callable | None]
+class RowKernels(NamedTuple):
+    """Kernels that take the tokens of all images as R = B N rows, and the block of layers for them.
 
+    block: takes the place of `layers.EncoderBlock`, with the same parameters.
+    find_mlp: find(x_BND, F, gated) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch
+      of an MLP with F hidden units, from its norm to the residual; see `kernels.mlp` for the
+      arguments. None: there is no kernel for such tokens.
+    find_projections: find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD,
+      v_RD, x_RD): the norm before attention and its projections; see `kernels.projections`. None:
+      as above.
+    """
 
-def no_kernel(x_BND, *sizes):
-    """A `FindMlpKernel` and a `FindProjectionsKernel` that finds none."""
-    del x_BND, sizes
+    block: type[nn.Module]
+    find_mlp: Callable[[jax.Array, int, bool], Callable | None]
+    find_projections: Callable[[jax.Array], Callable | None]
 
 
 def add_bias_plainly(x, bias_D):
@@ -111,9 +116,7 @@ class BlockOps:
 
     attend: attention, see `attention.Attend`.
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
-    find_mlp_kernel: of MLPs without inner norm, see `FindMlpKernel`.
-    find_projections_kernel: of the norm and the projections before an `attention_kernel`; see
-      `FindProjectionsKernel`.
+    rows: kernels of norms, projections and MLPs, which go with an `attention_kernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
     draw_bytes: random bytes for the masks of dropout.
@@ -123,8 +126,7 @@ class BlockOps:
 
     attend: Attend = dot_product_attention
     attention_kernel: AttentionKernel | None = None
-    find_mlp_kernel: FindMlpKernel = no_kernel
-    find_projections_kernel: FindProjectionsKernel = no_kernel
+    rows: RowKernels | None = None
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
     draw_bytes: DrawBytes = threefry_bytes
