@@ -9,7 +9,7 @@ import pytest
 from at_fault import at_fault
 from finished_run import final_state
 from opened import config_json, open_all
-from read_settings import make_loss, make_optimizer, settings_of
+from read_settings import decided, make_loss, make_optimizer, settings_of
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
@@ -168,9 +168,9 @@ def test_family_without_dtype_constrain_and_remat(config):
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
     preprocessing = parse_preprocessing(settings_of(config))
     make_evaluators(settings_of(config), preprocessing, experiment.model, mesh, sources)
-    figures = describe(config, Target(find_slice("v5e:2x4"), 1), mesh, experiment)
+    figures = describe(decided(config), Target(find_slice("v5e:2x4"), 1), mesh, experiment)
     assert (figures["remat"], figures["scan"]) == ("none", False)
-    assert calculate_memory(config, Target(find_slice("H100:1")))["fits"]
+    assert calculate_memory(decided(config), Target(find_slice("H100:1")))["fits"]
 
 
 @pytest.mark.usefixtures("parts")
