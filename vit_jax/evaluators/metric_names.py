@@ -1,4 +1,4 @@
-"""The metrics by which a run decides, and those that evaluators declare: see `Evaluator.metrics`.
+"""The metrics by which a run decides, and those that evaluators declare: see `Evaluator.reports`.
 
 A run compares `checkpoint.keep_best` and `stop.metric` with them before it trains. The evaluator
 of a plug-in may declare none: its names are then known only after its first evaluation, and
@@ -40,7 +40,7 @@ def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
     Raises:
       InputError: a key of the entry is wrong.
     """
-    metrics = evaluator_of(config, name).metrics()
+    metrics = evaluator_of(config, name).reports()
     if metrics is None:
         return None
     assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"

@@ -47,7 +47,7 @@ class Rank(SplitEvaluator):
     output = "features"
     multi_label = None
 
-    def metrics(self):
+    def reports(self):
         return {"rank": "neither", "share": "higher"}
 
     def bind(self, inputs: EvalInputs) -> Measure:

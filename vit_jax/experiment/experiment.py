@@ -238,6 +238,8 @@ def make_experiment(
     jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
     of_inputs = batch_sharding(mesh), NamedSharding(mesh, P())
     whole = partial(jit, out_shardings=NamedSharding(mesh, P()))
+    # Of sums over classes every process needs the whole.
+    out_shardings = shardings[0], of_inputs[1] if config.log.metrics else None
     train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
     return Experiment(
         model=model,
@@ -246,7 +248,7 @@ def make_experiment(
         batch=batch,
         init=jit(init, out_shardings=shardings[0]),
         train_step=jit(
-            train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
+            train_step, in_shardings=shardings, out_shardings=out_shardings, donate_argnums=0
         ),
         layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
         inputs=jit(make_inputs(**drawn), in_shardings=shardings[:2], out_shardings=of_inputs),

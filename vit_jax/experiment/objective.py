@@ -12,6 +12,7 @@ from vit_jax.data.device_ops import per_channel
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
 from vit_jax.objectives.losses import make_loss
+from vit_jax.objectives.metrics import training_metrics
 
 # Remedies for keys that a batch lacks.
 _SETS = {
@@ -45,7 +46,7 @@ def make_config_objective(
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    facts = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label, in_form)
+    facts = RunFacts(mean, std, teachers, shapes, durations, training_metrics(config).rows, in_form)
     objective = objective_of(config).bind(model, make_loss(**config.loss), facts)
     _check_needs(objective, config, shapes)
     return objective

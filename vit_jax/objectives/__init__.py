@@ -5,6 +5,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults
 from vit_jax.config import OBJECTIVES
 from vit_jax.objectives.contract import ObjectivePart
+from vit_jax.objectives.metrics import find_metrics
 
 
 def objective_of(config: ConfigDict) -> ObjectivePart:
@@ -21,3 +22,9 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     objective = Faults().check(objective_of, config)
     if objective is not None:
         faults += objective.find_conflicts(config)
+        names, name = config.log.metrics, config.objective.name
+        faults.check(find_metrics, names or (), config.data.multi_label, section="log.")
+        faults.need(
+            names is None or objective.learns_labels,
+            f"log.metrics={names!r}: objective.name={name!r} learns no labels; set it to None",
+        )

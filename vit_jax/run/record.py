@@ -20,6 +20,7 @@ from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
+from vit_jax.objectives.metrics import training_metrics
 from vit_jax.run.build import Run
 from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
 from vit_jax.run.ledger import Past
@@ -77,6 +78,7 @@ class Record(contextlib.AbstractContextManager):
         ranks = [name for name, entry in config.evals.items() if entry.type == "rank"]
         collapse = None if e.objective is None else e.objective.collapse
         self._health = Health(collapse, ranks, meta)
+        self._finish = training_metrics(config).finish
         self._corrupt = CorruptRecords(meta, config)
         self._throughput = Throughput(
             start,
@@ -142,7 +144,8 @@ class Record(contextlib.AbstractContextManager):
         except NonFiniteError as e:
             write_diverged(self._run, e)
             raise
-        self._last = {name: float(value) for name, value in steps[-1][1].items()} if steps else {}
+        last = self._finish(steps[-1][1]) if steps else {}
+        self._last = {name: float(value) for name, value in last.items()}
         self._corrupt.count(corrupt, step, self.saved)
         self._good_s = self._throughput.steps_s()
         return True
