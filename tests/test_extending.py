@@ -16,6 +16,7 @@ from vit_jax.config import (
     EVALUATORS,
     FAMILIES,
     LOSSES,
+    METRICS,
     OBJECTIVES,
     OPS,
     OPTIMIZERS,
@@ -45,7 +46,7 @@ from vit_jax.transfer.pretrained import Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    FAMILIES, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    FAMILIES, OBJECTIVES, LOSSES, METRICS, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 
@@ -78,12 +79,22 @@ def config(parts, monkeypatch):
 
 
 def test_each_kind_is_a_line(parts):
-    ours = ("ViT", "supervised", "softmax", "classification", "digits", "flip", "adamw", "npz")
+    ours = (
+        "ViT",
+        "supervised",
+        "softmax",
+        "top1",
+        "classification",
+        "digits",
+        "flip",
+        "adamw",
+        "npz",
+    )
     for registry in REGISTRIES:
         assert {*registry} & {*ours, "decode"}, registry
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
-        "MyMixer", "my_consistency", "my_poly1", "my_worst_class", "my_rings",
+        "MyMixer", "my_consistency", "my_poly1", "my_brier", "my_worst_class", "my_rings",
         "my_posterize", "my_adan", "my_msgpack",
     ]  # fmt: skip
 

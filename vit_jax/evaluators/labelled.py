@@ -26,7 +26,7 @@ class LabelEvaluator(SplitEvaluator):
     own: those that the evaluator computes itself, as they need all scores; higher is better.
     """
 
-    metrics: tuple[str, ...] | None = key(None, "names of metrics; None: those described above")
+    metrics: tuple[str, ...] | None = key(None, "names of metrics; None: those described here")
 
     usual: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]] = ()
