@@ -77,14 +77,13 @@ def by_numpy(logits, labels):
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_a_plug_in_s_metrics_in_training_and_in_an_evaluator(config, accum_steps):
-    """On 8 devices, with masked rows in the training batch and in the padded last one of a split."""
+    """On 8 devices; rows of the training batch and of the split's last batch are masked."""
     config.log.metrics = config.evals.test.metrics = NAMES
     config.evals.test.batch_size, config.optimizer.accum_steps = 64, accum_steps
     mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
     experiment = make_experiment(config, mesh)
-    sources = {
-        SplitKey("digits", "test", None): make_source("digits", split="test", image_size=(8, 8))
-    }
+    source = make_source("digits", split="test", image_size=(8, 8))
+    sources = {SplitKey("digits", "test", None): source}
     pixels, labels = digit_pixels(), load_digits().target.astype(np.int32)
     mask = np.random.default_rng(0).random(64) < 0.7
     batch = {"image": np.rint(255 * pixels[:64]).astype(np.uint8), "label": labels[:64],
@@ -175,9 +174,9 @@ def test_names_are_checked_before_a_run(config):
     assert find_direction(config, "test/my_brier") == "lower"
     config.log.metrics, config.evals.test.metrics = ("top2", "micro_f1"), ("mean_ap",)
     assert find_faults(config) == [
+        "log.metrics='top2': did you mean top5?",
         "evals.test.metrics='mean_ap': known: top1, top5, loss, ece, macro_top1, macro_f1, "
         "micro_f1, my_brier, my_worst",
-        "log.metrics='top2': did you mean top1?",
     ]
     config.log.metrics, config.evals.test.metrics = ("micro_f1",), None
     assert find_faults(config) == ["log.metrics='micro_f1': needs images with several labels"]

@@ -1,1 +1,0 @@
-"""Metrics of training and of evaluators, our own and a plug-in's, against NumPy."""
