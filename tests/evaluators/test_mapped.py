@@ -11,9 +11,9 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
 from vit_jax.data import make_source
 from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
-from vit_jax.objectives.metrics import Metrics, find_metrics, make_task
+from vit_jax.objectives.metrics import make_metrics
 
-BOTH = Metrics(find_metrics(("top1", "top5"), False), make_task(base_config().loss, False))
+BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
 NAMES = ("chair", "lamp", "spoon")
 
 

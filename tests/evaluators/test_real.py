@@ -23,9 +23,9 @@ from vit_jax.evaluators.real import (
     read_real_labels,
 )
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.metrics import Metrics, find_metrics, make_task
+from vit_jax.objectives.metrics import make_metrics
 
-BOTH = Metrics(find_metrics(("top1", "top5"), False), make_task(base_config().loss, False))
+BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 
 

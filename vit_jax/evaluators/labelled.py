@@ -14,7 +14,7 @@ from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import sum_rows
-from vit_jax.objectives.metrics import Metric, Metrics, find_metrics, make_task
+from vit_jax.objectives.metrics import Metric, Metrics, find_metrics, make_metrics
 
 _MOST = 1_000  # classes, each a curve
 
@@ -23,7 +23,7 @@ class LabelEvaluator(SplitEvaluator):
     """An evaluator that reports metrics (`objectives.metrics`).
 
     usual: their names by default; those that the data rule out are then left out.
-    own: those that the evaluator computes itself, as they need all scores; higher is better.
+    own: those that the evaluator computes itself, as they need all scores.
     """
 
     metrics: tuple[str, ...] | None = key(None, "names of metrics; None: those described here")
@@ -32,37 +32,31 @@ class LabelEvaluator(SplitEvaluator):
     own: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the metrics."""
-        return self.usual if self.metrics is None else self.metrics
-
-    def find_metrics(self, num_classes: int | None = None) -> dict[str, Metric]:
-        """{name: metric}, without its own; raises InputError."""
-        names = (name for name in self.names if name not in self.own)
-        return find_metrics(names, bool(self.multi_label), num_classes)
+    def chosen(self) -> dict[str, Metric]:
+        """{name: metric}; raises InputError as `find_metrics`."""
+        names = self.usual if self.metrics is None else self.metrics
+        return find_metrics(names, bool(self.multi_label), own=self.own)
 
     def check(self):
         faults = Faults()
-        faults.check(self.find_metrics)
+        faults.check(lambda: self.chosen)
         return faults
 
     def reports(self):
-        better = {name: metric.better for name, metric in self.find_metrics().items()}
-        found = {name: better.get(name, "higher") for name in self.names}
-        return found | {"num_examples": "neither"}
+        better = {name: metric.better for name, metric in self.chosen.items()}
+        return better | {"num_examples": "neither"}
 
     def lacking(self, sources):
         data = bool(self.multi_label), sources["split"].num_classes
-        faults = {name: metric.find_fault(*data) for name, metric in self.find_metrics().items()}
+        faults = {name: metric.find_fault(*data) for name, metric in self.chosen.items()}
         return {name: fault for name, fault in faults.items() if fault}
 
     def make_metrics(self, inputs: EvalInputs) -> Metrics:
         """The metrics to compute, without its own; raises InputError as `find_metrics`."""
         source = inputs.source()
-        found = self.find_metrics(None if self.metrics is None else source.num_classes)
-        left_out = self.lacking({"split": source})
-        parts = {name: metric for name, metric in found.items() if name not in left_out}
-        return Metrics(parts, make_task(inputs.config.loss, bool(self.multi_label)))
+        left_out = {*self.own, *(self.lacking({"split": source}) if self.metrics is None else ())}
+        names = [name for name in self.chosen if name not in left_out]
+        return make_metrics(names, inputs.config.loss, bool(self.multi_label), source.num_classes)
 
 
 class ClassEvaluator(LabelEvaluator):

@@ -23,7 +23,7 @@ from vit_jax.config import SplitEvaluator, key
 from vit_jax.evaluators.features import gather_labels
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.labelled import measure_labels
-from vit_jax.objectives.metrics import Metrics, find_metrics, make_task
+from vit_jax.objectives.metrics import Metrics, make_metrics
 
 _FORM = 'needs JSON such as {"chair": [423, 559]}: a class of the data, and labels of the model'
 
@@ -57,8 +57,8 @@ class Mapped(SplitEvaluator):
             raise InputError(
                 "type='mapped': the model has no classes; use fewshot, knn or linear_probe"
             )
-        parts, task = find_metrics(("top1", "top5"), False), make_task(inputs.config.loss, False)
-        measure = functools.partial(measure_by_labels, inputs, Metrics(parts, task))
+        metrics = make_metrics(("top1", "top5"), inputs.config.loss, False)
+        measure = functools.partial(measure_by_labels, inputs, metrics)
         if self.class_map:
             names = source.class_names or tuple(map(str, range(source.num_classes)))
             table_KL = read_class_map(self.class_map, names, num_classes)

@@ -74,7 +74,7 @@ class MultiLabel(ClassEvaluator):
             sums = jax.tree.map(lambda row: np.asarray(row, np.float64).sum(axis=0), rows)
             values = metrics.finish(sums, len(logits_NC))
             values |= {"mean_ap": np.mean(precision_C[shown_C]), self.of_class: precision_C}
-            names = *self.names, *([self.of_class] if self.by_class else [])
+            names = *self.chosen, *([self.of_class] if self.by_class else [])
             return report({name: values[name] for name in names}, len(logits_NC), classes)
 
         return measure

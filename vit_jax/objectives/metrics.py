@@ -6,7 +6,7 @@ What needs the scores of all images at once, as average precision does, stays wi
 Axes: B examples, C classes, K bins of confidence.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -34,11 +34,6 @@ class Task(NamedTuple):
     loss: LossFn
     probabilities: Callable[[jax.Array], jax.Array]
     multi_label: bool
-
-
-def make_task(loss: ConfigDict, multi_label: bool) -> Task:
-    """The task of a model trained with the section `loss` of a config."""
-    return Task(make_loss(**loss), LOSSES.find(loss.name)().probabilities, multi_label)
 
 
 class Metric(Part):
@@ -193,16 +188,19 @@ class Metrics(NamedTuple):
 
 
 def find_metrics(
-    names: Iterable[str], multi_label: bool, num_classes: int | None = None, section: str = ""
-) -> dict[str, Metric]:
+    names: Iterable[str], multi_label: bool, num_classes: int | None = None, section: str = "",
+    own: Collection[str] = (),
+) -> dict[str, Metric]:  # fmt: skip
     """{name: metric} of the key `metrics` in `section`, such as "log.".
+
+    `own`: names that an evaluator computes itself; their higher values are better.
 
     Raises:
       InputError: a name is unknown, or the data do not suit a metric.
     """
     faults, found = Faults(), dict[str, Metric]()
     for name in names:
-        if part := faults.check_in(section, METRICS.find, name):
+        if part := Metric if name in own else faults.check_in(section, METRICS.find, name):
             found[name] = part()
             why = found[name].find_fault(multi_label, num_classes)
             faults.need(not why, f"{section}metrics={name!r}: {why}")
@@ -210,9 +208,18 @@ def find_metrics(
     return found
 
 
+def make_metrics(
+    names: Iterable[str], loss: ConfigDict, multi_label: bool, num_classes: int | None = None,
+    section: str = "",
+) -> Metrics:  # fmt: skip
+    """The metrics of a model trained with the section `loss`; raises as `find_metrics`."""
+    parts = find_metrics(names, multi_label, num_classes, section)
+    probabilities = LOSSES.find(loss.name)().probabilities
+    return Metrics(parts, Task(make_loss(**loss), probabilities, multi_label))
+
+
 def training_metrics(config: ConfigDict) -> Metrics:
     """The metrics of `log.metrics`; raises InputError as `find_metrics`."""
     several, names = config.data.multi_label, config.log.metrics
     names = (() if several else ("top1",)) if names is None else names
-    parts = find_metrics(names, several, config.data.num_classes, "log.")
-    return Metrics(parts, make_task(config.loss, several))
+    return make_metrics(names, config.loss, several, config.data.num_classes, "log.")
