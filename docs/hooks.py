@@ -95,6 +95,15 @@ def evaluator_keys() -> str:
     return "\n".join(parts)
 
 
+def metrics() -> str:
+    """A table of the metrics of labelled images."""
+    from vit_jax.config import METRICS
+
+    found = {name: METRICS.find(name) for name in METRICS}
+    rows = [(f"`{name}`", metric.better, _text(metric)) for name, metric in found.items()]
+    return _table(("metric", "better", ""), rows)
+
+
 def _console(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```\n"
 
@@ -229,7 +238,7 @@ def notebook() -> str:
 
 _MADE = (
     commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults, host_ops,
-    launchers, notebook,
+    launchers, metrics, notebook,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -19,6 +19,7 @@ from vit_jax.config import (
     EVALUATORS,
     FAMILIES,
     LOSSES,
+    METRICS,
     OBJECTIVES,
     OPS,
     OPTIMIZERS,
@@ -49,7 +50,7 @@ from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    FAMILIES, POSITIONS, OBJECTIVES, LOSSES, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    FAMILIES, POSITIONS, OBJECTIVES, LOSSES, METRICS, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 
@@ -94,11 +95,11 @@ def test_each_kind_is_a_line(parts):
         "npz",
     )
     for registry in REGISTRIES:
-        assert {*registry} & {*ours, "decode"}, registry
+        assert {*registry} & {*ours, "decode", "top1"}, registry
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
-        "MyMixer", "my_fourier", "my_consistency", "my_poly1", "my_worst_class", "my_rings",
-        "my_posterize", "my_adan", "my_msgpack",
+        "MyMixer", "my_fourier", "my_consistency", "my_poly1", "my_brier", "my_worst_class",
+        "my_rings", "my_posterize", "my_adan", "my_msgpack",
     ]  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_wrong_name(installed, tmp_path):
 
 @pytest.mark.slow  # the parts without the wheel: test_extending and test_plugins
 def test_parts_from_outside(installed, tmp_path):
-    """All nine kinds of parts in one run, from files in an otherwise empty folder."""
+    """All ten kinds of parts in one run, from files in an otherwise empty folder."""
     names = write_parts(tmp_path)
     assert len(names) == 9  # own.py holds three of them, mine.py is the config
     trained = installed(
@@ -116,8 +116,10 @@ def test_parts_from_outside(installed, tmp_path):
     assert trained.returncode == 0, trained.stderr
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert row["train/distance"] >= 0 and "time/images_per_s" in row
+    assert 0 < row["train/my_brier"] < 2
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert 0 <= summary["worst/top1"] <= summary["test/top1"] <= 1
+    assert 0 < summary["test/my_brier"] < 2 and "test/loss" not in summary
 
     for name in names:  # only the run's own copies are left
         if name != "flax_msgpack.py":

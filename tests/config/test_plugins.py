@@ -390,9 +390,9 @@ def test_one_is_added_on_resume(workdir, here):
     (here / "other.py").write_text(OTHER)
     with plugins.using(trusted=True):
         stored = read_config(workdir)
-    c = base_config(plugins=["other.py"])
+    c = decided(base_config(plugins=["other.py"]))
     add_plugins(c, stored.plugins)
-    assert changed_keys(stored, decided(c)) == {}
+    assert changed_keys(stored, c) == {}
     plugins.store_plugins(c.plugins, workdir)  # as on resume
     assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
     c.data.other = 2

@@ -22,13 +22,14 @@ from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import check_outputs, evaluate, make_evaluators
-from vit_jax.evaluators.classification import Classification, bins
+from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.fewshot import FewShot, draw_support
 from vit_jax.evaluators.knn import Knn
 from vit_jax.evaluators.linear_probe import LinearProbe
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
+from vit_jax.objectives.metrics import bins
 from vit_jax.run.setup.validation import find_faults
 
 
@@ -51,7 +52,7 @@ def bind(*batches, loss="softmax"):
 def run(*batches, loss="softmax"):
     result = bind(*batches, loss=loss)(1.0)
     absent = set() if batches[0]["image"].shape[1] > 5 else {"top5"}
-    assert {*result} == {*Classification(**OF_SPLIT).metrics()} - absent
+    assert {*result} == {*Classification(**OF_SPLIT).reports()} - absent
     return result
 
 
@@ -213,8 +214,8 @@ def test_every_digit_counts_once(model_on_mesh, loss_name, monkeypatch, caplog):
     test = make_source("digits", split="test", image_size=(8, 8))
     sources = {SplitKey("digits", "test", None): test}
     values = (pixels - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
-    declared = {name: "higher" for name in Classification(**OF_SPLIT).metrics() if name != "ece"}
-    monkeypatch.setattr(Classification, "metrics", lambda self: declared)
+    declared = {name: "higher" for name in Classification(**OF_SPLIT).reports() if name != "ece"}
+    monkeypatch.setattr(Classification, "reports", lambda self: declared)
     with jax.set_mesh(mesh):
         evaluators = make_evaluators(
             settings_of(config), parse_preprocessing(settings_of(config)), model, mesh, sources
@@ -224,7 +225,7 @@ def test_every_digit_counts_once(model_on_mesh, loss_name, monkeypatch, caplog):
     logits = np.asarray(logits, np.float64)
     said = [record.message for record in caplog.records]
     assert [text for text in said if "evals.test" in text] == [
-        "evals.test reports 'ece', which its `metrics` do not declare"
+        "evals.test reports 'ece', which its `reports` do not declare"
     ]
 
     # Rounding does not change the order of logits, so the counts below are exact.

@@ -8,9 +8,12 @@ import pytest
 from hand_made import OF_SPLIT, make_inputs
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import base_config
 from vit_jax.data import make_source
 from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
+from vit_jax.objectives.metrics import make_metrics
 
+BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
 NAMES = ("chair", "lamp", "spoon")
 
 
@@ -24,11 +27,11 @@ def test_what_counts():
     }  # fmt: skip
 
     def measure(among):
-        return measure_by_labels(make_inputs([batch]), lambda: table, "label", among)(1.0)
+        return measure_by_labels(make_inputs([batch]), BOTH, lambda: table, "label", among)(1.0)
 
     found = measure("mapped")  # without the label 3, which is in no list: right, wrong, right
     assert found == {"top1": pytest.approx(2 / 3), "top5": 1.0, "num_examples": 3}
-    assert found.keys() == Mapped(**OF_SPLIT).metrics().keys()
+    assert found.keys() == Mapped(**OF_SPLIT).reports().keys()
     assert measure("all")["top1"] == 0.0
 
 

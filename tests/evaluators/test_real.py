@@ -24,7 +24,9 @@ from vit_jax.evaluators.real import (
     read_real_labels,
 )
 from vit_jax.experiment.state import TrainState
+from vit_jax.objectives.metrics import make_metrics
 
+BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 
 
@@ -41,12 +43,12 @@ def test_what_counts():
         {"image": logits[4:], "id": np.array([4, 5, -1, -1]), "mask": np.float32([1, 0, 0, 0])},
     ]
     table = labels_by_record(LABELS, np.arange(1, 7))
-    result = measure_by_labels(make_inputs(batches), lambda: table, "id")(1.0)
+    result = measure_by_labels(make_inputs(batches), BOTH, lambda: table, "id")(1.0)
     # Predicted 0 0 1 2 1: no label; right; right; wrong; right.
     assert result == {"top1": 0.75, "top5": 1.0, "num_examples": 4}
     masked = [batch | {"mask": np.zeros(4, np.float32)} for batch in batches]
     with pytest.raises(NothingToMeasureError, match="split: none of the images"):
-        measure_by_labels(make_inputs(masked), lambda: table, "id")(1.0)
+        measure_by_labels(make_inputs(masked), BOTH, lambda: table, "id")(1.0)
 
 
 class MeanColour:

@@ -309,7 +309,7 @@ def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
     state = SimpleNamespace(step=np.int32(7), params=np.float32(2))
     found = measure(state)
     assert found == {"loss": 2 * (1 + 2 + 6) / 3, "num_examples": 3}
-    assert found.keys() == evaluator.metrics().keys()
+    assert found.keys() == evaluator.reports().keys()
     path = tmp_path / "reconstructions/own_00000007.png"
     table = np.asarray(Image.open(path))
     assert table.shape == (96 + 8, 3 * 100 + 4, 3)

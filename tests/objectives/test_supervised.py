@@ -5,11 +5,12 @@ import pytest
 from at_fault import at_fault
 from read_settings import make_loss
 
-from vit_jax.config import LOSSES
+from vit_jax.config import LOSSES, base_config
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.losses import Loss, balanced_weights, hits
+from vit_jax.objectives.metrics import training_metrics
 from vit_jax.objectives.supervised import Supervised
 
 RNG = np.random.default_rng(0)
@@ -107,9 +108,17 @@ def params():
     )
 
 
+def metrics_of(several=False):
+    """What a run logs by default."""
+    config = base_config()
+    config.data.multi_label = several
+    return training_metrics(config)
+
+
 @jax.jit
 def sums_and_gradients(params, batch, rng):
-    objective = Supervised().bind(MODEL, make_loss("softmax", 0.1), RunFacts((), ()))
+    facts = RunFacts((), (), metrics=metrics_of().rows)
+    objective = Supervised().bind(MODEL, make_loss("softmax", 0.1), facts)
 
     def loss_sum(params):
         out = objective.loss(params, TrainState(0, params, {}, ()), batch, None, rng)
@@ -128,7 +137,7 @@ def batch_of(mask, images=IMAGES, labels=LABELS_B):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_several_labels_have_no_top1(params, several):
-    facts = RunFacts((), (), multi_label=several)
+    facts = RunFacts((), (), metrics=metrics_of(several).rows)
     objective = Supervised().bind(MODEL, make_loss("sigmoid"), facts)
     labels = np.eye(C, dtype=np.float32)[LABELS_B]
     batch, state = batch_of(np.ones(B), labels=labels), TrainState(0, params, {}, ())

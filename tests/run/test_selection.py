@@ -104,7 +104,7 @@ def test_metrics_that_the_data_rule_out_are_refused_and_not_suggested(tmp_path, 
 @pytest.fixture
 def declare(monkeypatch):
     """Lets the evaluator of `test` declare other metrics."""
-    return lambda found: monkeypatch.setattr(Classification, "metrics", lambda self: found)
+    return lambda found: monkeypatch.setattr(Classification, "reports", lambda self: found)
 
 
 def test_an_evaluator_declares_which_values_are_better(declare, caplog):

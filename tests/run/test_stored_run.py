@@ -38,10 +38,13 @@ def test_its_keys_and_values_are_read_as_they_were_written(workdir):
         found = flatten(ConfigDict(json.loads(json.dumps(config.to_dict()))))
         assert found | flatten(ConfigDict(written[name])) == found, name
         later = found.keys() - flatten(ConfigDict(written[name]))
-        before = {key: declared.before for key, declared in declared_keys(config).items()}
+        keys = declared_keys(config)
+        before = {key: declared.before for key, declared in keys.items()}
         meant = {key: before[key] for key in later if before[key] is not ...}
         meant = meant if name == "resolved" else {}  # what is asked now has today's defaults
-        assert all(found[key] == (flatten(default_config()) | meant)[key] for key in later)
+        default = {key: declared.default for key, declared in keys.items()}
+        default |= flatten(default_config()) | meant
+        assert all(found[key] == default[key] for key in later)
 
 
 def test_its_parameters_and_batches_have_the_bytes_that_they_had(workdir, facts):

@@ -200,7 +200,16 @@ def test_config_that_is_not_born_from_base_config(config):
     faults = find_faults(config)
     assert [fault.split(":")[0] for fault in faults] == [
         f"evals.own.{key}"
-        for key in ("batch_size", "by_class", "data_dir", "data_name", "every", "evry", "ops")
+        for key in (
+            "batch_size",
+            "by_class",
+            "data_dir",
+            "data_name",
+            "every",
+            "evry",
+            "metrics",
+            "ops",
+        )
     ]
     assert all("make entries with config.classification()" in fault for fault in faults)
 

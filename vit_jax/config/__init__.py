@@ -37,6 +37,7 @@ from vit_jax.config.parts import Key, Part, Section, key
 from vit_jax.config.registries import (
     FAMILIES,
     LOSSES,
+    METRICS,
     OBJECTIVES,
     OPS,
     OPTIMIZERS,
@@ -61,6 +62,7 @@ __all__ = [
     "FROM_0",
     "LAYOUT_KEYS",
     "LOSSES",
+    "METRICS",
     "OBJECTIVES",
     "OPS",
     "OPTIMIZERS",

@@ -52,17 +52,18 @@ class Evaluator(Part):
     shows_images: ClassVar[bool] = False
     measures_rank: ClassVar[bool] = False
 
-    def metrics(self) -> Mapping[str, Better] | None:
+    def reports(self) -> Mapping[str, Better] | None:
         """The metrics that it may report, and which of their values are better.
 
         "neither" marks counts, settings and other values without a better direction. The data may
         rule some metrics out: see `lacking`. None: the names are known after the first evaluation
         only.
         """
-        return None
+        called_before = getattr(self, "metrics", None)  # in plug-ins for version 0.2.0
+        return called_before() if callable(called_before) else None
 
     def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
-        """{metric: why} for those of `metrics` that the data rule out.
+        """{metric: why} for those of `reports` that the data rule out.
 
         Args:
           sources: {key of the entry: `Source`} for the splits that it names.

@@ -33,6 +33,20 @@ LOSSES: Registry[Any] = Registry(
     },
 )
 
+METRICS: Registry[Any] = Registry(
+    "metrics",
+    Part,
+    {
+        "top1": "vit_jax.objectives.metrics:Top1",
+        "top5": "vit_jax.objectives.metrics:Top5",
+        "loss": "vit_jax.objectives.metrics:MeanLoss",
+        "ece": "vit_jax.objectives.metrics:CalibrationError",
+        "macro_top1": "vit_jax.objectives.metrics:MacroTop1",
+        "macro_f1": "vit_jax.objectives.metrics:MacroF1",
+        "micro_f1": "vit_jax.objectives.metrics:MicroF1",
+    },
+)
+
 OPTIMIZERS: Registry[Any] = Registry(
     "optimizer.name",
     sections.Optimizer,
@@ -219,4 +233,4 @@ REGISTRIES = (
     OPTIMIZERS,
     SCHEDULES,
     STUDIES,
-)  # of sections; not of ops
+)  # of sections; not of metrics and ops

@@ -353,6 +353,9 @@ class Log(Section):
     """What is logged."""
 
     every: int = key("50 steps", "between two rows of metrics", form="interval")
+    metrics: Texts | None = key(
+        None, "of labels, in training; None: top1, where images have one label"
+    )
     wandb: str | None = key(None, "project in Weights & Biases; None: off")
     by_layer: bool = key(False, "log norms of each layer; costs a backward pass per logged row")
     profile: str | None = key(None, '"10:15" traces steps 11 to 15; None: off')

@@ -98,7 +98,7 @@ def make_evaluators(
             continue
         measure = faults.check_in(f"evals.{name}.", evaluator.bind, inputs)
         if measure is not None:
-            evaluators[name] = _warned(name, evaluator.metrics(), measure)
+            evaluators[name] = _warned(name, evaluator.reports(), measure)
     collect_faults(faults)
     return evaluators
 
@@ -111,7 +111,7 @@ def _warned(name: str, declared: Mapping[str, Any] | None, measure: Measure) -> 
         found = measure(state)
         for metric in [m for m in found if not is_named(m, known)]:
             known.add(metric)
-            logger.warning("evals.%s reports %r, which its `metrics` do not declare", name, metric)
+            logger.warning("evals.%s reports %r, which its `reports` do not declare", name, metric)
         return found
 
     return measure_and_warn

@@ -153,7 +153,7 @@ class Segmentation(DenseProbe):
         within="[0, 255]",
     )  # fmt: skip
 
-    def metrics(self):
+    def reports(self):
         return {"miou": "higher", "pixel_accuracy": "higher"}
 
     def read_target(self, path):
@@ -210,7 +210,7 @@ class Depth(DenseProbe):
 
     per_metre: float = key(1000.0, "units of a PNG; NYU 1000, KITTI 256", within=POSITIVE)
 
-    def metrics(self):
+    def reports(self):
         return {"rmse": "lower", "abs_rel": "lower", "delta1": "higher"}
 
     def read_target(self, path):

@@ -133,7 +133,7 @@ class FewShot(FeatureEvaluator):
         faults.check(check_classes, self.classes, "classes")
         return faults
 
-    def metrics(self):
+    def reports(self):
         metrics: dict[str, Better] = {}
         for k in self.shots:
             metrics[f"{k}shot_top1"] = "higher"

@@ -55,7 +55,7 @@ class Knn(FeatureEvaluator):
         0.07, "a lower one gives the nearest images more weight", within=POSITIVE
     )
 
-    def metrics(self):
+    def reports(self):
         return {f"{k}nn_top1": "higher" for k in self.num_neighbours}
 
     def lacking(self, sources):

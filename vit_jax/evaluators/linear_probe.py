@@ -95,7 +95,7 @@ class LinearProbe(FeatureEvaluator):
         within=POSITIVE,
     )
 
-    def metrics(self):
+    def reports(self):
         some: dict[str, Better] = {"top1": "higher"}
         return some if len(self.l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 

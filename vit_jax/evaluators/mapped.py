@@ -20,9 +20,10 @@ from etils import epath
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import SplitEvaluator, key
-from vit_jax.evaluators.features import gather_labels, need_images
-from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
-from vit_jax.experiment.state import TrainState
+from vit_jax.evaluators.features import gather_labels
+from vit_jax.evaluators.inputs import EvalInputs, Measure
+from vit_jax.evaluators.labelled import measure_labels
+from vit_jax.objectives.metrics import Metrics, make_metrics
 
 _FORM = 'needs JSON such as {"chair": [423, 559]}: a class of the data, and labels of the model'
 
@@ -47,7 +48,7 @@ class Mapped(SplitEvaluator):
 
     learns_classes = True
 
-    def metrics(self):
+    def reports(self):
         return {"top1": "higher", "top5": "higher", "num_examples": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
@@ -56,10 +57,12 @@ class Mapped(SplitEvaluator):
             raise InputError(
                 "type='mapped': the model has no classes; use fewshot, knn or linear_probe"
             )
+        metrics = make_metrics(("top1", "top5"), inputs.settings.loss, False)
+        measure = functools.partial(measure_by_labels, inputs, metrics)
         if self.class_map:
             names = source.class_names or tuple(map(str, range(source.num_classes)))
             table_KL = read_class_map(self.class_map, names, num_classes)
-            return measure_by_labels(inputs, lambda: table_KL, "label", self.among)
+            return measure(lambda: table_KL, "label", self.among)
         if source.num_classes != num_classes:
             raise InputError(
                 f"class_map='': {source.name} {source.split} has {source.num_classes:,} classes, "
@@ -70,45 +73,39 @@ class Mapped(SplitEvaluator):
             own = np.arange(num_classes, dtype=np.int32)
             return np.where(np.isin(own, gather_labels(source)), own, -1)[:, None].astype(np.int32)
 
-        return measure_by_labels(inputs, read_labels, "label", self.among)
+        return measure(read_labels, "label", self.among)
 
 
 def measure_by_labels(
-    inputs: EvalInputs, read_labels: Callable[[], np.ndarray], row: str, among: str = "all"
+    inputs: EvalInputs,
+    metrics: Metrics,
+    read_labels: Callable[[], np.ndarray],
+    row: str,
+    among: str = "all",
 ) -> Measure:
-    """measure(state) -> top1, top5 and num_examples, where any of an image's labels is right.
+    """measure(state) -> the metrics, where any of an image's labels is right.
 
     Args:
       inputs: of the evaluator.
+      metrics: to compute.
       read_labels: () -> the model's labels, int32 (K, L), padded with -1; images whose row has none
         are left out. Read once.
       row: the key of a batch that holds each image's row of the labels: "label" or "id".
       among: mapped: predictions are compared among the labels in the table only; all: among C.
     """
-    labels = functools.cache(read_labels)
 
-    @functools.partial(jax.jit, out_shardings=inputs.replicated)
-    def count(state, batch, labels_KL):
-        logits_BC = inputs.apply(state, batch["image"]).astype(jnp.float32)
+    def relabel(logits_BC, batch, labels_KL):
+        logits_BC, classes = logits_BC.astype(jnp.float32), logits_BC.shape[1]
         if among == "mapped":
-            classes = logits_BC.shape[1]
             places_KL = jnp.where(labels_KL < 0, classes, labels_KL)
             known_C = jnp.zeros(classes, bool).at[places_KL].set(True, mode="drop")
             logits_BC = jnp.where(known_C, logits_BC, -jnp.inf)
         labels_BL = labels_KL[batch[row]]
-        counts_B = batch["mask"] * (labels_BL >= 0).any(axis=1)
-        top_B5 = jax.lax.top_k(logits_BC, min(5, logits_BC.shape[1]))[1]
-        hits_B5 = (top_B5[:, :, None] == labels_BL[:, None, :]).any(axis=2)
-        hits_1 = (counts_B * hits_B5[:, 0]).sum()
-        return hits_1, (counts_B * hits_B5.any(axis=1)).sum(), counts_B.sum()
+        label_BC = jax.nn.one_hot(labels_BL, classes).max(axis=1)  # nothing for -1
+        mask_B = batch["mask"] * (labels_BL >= 0).any(axis=1)
+        return logits_BC, batch | {"label": label_BC, "mask": mask_B}
 
-    def measure(state: TrainState) -> dict[str, float]:
-        counts = fetch(count(state, batch, labels()) for batch in inputs.batches())
-        top1, top5, seen = np.asarray(list(counts), np.float64).sum(axis=0)
-        need_images(int(seen), "split")
-        return {"top1": float(top1 / seen), "top5": float(top5 / seen), "num_examples": int(seen)}
-
-    return measure
+    return measure_labels(inputs, metrics, relabel=relabel, read=lambda: (read_labels(),))
 
 
 def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> np.ndarray:

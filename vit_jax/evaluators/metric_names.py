@@ -1,4 +1,4 @@
-"""The metrics by which a run decides, and those that evaluators declare: see `Evaluator.metrics`.
+"""The metrics by which a run decides, and those that evaluators declare: see `Evaluator.reports`.
 
 A run compares `checkpoint.keep_best` and `stop.metric` with them before it trains. The evaluator
 of a plug-in may declare none: its names are then known only after its first evaluation, and
@@ -38,7 +38,7 @@ def declared_metrics(
     "name/accuracy/*" stands for a metric of each class. Also those of the raw weights if the run
     `has_average`.
     """
-    metrics = evaluator.metrics()
+    metrics = evaluator.reports()
     if metrics is None:
         return None
     assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"

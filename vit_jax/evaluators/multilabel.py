@@ -5,13 +5,14 @@ Axes: N examples of the split, C classes.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epy
 
-from vit_jax.evaluators.by_class import ClassEvaluator, f1
 from vit_jax.evaluators.features import NothingToMeasureError, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
+from vit_jax.evaluators.labelled import ClassEvaluator, report
 from vit_jax.experiment.state import TrainState
 
 with epy.lazy_imports():
@@ -49,15 +50,13 @@ class MultiLabel(ClassEvaluator):
     """
 
     multi_label = True
+    usual = ("mean_ap", "macro_f1", "micro_f1", "loss")
+    own = ("mean_ap",)
     of_class = "average_precision"
 
-    def metrics(self):
-        better = {"mean_ap": "higher", "macro_f1": "higher", "micro_f1": "higher"}
-        return better | {"loss": "lower", "num_examples": "neither"} | super().metrics()
-
     def bind(self, inputs: EvalInputs) -> Measure:
-        gather, loss = make_gather(inputs, "__call__"), inputs.settings.loss.bind()
-        name_classes = self.name_classes(inputs)
+        gather, metrics = make_gather(inputs, "__call__"), self.make_metrics(inputs)
+        classes = self.name_classes(inputs)
 
         def measure(state: TrainState) -> dict[str, float]:
             logits_NC, labels_NC, id_N = gather(state, "split")
@@ -69,18 +68,14 @@ class MultiLabel(ClassEvaluator):
                 precision_C[c] = sklearn.metrics.average_precision_score(
                     labels_NC[:, c], logits_NC[:, c]
                 )
-            loss_N = np.asarray(loss(jnp.asarray(logits_NC), jnp.asarray(labels_NC)), np.float64)
             if inputs.see is not None:
                 inputs.see(Shown(logits_NC, labels_NC, id_N, precision_C))
-            counts_3C = count_labels(logits_NC, labels_NC)
-            return {
-                "mean_ap": float(np.mean(precision_C[shown_C])),
-                "macro_f1": float(np.nanmean(f1(*counts_3C))),
-                "micro_f1": float(f1(*counts_3C.sum(axis=1))),
-                "loss": float(loss_N.mean()),
-                "num_examples": len(logits_NC),
-                **name_classes(precision_C),
-            }
+            rows = metrics.rows(jnp.asarray(logits_NC), {"label": jnp.asarray(labels_NC)})
+            sums = jax.tree.map(lambda row: np.asarray(row, np.float64).sum(axis=0), rows)
+            values = metrics.finish(sums, len(logits_NC))
+            values |= {"mean_ap": np.mean(precision_C[shown_C]), self.of_class: precision_C}
+            names = *self.chosen, *([self.of_class] if self.by_class else [])
+            return report({name: values[name] for name in names}, len(logits_NC), classes)
 
         return measure
 

@@ -53,7 +53,7 @@ class PatchFeatures(SplitEvaluator):
     output = "features"
     multi_label = None
 
-    def metrics(self):
+    def reports(self):
         return {"share": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:

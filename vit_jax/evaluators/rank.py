@@ -48,7 +48,7 @@ class Rank(SplitEvaluator):
     multi_label = None
     measures_rank = True
 
-    def metrics(self):
+    def reports(self):
         return {"rank": "neither", "share": "higher"}
 
     def bind(self, inputs: EvalInputs) -> Measure:

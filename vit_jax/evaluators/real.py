@@ -13,19 +13,19 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SplitEvaluator, key
+from vit_jax.config import key
 from vit_jax.data import Source
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs, Measure
+from vit_jax.evaluators.labelled import LabelEvaluator
 from vit_jax.evaluators.mapped import measure_by_labels, pad_labels
-from vit_jax.experiment.state import TrainState
 
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _OTHER_NAME = -1  # number of a record whose file name has another form
 _NEEDED = "needs records of files named ILSVRC2012_val_00000001.JPEG and so on"
 
 
-class Real(SplitEvaluator):
+class Real(LabelEvaluator):
     """Top-1 on ImageNet's validation split by the ReaL labels.
 
     A prediction is correct if it is among the labels of the image; images without labels do not
@@ -35,8 +35,7 @@ class Real(SplitEvaluator):
 
     labels_file: str = key(..., "path of real.json")
 
-    def metrics(self):
-        return {"top1": "higher", "num_examples": "neither"}
+    usual = ("top1",)
 
     def bind(self, inputs: EvalInputs) -> Measure:
         source = inputs.source()
@@ -58,13 +57,7 @@ class Real(SplitEvaluator):
                 )
             return labels_by_record(labels, numbers_N)
 
-        with_top5 = measure_by_labels(inputs, read_labels, "id")
-
-        def measure(state: TrainState) -> dict[str, float]:
-            found = with_top5(state)
-            return {name: found[name] for name in self.metrics()}
-
-        return measure
+        return measure_by_labels(inputs, self.make_metrics(inputs), read_labels, "id")
 
 
 def read_real_labels(path: str, num_classes: int) -> list[list[int]]:

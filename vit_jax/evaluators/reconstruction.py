@@ -42,7 +42,7 @@ class ReconstructionLoss(SplitEvaluator):
     learns_classes = True
     output = "features"
 
-    def metrics(self):
+    def reports(self):
         return {"loss": "lower", "num_examples": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:

@@ -6,6 +6,7 @@ from vit_jax.config.settings import warn_of_config
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.models import model_of
+from vit_jax.objectives.metrics import find_metrics
 
 
 def check_experiment(settings: Settings, faults: Faults) -> None:
@@ -19,6 +20,13 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         faults += settings.objective.find_conflicts(settings.config)
     elif isinstance(settings.objective, Part):
         faults += settings.objective.conflicts(settings)
+    if isinstance(settings.objective, Part):
+        names, name = settings.log.metrics, settings.objective.name
+        faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
+        faults.need(
+            names is None or settings.objective.learns_labels,
+            f"log.metrics={names!r}: objective.name={name!r} learns no labels; set it to None",
+        )
     if isinstance(loss, Part):
         faults.check(loss.bind)
         faults.need(

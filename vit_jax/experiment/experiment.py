@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
 from vit_jax.config import Settings
@@ -238,6 +239,8 @@ def make_experiment(
         shardings=gradient_shardings(shardings[0].params, mesh),
     )
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
+    # Of sums over classes every process needs the whole.
+    whole = NamedSharding(mesh, P()) if settings.log.metrics else None
     jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
     return Experiment(
         model=model,
@@ -252,7 +255,10 @@ def make_experiment(
         jit=jit,
         init=jit(init, out_shardings=shardings[0]),
         train_step=jit(
-            train_step, in_shardings=shardings, out_shardings=(shardings[0], None), donate_argnums=0
+            train_step,
+            in_shardings=shardings,
+            out_shardings=(shardings[0], whole),
+            donate_argnums=0,
         ),
     )
 

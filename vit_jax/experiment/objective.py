@@ -9,6 +9,7 @@ from vit_jax.config import Settings, sections
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
+from vit_jax.objectives.metrics import training_metrics
 
 # Remedies for keys that a batch lacks.
 _SETS = {
@@ -42,7 +43,8 @@ def make_objective(
     data = settings.data
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    facts = RunFacts(mean, std, teachers, shapes, settings.durations, data.multi_label, in_form)
+    rows = training_metrics(settings.log, settings.loss, data).rows
+    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form)
     objective = settings.objective.bind(model, settings.loss.bind(), facts)
     _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective

@@ -18,7 +18,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import Objective
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
-Metrics = dict[str, jax.Array]  # scalars
+Metrics = dict[str, Any]  # scalars, and dicts of sums that the host finishes
 
 # A pure function of a state, a batch and, if the objective has any, frozen arrays.
 Step = Callable[..., tuple[TrainState, Metrics]]

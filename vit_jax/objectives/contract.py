@@ -35,11 +35,22 @@ class Term(flax.struct.PyTreeNode):
         return self.sum / at_least_one(self.weight)
 
 
+# Values of each image, float or bool: (B,), or {name: (B, ...)} that the host finishes.
+Rows = jax.Array | dict[str, jax.Array]
+
+
+def sum_rows(rows: PyTree, mask_B: jax.Array) -> PyTree:
+    """The sums of arrays (B, ...) over the rows of a batch; those with mask 0 do not count."""
+    return jax.tree.map(
+        lambda row: (mask_B.reshape(-1, *[1] * (row.ndim - 1)) * row).sum(axis=0), rows
+    )
+
+
 class ObjectiveOutput(NamedTuple):
     """Sums over a batch; every term is divided once, by its own weight over the global batch.
 
     loss_sum, weight_sum: the first term of the loss; `weight_sum` also divides the metrics.
-    metric_sums: {name: sum}.
+    metric_sums: {name: sum, or a dict of sums that the host finishes}.
     model_state: the new one.
     terms: {name: further term of the loss}; each is also logged, as `loss_NAME`.
     objective_state: the new one.
@@ -47,7 +58,7 @@ class ObjectiveOutput(NamedTuple):
 
     loss_sum: jax.Array
     weight_sum: jax.Array
-    metric_sums: dict[str, jax.Array]
+    metric_sums: dict[str, Any]
     model_state: ModelState
     terms: dict[str, Term] = {}  # noqa: RUF012 (never changed)
     objective_state: ModelState = {}  # noqa: RUF012
@@ -61,10 +72,10 @@ class ObjectiveOutput(NamedTuple):
         return loss
 
     @property
-    def metrics(self) -> dict[str, jax.Array]:
-        """The means of `metric_sums`, and of the further terms as `loss_NAME`."""
-        weight = at_least_one(self.weight_sum)
-        metrics = {name: total / weight for name, total in self.metric_sums.items()}
+    def metrics(self) -> dict[str, Any]:
+        """The means of `metric_sums`, or their dicts, and further terms as `loss_NAME`."""
+        weight, sums = at_least_one(self.weight_sum), self.metric_sums.items()
+        metrics = {k: total if isinstance(total, dict) else total / weight for k, total in sums}
         return metrics | {f"loss_{name}": term.mean for name, term in self.terms.items()}
 
 
@@ -192,7 +203,7 @@ class RunFacts(NamedTuple):
     teachers: frozen models; () if there are none.
     shapes: {key: shape} of a global batch.
     durations: {config key: steps} for every duration of the run.
-    multi_label: whether an image may have several labels, or none.
+    metrics: (logits (B, C), batch) -> {name: rows} of the metrics to log.
     in_form: gives the objective's own blocks the form to compute in.
     """
 
@@ -201,7 +212,7 @@ class RunFacts(NamedTuple):
     teachers: tuple[Teacher, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = {}
     durations: Mapping[str, int] = {}
-    multi_label: bool = False
+    metrics: Callable[[jax.Array, Batch], dict[str, Any]] = lambda logits_BC, batch: {}
     in_form: InForm = as_it_is
 
 

@@ -34,10 +34,11 @@ from vit_jax.objectives.contract import (
     Teacher,
     Term,
     TokenPass,
+    sum_rows,
 )
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.losses import Loss, cross_entropy, hits
+from vit_jax.objectives.losses import Loss, cross_entropy
 
 TeacherOutput = tuple[Any, Outputs]  # logits, or features without a head, and its outputs
 
@@ -179,9 +180,8 @@ class _Distillation(NamedTuple):
         if self.weight < 1:
             label_B = self.loss_of_labels(heads[0], batch["label"])
             metrics["loss_label"] = label_B
-            if not self.facts.multi_label:
-                metrics["top1"] = hits(logits_BC, batch["label"])
-        sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
+            metrics |= self.facts.metrics(logits_BC, batch)
+        sums = sum_rows(metrics, mask_B)
         distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
         terms = {
             name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))

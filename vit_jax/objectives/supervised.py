@@ -4,15 +4,14 @@ from typing import cast
 
 import jax
 
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, ObjectivePart
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, ObjectivePart, sum_rows
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.losses import hits
 
 
 class Supervised(ObjectivePart):
     """Classifies `batch["image"]` (B, H, W, channels) as `batch["label"]`.
 
-    Its metric is the accuracy `top1`, unless an image may have several labels.
+    Its metrics are those of `log.metrics`.
     """
 
     learns_labels = True
@@ -24,11 +23,11 @@ class Supervised(ObjectivePart):
             heads = jax.tree.leaves(logits)  # every head learns the label
             loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
             logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
-            top1 = {} if facts.multi_label else {"top1": hits(logits_BC, batch["label"])}
+            rows = facts.metrics(logits_BC, batch)
             return ObjectiveOutput(
                 loss_sum=(mask_B * loss_B).sum(),
                 weight_sum=mask_B.sum(),
-                metric_sums={name: (mask_B * metric_B).sum() for name, metric_B in top1.items()},
+                metric_sums=sum_rows(rows, mask_B),
                 model_state=model_state,
             )
 

@@ -20,6 +20,7 @@ from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
+from vit_jax.objectives.metrics import training_metrics
 from vit_jax.run.build import Run
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
@@ -77,6 +78,7 @@ class Record(contextlib.AbstractContextManager):
         ranks = [name for name, entry in settings.evals.items() if entry.measures_rank]
         collapse = None if e.objective is None else e.objective.collapse
         self._health = Health(collapse, ranks, meta)
+        self._finish = training_metrics(settings.log, settings.loss, settings.data).finish
         batch_size = settings.run.global_batch_size
         self._corrupt = CorruptRecords(meta, settings.data, batch_size)
         self._throughput = Throughput(
@@ -143,7 +145,8 @@ class Record(contextlib.AbstractContextManager):
         except NonFiniteError as e:
             write_diverged(self._run, e)
             raise
-        self._last = {name: float(value) for name, value in steps[-1][1].items()} if steps else {}
+        last = self._finish(steps[-1][1]) if steps else {}
+        self._last = {name: float(value) for name, value in last.items()}
         self._corrupt.count(corrupt, step, self.saved)
         self._good_s = self._throughput.steps_s()
         return True

@@ -38,7 +38,8 @@ def check_finite(steps: Sequence[tuple[int, Mapping[str, Any]]], saved: int | No
     `saved`: step of the newest checkpoint; None: there is none.
     """
     for step, values in steps:
-        bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
+        own = {k: v for k, v in values.items() if not isinstance(v, dict)}
+        bad = [f"{k} is {v}" for k, v in own.items() if "/" not in k and not math.isfinite(v)]
         if bad:
             norms = {k: v for k, v in values.items() if k.startswith("grad_norm/")}
             layers = [k.partition("/")[2] for k, v in norms.items() if not math.isfinite(v)]
