@@ -26,7 +26,7 @@ from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.sources import say_other_names
+from vit_jax.run.sources import say_other_names, say_places
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -114,8 +114,8 @@ def compare_classes(
 ) -> tuple[Teacher, ...]:
     """`teachers`, each knowing whether its classes are those of the data, `class_names`.
 
-    Where logits are learned, classes with other names give a warning. Where only features are,
-    classes without names count as other ones.
+    Where logits are learned, classes with other names give a warning, and classes that the teacher
+    does not name are logged. Where only features are, classes without names count as other ones.
 
     Raises:
       InputError: a teacher's logits have the classes of the data in another order.
@@ -138,6 +138,8 @@ def compare_classes(
             )
         elif other := say_other_names(names, theirs, "the data", "the teacher"):
             logger.warning("%s: %s; it teaches only if they are the same classes", where, other)
+        elif not theirs and not teacher.source.startswith(UNTRAINED):
+            say_places(where, names, "the teacher")
     collect_faults(faults)
     return tuple(teachers)
 
