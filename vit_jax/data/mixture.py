@@ -24,6 +24,7 @@ from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
+from vit_jax.data.shards import WORD, canonical, parts_of
 from vit_jax.data.sources import Source, fingerprint
 
 logger = logging.getLogger("vit_jax")
@@ -36,6 +37,7 @@ _LIST_FORM = (
     "needs a dict with name, a weight between 0 and 1, and if needed data_dir and split, such as "
     "{'name': 'tar', 'data_dir': 'DIR', 'weight': 0.3}"
 )
+_MANY = 1_000_000  # records of a split whose parts are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,22 @@ def mixed_keys(config: ConfigDict) -> list[SplitKey]:
             "others as tar or Parquet"
         )
     return keys
+
+
+def share_images(a: SplitKey, b: SplitKey) -> bool:
+    """Whether two splits of a data set overlap, if it has many images: train and train[:50%]."""
+    a, b = map(_in_place, (a, b))
+    if (a.data_name, a.data_dir) != (b.data_name, b.data_dir) or a.data_name == "pseudo":
+        return False
+    sizes = {canonical(word): _MANY for key in (a, b) for word in WORD.findall(key.split)}
+    try:
+        parts = itertools.product(*(parts_of(key.split, sizes, "data.mix") for key in (a, b)))
+    except InputError:
+        return False  # numbers beyond _MANY
+    return "all" in sizes or any(
+        p == q and max(first, begin) < min(last, end)
+        for (p, first, last), (q, begin, end) in parts
+    )
 
 
 def _in_place(key: SplitKey) -> SplitKey:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import re
 import types
@@ -293,6 +294,12 @@ def _open_mixture(
     own, *keys = data.mixed_keys(config)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
+    for one, other in itertools.combinations([own, *keys], 2):
+        if data.share_images(one, other):
+            logger.warning(
+                "data.mix: %s and %s of %s share images, which are drawn for both; mix parts apart, "
+                "such as train[:50%%] and train[50%%:]", one.split, other.split, one.data_name,
+            )  # fmt: skip
     opened = [source, *(other for other in others if other is not None)]
     if d.reader is not None or data.held_alike(opened):
         return opened
