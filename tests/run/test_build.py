@@ -15,7 +15,14 @@ from opened import config_json, evaluate_run, open_all
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config import (
+    base_config,
+    classification,
+    eval_splits,
+    fewshot,
+    train_split,
+    with_values,
+)
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
@@ -202,6 +209,20 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     before = data_fingerprint(config, source)
     config.data.ops = "resize(9)|random_crop(10, pad=True)|resize"
     assert data_fingerprint(config, source) != before
+
+
+def test_the_folders_of_a_mixture_may_move_while_a_run_is_stopped(tmp_path):
+    def mixed(**part):
+        part = {"name": "digits", "weight": 0.25, "split": "test"} | part
+        return with_values(make_config(), {"data.mix": str([part]), "data.num_examples": None})
+
+    (tmp_path / "config.json").write_text(config_json(config := mixed(data_dir="old")))
+    run, moved = read_run(epath.Path(tmp_path)), mixed(data_dir="new")
+    check_unchanged(moved, run, tmp_path)
+    source = data.make_source("digits", split="train", image_size=(8, 8))
+    assert data_fingerprint(moved, source) == data_fingerprint(config, source)
+    with at_fault("data.mix"):
+        check_unchanged(mixed(weight=0.5), run, tmp_path)
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):

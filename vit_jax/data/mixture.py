@@ -60,8 +60,7 @@ def parse_mix(text: str) -> tuple[Part, ...]:
     Raises: InputError if the text has another form, a weight is not between 0 and 1, or the weights
       leave nothing to the first data set, `data.name`.
     """
-    parts, faults = [], []
-    is_list = text.strip()[:1] in ("[", "(")
+    parts, faults, is_list = [], [], _is_list(text)
     entries = _read_list(text) if is_list else [entry.strip() for entry in text.split(",")]
     for entry in filter(None, entries):
         part = _part_of(entry) if is_list else _parse_entry(entry)
@@ -79,6 +78,16 @@ def parse_mix(text: str) -> tuple[Part, ...]:
         )
     collect_faults(faults)
     return tuple(parts)
+
+
+def without_places(text: str) -> str:
+    """`data.mix` without the folders of a list of dicts, which may move while a run is stopped."""
+    parts = parse_mix(text)
+    return str([(p.name, p.split, p.weight) for p in parts]) if _is_list(text) else text
+
+
+def _is_list(text: str) -> bool:
+    return text.strip()[:1] in ("[", "(")
 
 
 def _parse_entry(entry: str) -> Part | None:

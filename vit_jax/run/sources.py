@@ -431,7 +431,7 @@ def data_fingerprint(config: ConfigDict, source: data.Source) -> str:
         config.global_batch_size,
         d.ops,
         config_lib.image_hw(d.image_size),
-        [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
+        [d.order, d.chunk_size, d.streams, d.repeats, data.without_places(d.mix)],
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(config)
