@@ -96,6 +96,10 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config.data.mean, config.data.std = spec.mean, spec.std
     compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
     assert not caplog.records
+    spec = spec._replace(exif=False, pixel_range=(0, 4095))
+    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    for key in ("exif=false", "pixel_range=0,4095"):
+        assert f"set --config.data.{key}" in caplog.text
 
 
 @pytest.mark.usefixtures("without_checks")

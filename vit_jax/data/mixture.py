@@ -153,8 +153,7 @@ def share_images(a: SplitKey, b: SplitKey) -> bool:
     except InputError:
         return False  # numbers beyond _MANY
     return "all" in sizes or any(
-        p == q and max(first, begin) < min(last, end)
-        for (p, first, last), (q, begin, end) in parts
+        p == q and max(first, begin) < min(last, end) for (p, first, last), (q, begin, end) in parts
     )
 
 

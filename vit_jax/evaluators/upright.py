@@ -58,8 +58,8 @@ class Upright:
             names = few(map(shown, sorted(self._upright)))
             warn_once(
                 f"targets: with data.exif=false {len(self._upright):,} images are wide where their "
-                f"targets are tall, or the reverse: {names}; leave out data.exif=false, or turn the "
-                "targets to the stored pixels"
+                f"targets are tall, or the reverse: {names}; leave out data.exif=false, or turn "
+                "the targets to the stored pixels"
             )
         if self._unsure:
             names = few(map(shown, sorted(self._unsure)))

@@ -34,7 +34,7 @@ from vit_jax.objectives.contract import Teacher
 from vit_jax.run.changes import check_unchanged
 from vit_jax.run.opener import ChooseLayout, Files
 from vit_jax.run.resolve import Resolved, resolve
-from vit_jax.run.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.sources import compare_reading, data_fingerprint, find_places, training_order
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.workdir import StoredRun, read_run
 from vit_jax.transfer.fit import reorder_head
@@ -287,7 +287,8 @@ def _match_head(
 
 
 def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
-    """Warn if the model of `init_from` was trained with another pixel range than `config.data`."""
+    """Warn if the model of `init_from` was trained with other pixels than `config.data` gives."""
+    compare_reading(config, pretrained.spec, f"init_from={config.init_from}")
     for key in ("mean", "std"):
         both = config.data[key], getattr(pretrained.spec, key)
         ours, theirs = (per_channel(values, config.data.channels) for values in both)

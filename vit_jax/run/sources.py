@@ -22,6 +22,7 @@ from vit_jax.data.sources import fingerprint
 from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.losses import balanced_weights
+from vit_jax.transfer.pretrained import Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -72,6 +73,18 @@ def say_places(where: str, names: Sequence[str], source: str) -> None:
         where, source, said,
         "; accuracy is meaningful only if this is the order of the outputs" if other else "",
     )  # fmt: skip
+
+
+def compare_reading(config: ConfigDict, spec: Spec, source: str) -> None:
+    """Warn if files become other pixels than those that the model of `source` was trained with."""
+    for key in ("exif", "pixel_range"):
+        ours, theirs = config.data[key], getattr(spec, key)
+        if theirs not in (None, ours):
+            text = ",".join(map(str, theirs)) if key == "pixel_range" else str(theirs).lower()
+            logger.warning(
+                "data.%s=%s, but %s was trained with %s; set --config.data.%s=%s",
+                key, ours, source, theirs, key, text,
+            )  # fmt: skip
 
 
 def find_places(
@@ -297,8 +310,9 @@ def _open_mixture(
     for one, other in itertools.combinations([own, *keys], 2):
         if data.share_images(one, other):
             logger.warning(
-                "data.mix: %s and %s of %s share images, which are drawn for both; mix parts apart, "
-                "such as train[:50%%] and train[50%%:]", one.split, other.split, one.data_name,
+                "data.mix: %s and %s of %s share images, which are drawn for both; mix parts that "
+                "share none, such as train[:50%%] and train[50%%:]",
+                one.split, other.split, one.data_name,
             )  # fmt: skip
     opened = [source, *(other for other in others if other is not None)]
     if d.reader is not None or data.held_alike(opened):

@@ -26,7 +26,7 @@ from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.sources import say_other_names, say_places
+from vit_jax.run.sources import compare_reading, say_other_names, say_places
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -70,6 +70,8 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
         raise InputError(
             f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
         )
+    if not shapes_only:
+        compare_reading(config, spec, f"objective.teacher={source}")
     model = _in_form_of_student(pretrained.model, config)
     variables = pretrained.variables
     if about(model).stacks_layers:
