@@ -18,7 +18,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse_ops, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.mixture import Part
+from vit_jax.data.mixture import Part, share_images
 from vit_jax.run.setup import validation
 from vit_jax.run.setup.sources import training_order
 from vit_jax.run.setup.validation import find_faults
@@ -71,7 +71,19 @@ def test_data_that_are_not_mixed(mix, said):
     assert [said in fault for fault in faults] == [True] * bool(said)
 
 
-def test_tar_files_beside_parquet_files(tmp_path):
+@pytest.mark.parametrize(
+    ("split", "other", "shared"),
+    [("train", "train[:50%]", True), ("train[:60%]", "train[50%:]", True), ("test", "all", True),
+     ("val", "validation[:9]", True), ("train[:50%]", "train[50%:]", False),
+     ("train[:1000]", "train[1000:]+test", False), ("train", "test", False),
+     ("train", "train[9000000:]", False)],
+)  # fmt: skip
+def test_parts_of_a_data_set_that_overlap(split, other, shared):
+    assert share_images(SplitKey("tar", split, "a"), SplitKey("tar", other, "b/../a")) == shared
+    assert not share_images(SplitKey("tar", split, "a"), SplitKey("tar", other, "b"))
+
+
+def test_tar_files_beside_parquet_files(tmp_path, caplog):
     images = [encode(np.full((8, 8, 3), i, np.uint8), "PNG") for i in range(8)]
     members = [(f"{i}.{end}", content) for i, image in enumerate(images[:5])
                for end, content in (("png", image), ("cls", b"%d" % (i % 2)))]  # fmt: skip
@@ -86,6 +98,9 @@ def test_tar_files_beside_parquet_files(tmp_path):
     (batch,) = pipeline.host_eval_batches(source, spec, rows=np.arange(8))
     np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], np.arange(8))
     np.testing.assert_array_equal(batch["label"], [0, 1, 0, 1, 0, 0, 1, 1])
+    assert "share images" not in caplog.text
+    open_all(with_values(config, {"evals.test": None, "data.mix": "tar@train[:60%]=0.25"}))
+    assert "train and train[:60%] of tar share images" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from at_fault import at_fault
 from hand_made import OF_SPLIT, digit_pixels, make_inputs
 from sklearn import metrics as sklearn_metrics
 from sklearn.datasets import load_digits
-from vit_jax.run.validation import find_faults
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import METRICS, SplitEvaluator, SplitKey, plugins
@@ -26,6 +25,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
 from vit_jax.objectives.losses import as_targets, hits
 from vit_jax.objectives.metrics import Metric, training_metrics
+from vit_jax.run.setup.validation import find_faults
 
 
 class Brier(Metric):

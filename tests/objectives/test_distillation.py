@@ -250,6 +250,17 @@ def test_classes_with_other_names(mode, caplog):
     assert ("label 1 is 'b', but output 1 is 'c'" in caplog.text) == (mode == "hard")
 
 
+@pytest.mark.parametrize(("names", "level"), [(("a", "b"), "INFO"), (("1", "2"), "WARNING")])
+def test_classes_that_the_teacher_does_not_name(names, level, caplog):
+    """Only their places can match, which is said; a new teacher has the student's classes."""
+    caplog.set_level("INFO", "vit_jax")
+    of_file = teacher_of(np.zeros((4, 2)))
+    objective = OBJECTIVES.make({"name": "distillation", "teacher": "a"})
+    compare_classes(objective, [of_file, of_file._replace(source="untrained:x")], names)
+    (said,) = caplog.records
+    assert said.levelname == level and f"'{names[0]}' is output 0" in said.getMessage()
+
+
 @pytest.mark.parametrize("image_size", [(12, 16), 8])
 def test_features_of_layers_leave_out_padded_tokens(image_size):
     """Padding completes a row of patches, or does not."""

@@ -16,7 +16,7 @@ from read_settings import data_and_evals, decided, settings_of, splits_of
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, fewshot, train_split
+from vit_jax.config import base_config, classification, fewshot, train_split, with_values
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
@@ -94,6 +94,10 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config.data.mean, config.data.std = spec.mean, spec.std
     compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
     assert not caplog.records
+    spec = spec._replace(exif=False, pixel_range=(0, 4095))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
+    for key in ("exif=false", "pixel_range=0,4095"):
+        assert f"set --config.data.{key}" in caplog.text
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -209,6 +213,22 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     before = data_fingerprint(settings_of(config), source)
     config.data.ops = "resize(9)|random_crop(10, pad=True)|resize"
     assert data_fingerprint(settings_of(config), source) != before
+
+
+def test_the_folders_of_a_mixture_may_move_while_a_run_is_stopped(tmp_path):
+    def mixed(**part):
+        part = {"name": "digits", "weight": 0.25, "split": "test"} | part
+        mix = {"data.mix": str([part]), "data.num_examples": None}
+        return decided(with_values(make_config(), mix))
+
+    (tmp_path / "config.json").write_text(config_json(config := mixed(data_dir="old")))
+    run, moved = read_run(epath.Path(tmp_path)), mixed(data_dir="new")
+    check_unchanged(moved, run, tmp_path)
+    source = data.make_source("digits", split="train", image_size=(8, 8))
+    both = settings_of(moved), settings_of(config)
+    assert data_fingerprint(both[0], source) == data_fingerprint(both[1], source)
+    with at_fault("data.mix"):
+        check_unchanged(mixed(weight=0.5), run, tmp_path)
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):

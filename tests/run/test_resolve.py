@@ -196,9 +196,10 @@ def test_a_run_of_the_same_name_gives_its_sizes():
 
 
 def test_a_grey_source_gives_its_channels_and_value_range():
-    """Unless the user sets them, also to the default."""
+    """And how it reads files; unless the user sets them, also to the default."""
     model = create_model("ViT-mu/8", 3, 16, channels=1)
-    pretrained = Pretrained("run", model, {}, Spec((16, 16), "", (0.5,), (0.25,), channels=1))
+    spec = Spec((16, 16), "", (0.5,), (0.25,), channels=1, pixel_range=(0, 4095), exif=False)
+    pretrained = Pretrained("run", model, {}, spec)
     asked = load_config("finetune:folder")
     asked.init_from, asked.data.data_dir, asked.data.num_examples = "run", "IMAGES", 500
 
@@ -206,11 +207,11 @@ def test_a_grey_source_gives_its_channels_and_value_range():
         def weights(self, config):
             return take_fields(config, pretrained)
 
-    keys = ("data.channels", "data.mean", "data.std")
+    keys = ("data.channels", "data.mean", "data.std", "data.pixel_range", "data.exif")
     for by_user, decided in (
-        ((), (1, (0.5,), (0.25,))),
-        (("data.channels",), (3, (0.5,), (0.25,))),
-        (("data.std",), (1, (0.5,), (0.5, 0.5, 0.5))),
+        ((), (1, (0.5,), (0.25,), (0, 4095), False)),
+        (("data.channels",), (3, (0.5,), (0.25,), (0, 4095), False)),
+        (("data.std", "data.exif"), (1, (0.5,), (0.5, 0.5, 0.5), (0, 4095), True)),
     ):
         found = resolve(asked, Grey(), by_user=by_user)
         assert tuple(flatten(found.config)[key] for key in keys) == decided

@@ -309,7 +309,7 @@ def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
         if 0 <= (number := float(given)) <= 1:
             return number
     try:
-        text = files.absolute(given).read_text()
+        text = files.absolute(given).read_text().removeprefix("\ufeff")  # as spreadsheets save it
     except OSError as e:
         needs = "needs a probability from 0 to 1, or a file"
         raise InputError(f"--thresholds={given}: {e.strerror}; {needs}") from None

@@ -33,7 +33,7 @@ from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.opener import ChooseLayout, Files
 from vit_jax.run.setup.resolve import Resolved, resolve
-from vit_jax.run.setup.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.setup.sources import compare_reading, data_fingerprint, find_places, training_order
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults
@@ -290,7 +290,8 @@ def _match_head(
 
 
 def compare_value_ranges(data: sections.Data, pretrained: transfer.Pretrained) -> None:
-    """Warn if the model of `init_from` was trained with another pixel range than `data`."""
+    """Warn if the model of `init_from` was trained with other pixels than `data` gives."""
+    compare_reading(data, pretrained.spec, f"init_from={pretrained.source}")
     for key in ("mean", "std"):
         both = getattr(data, key), getattr(pretrained.spec, key)
         ours, theirs = (per_channel(values, data.channels) for values in both)

@@ -25,7 +25,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.objectives.contract import InForm, ObjectivePart, Teacher
-from vit_jax.run.setup.sources import say_other_names
+from vit_jax.run.setup.sources import compare_reading, say_other_names, say_places
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -73,6 +73,8 @@ def _read(source: str, data: Data, form: InForm, shapes_only: bool) -> Teacher:
         raise InputError(
             f"takes images of {channels} channels; the run has data.channels={data.channels}"
         )
+    if not shapes_only:
+        compare_reading(data, spec, f"objective.teacher={source}")
     model = form(pretrained.model)
     variables = pretrained.variables
     if about(model).stacks_layers:
@@ -109,8 +111,8 @@ def compare_classes(
 ) -> tuple[Teacher, ...]:
     """`teachers`, each knowing whether its classes are those of the data, `class_names`.
 
-    Where logits are learned, classes with other names give a warning. Where only features are,
-    classes without names count as other ones.
+    Where logits are learned, classes with other names give a warning, and classes that the teacher
+    does not name are logged. Where only features are, classes without names count as other ones.
 
     Raises:
       InputError: a teacher's logits have the classes of the data in another order.
@@ -133,6 +135,8 @@ def compare_classes(
             )
         elif other := say_other_names(names, theirs, "the data", "the teacher"):
             logger.warning("%s: %s; it teaches only if they are the same classes", where, other)
+        elif not theirs and not teacher.source.startswith(UNTRAINED):
+            say_places(where, names, "the teacher")
     collect_faults(faults)
     return tuple(teachers)
 

@@ -32,6 +32,10 @@ _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference
 _IMAGES = 2
 # Fields of a model that the card states.
 _SIZES = ("stages", "stem_width", "width_factor", "depth_factor", "width", "depth", "num_heads")
+_OF_FILES = {  # of what a receipt states only where it is unusual
+    "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
+    "exif": "- Files are not turned by their EXIF orientation",
+}
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
@@ -163,6 +167,7 @@ def _describe_export(
             "cut": spec.cut and spec.cut._asdict(),
             "ops": image_size and ops_for(spec),
             "library_ops": library_ops and image_size and library_ops(spec),
+            **{key: value for key, value in spec.stated_reading.items() if value is not None},
         },
         "loss": spec.loss,
         "class_names": spec.class_names,
@@ -215,6 +220,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Source: `{receipt['source']}`{at}",
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
+        *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
         f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",

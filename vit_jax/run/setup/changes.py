@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import Settings, changed_evals, changed_keys, say_changes
 from vit_jax.config.durations import parse_durations
+from vit_jax.data import without_places
 from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.run.setup.workdir import StoredRun
 
@@ -36,6 +37,8 @@ def check_settings(
     if before.stored is None:
         return
     changed = changed_keys(before.stored.resolved, config)
+    if without_places(before.stored.resolved.data.mix) == without_places(config.data.mix):
+        changed.pop("data.mix", None)  # its folders may move, as data.data_dir may
     collect_faults(
         say_changes({key: values for key, values in changed.items() if key not in free}),
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "

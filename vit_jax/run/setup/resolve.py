@@ -57,6 +57,7 @@ DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.str
 _NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
               "stochastic_depth", "head_bias", "lora_rank", "rotary_shift", "rotary_jitter",
               "rotary_rescale"}  # fmt: skip
+_OF_PIXELS = ("channels", "mean", "std", "exif", "pixel_range")  # keys of `data`
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 
 Changes = dict[str, Any]  # {dotted key: value}, as for `with_values`
@@ -164,7 +165,7 @@ def find_open(config: ConfigDict) -> dict[str, str]:
     waiting = {
         "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
         "devices": ("optimizer.accum_steps", *config_lib.LAYOUT_KEYS * config.auto),
-        "source": ("data.image_size", "data.channels", "data.mean", "data.std", *taken)
+        "source": ("data.image_size", *(f"data.{key}" for key in _OF_PIXELS), *taken)
         * (config.init_fields == "source"),
         "rule": ("duration", "optimizer.peak_lr", "schedule.warmup")
         * (config.schedule.rule is not None)
@@ -205,9 +206,9 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     """The fields that `init_fields="source"` takes from `pretrained`.
 
     Fields of the model and the image size are taken where they are None, `data.channels`,
-    `data.mean` and `data.std` where they have their defaults. If `model.name` is None, the source
-    gives it with all sizes. The sizes are otherwise those of `model.name`, and must be the
-    source's; a run of the same `model.name` gives its own sizes.
+    `data.mean`, `data.std`, `data.exif` and `data.pixel_range` where they have their defaults. If
+    `model.name` is None, the source gives it with all sizes. The sizes are otherwise those of
+    `model.name`, and must be the source's; a run of the same `model.name` gives its own sizes.
 
     Raises:
       InputError: the source is another model, or takes images of any size and `config` has none.
@@ -244,6 +245,9 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
         theirs = tuple(getattr(spec, key))
         fits = len(theirs) == channels or len({*theirs}) == 1
         if tuple(d[key]) == default[key] and fits:
+            changes[f"data.{key}"] = theirs
+    for key, theirs in (("exif", spec.exif is not False), ("pixel_range", spec.pixel_range)):
+        if d[key] == default[key] != theirs:
             changes[f"data.{key}"] = theirs
     if config.model.name is None:
         said = ", ".join(f"{key}={value}" for key, value in changes.items())

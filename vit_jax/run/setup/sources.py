@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import re
 import types
@@ -20,6 +21,7 @@ from vit_jax.data.sources import fingerprint
 from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.losses import Loss, balanced_weights
+from vit_jax.transfer.pretrained import Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -70,6 +72,18 @@ def say_places(where: str, names: Sequence[str], source: str) -> None:
         where, source, said,
         "; accuracy is meaningful only if this is the order of the outputs" if other else "",
     )  # fmt: skip
+
+
+def compare_reading(d: Data, spec: Spec, source: str) -> None:
+    """Warn if files become other pixels than those that the model of `source` was trained with."""
+    for key in ("exif", "pixel_range"):
+        ours, theirs = getattr(d, key), getattr(spec, key)
+        if theirs not in (None, ours):
+            text = ",".join(map(str, theirs)) if key == "pixel_range" else str(theirs).lower()
+            logger.warning(
+                "data.%s=%s, but %s was trained with %s; set --config.data.%s=%s",
+                key, ours, source, theirs, key, text,
+            )  # fmt: skip
 
 
 def find_places(
@@ -293,6 +307,13 @@ def _open_mixture(
     own, *keys = data.mixed_keys(d)
     others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
     collect_faults(faults)
+    for one, other in itertools.combinations([own, *keys], 2):
+        if data.share_images(one, other):
+            logger.warning(
+                "data.mix: %s and %s of %s share images, which are drawn for both; mix parts that "
+                "share none, such as train[:50%%] and train[50%%:]",
+                one.split, other.split, one.data_name,
+            )  # fmt: skip
     opened = [source, *(other for other in others if other is not None)]
     if d.reader is not None or data.held_alike(opened):
         return opened
@@ -425,7 +446,7 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
         settings.run.global_batch_size,
         d.ops,
         d.image_size,
-        [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
+        [d.order, d.chunk_size, d.streams, d.repeats, data.without_places(d.mix)],
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(d, settings.objective.further_views)
