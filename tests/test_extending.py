@@ -160,7 +160,7 @@ def test_loss_by_its_equation():
 
 
 def test_family_without_dtype_constrain_and_remat(config):
-    config, sources = open_all(config)
+    config, sources = open_all(decided(config))
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     experiment = make_experiment(settings_of(config), mesh)
     assert experiment.num_params == sum(

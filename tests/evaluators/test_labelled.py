@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from hand_made import OF_SPLIT, digit_pixels, make_inputs
+from read_settings import settings_of
 from sklearn import metrics as sklearn_metrics
 from sklearn.datasets import load_digits
 
@@ -26,6 +27,11 @@ from vit_jax.main import main
 from vit_jax.objectives.losses import as_targets, hits
 from vit_jax.objectives.metrics import Metric, training_metrics
 from vit_jax.run.setup.validation import find_faults
+
+
+def metrics_of(config):
+    settings = settings_of(config)
+    return training_metrics(settings.log, settings.loss, settings.data)
 
 
 class Brier(Metric):
@@ -81,7 +87,7 @@ def test_a_plug_in_s_metrics_in_training_and_in_an_evaluator(config, accum_steps
     config.log.metrics = config.evals.test.metrics = NAMES
     config.evals.test.batch_size, config.optimizer.accum_steps = 64, accum_steps
     mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     source = make_source("digits", split="test", image_size=(8, 8))
     sources = {SplitKey("digits", "test", None): source}
     pixels, labels = digit_pixels(), load_digits().target.astype(np.int32)
@@ -96,8 +102,9 @@ def test_a_plug_in_s_metrics_in_training_and_in_an_evaluator(config, accum_steps
             np.random.default_rng(3).normal(size=kernel.shape).astype(np.float32), kernel.sharding
         )
         logits = jax.jit(experiment.model.apply)({"params": state.params}, 2 * pixels - 1)
-        parsed = parse_preprocessing(config)
-        evaluator = make_evaluators(config, parsed, experiment.model, mesh, sources)["test"]
+        settings = settings_of(config)
+        parsed = parse_preprocessing(settings)
+        evaluator = make_evaluators(settings, parsed, experiment.model, mesh, sources)["test"]
         evaluated = evaluator(state)
         _, logged = experiment.train_step(state, batch)
     logits = np.asarray(logits)
@@ -105,7 +112,7 @@ def test_a_plug_in_s_metrics_in_training_and_in_an_evaluator(config, accum_steps
     assert [*evaluated] == [*NAMES]
     assert evaluated == pytest.approx(by_numpy(logits[::5], labels[::5]), rel=1e-5)
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(logged))
-    found = training_metrics(config).finish(jax.device_get(logged))
+    found = metrics_of(config).finish(jax.device_get(logged))
     expected = by_numpy(logits[:64][mask], labels[:64][mask])
     assert {name: found[name] for name in NAMES} == pytest.approx(expected, rel=1e-5)
 
@@ -171,7 +178,7 @@ def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, m
 def test_names_are_checked_before_a_run(config):
     config.log.metrics = config.evals.test.metrics = NAMES
     assert find_faults(config) == []
-    assert find_direction(config, "test/my_brier") == "lower"
+    assert find_direction(settings_of(config).evals, "test/my_brier") == "lower"
     config.log.metrics, config.evals.test.metrics = ("top2", "micro_f1"), ("mean_ap",)
     assert find_faults(config) == [
         "log.metrics='top2': did you mean top5?",
@@ -199,7 +206,7 @@ def test_three_classes_have_no_top5(config):
         bound(Classification(**OF_SPLIT, metrics=("top1", "top5")), logits, labels)
     config.data.num_classes, config.log.metrics = 3, ("top5",)
     with pytest.raises(InputError, match=r"log\.metrics='top5': needs more than 5 classes; .* 3"):
-        training_metrics(config)
+        metrics_of(config)
 
 
 def test_metrics_of_several_labels_in_training(config):
@@ -209,9 +216,9 @@ def test_metrics_of_several_labels_in_training(config):
     labels = (rng.random((30, 4)) < 0.4).astype(np.float32)
     config.data.multi_label, config.loss.name = True, "sigmoid"
     config.loss.label_smoothing = 0.0
-    assert training_metrics(config).parts == {}
+    assert metrics_of(config).parts == {}
     config.log.metrics = ("macro_f1", "micro_f1", "loss")
-    metrics = training_metrics(config)
+    metrics = metrics_of(config)
     rows = metrics.rows(jnp.asarray(logits), {"label": jnp.asarray(labels)})
     found = metrics.finish(jax.tree.map(lambda row: np.asarray(row).sum(axis=0), rows), 30)
     for average in ("macro", "micro"):

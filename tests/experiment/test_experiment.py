@@ -23,6 +23,7 @@ from vit_jax.models import model_of
 from vit_jax.models.block_ops import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
+from vit_jax.run.watch.layer_norms import layer_norms_program
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 from vit_jax.transfer.shapes import abstract_params
 
@@ -257,6 +258,7 @@ def random_params(config, mesh):
 def trained(config, mesh, params):
     """(state, metrics of the last step) after three steps from `params`."""
     experiment = make_experiment(settings_of(config), mesh)
+    norms_of = layer_norms_program(experiment)
     with jax.set_mesh(mesh):
         state = experiment.init()
         start = jax.tree.map(jax.device_put, params, experiment.shardings.params)
@@ -269,7 +271,7 @@ def trained(config, mesh, params):
             batch = jax.tree.map(
                 lambda x, like: jax.device_put(x, like.sharding), batch, experiment.abstract_batch
             )
-            norms = experiment.layer_norms(state, batch) if config.log.by_layer else {}
+            norms = norms_of(state, batch) if config.log.by_layer else {}
             state, metrics = experiment.train_step(state, batch)
             metrics |= norms
     return jax.device_get(state), jax.device_get(metrics)

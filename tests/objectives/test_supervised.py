@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
-from read_settings import make_loss
+from read_settings import make_loss, settings_of
 
 from vit_jax.config import LOSSES, base_config
 from vit_jax.experiment.state import TrainState
@@ -112,7 +112,8 @@ def metrics_of(several=False):
     """What a run logs by default."""
     config = base_config()
     config.data.multi_label = several
-    return training_metrics(config)
+    settings = settings_of(config)
+    return training_metrics(settings.log, settings.loss, settings.data)
 
 
 @jax.jit

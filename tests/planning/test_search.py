@@ -40,6 +40,7 @@ def config_of(**changes):
     c = base_config()
     c.model.name, c.data.name, c.data.image_size = "ViT-B/16", "imagenet2012", 32
     c.data.ops, c.global_batch_size, c.duration = "flip", 256, "100 steps"
+    c.optimizer.peak_lr = 1e-3
     c.update_from_flattened_dict(changes)
     return with_known_facts(c)
 

@@ -86,16 +86,22 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config = base_config()
     config.init_from, config.data.mean = "w.safetensors", (0.5, 0.4, 0.5)
     spec = Spec((8, 8), "antialiased", std=(0.5, 0.5, 0.25))
-    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(
+        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
+    )
     assert "data.mean=(0.5, 0.4, 0.5), but init_from=w.safetensors was trained" in caplog.text
     for key in ("mean=0.5,0.5,0.5", "std=0.5,0.5,0.25"):
         assert f"set --config.data.{key}" in caplog.text
     caplog.clear()
     config.data.mean, config.data.std = spec.mean, spec.std
-    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(
+        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
+    )
     assert not caplog.records
     spec = spec._replace(exif=False, pixel_range=(0, 4095))
-    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(
+        settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w.safetensors"
+    )
     for key in ("exif=false", "pixel_range=0,4095"):
         assert f"set --config.data.{key}" in caplog.text
 

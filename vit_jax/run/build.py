@@ -256,7 +256,7 @@ def _first_weights(
     keep_head = run.init_head == "kept"
     if keep_head:
         pretrained = _match_head(pretrained, class_names)
-    compare_value_ranges(data, pretrained)
+    compare_value_ranges(data, pretrained, str(run.init_from))
     params, model_state = transfer.init_variables(
         pretrained, experiment.model, run.init_resize, keep_head=keep_head
     )
@@ -289,14 +289,16 @@ def _match_head(
     return pretrained._replace(params=reorder_head(pretrained.params, places))
 
 
-def compare_value_ranges(data: sections.Data, pretrained: transfer.Pretrained) -> None:
+def compare_value_ranges(
+    data: sections.Data, pretrained: transfer.Pretrained, init_from: str
+) -> None:
     """Warn if the model of `init_from` was trained with other pixels than `data` gives."""
-    compare_reading(data, pretrained.spec, f"init_from={pretrained.source}")
+    compare_reading(data, pretrained.spec, f"init_from={init_from}")
     for key in ("mean", "std"):
         both = getattr(data, key), getattr(pretrained.spec, key)
         ours, theirs = (per_channel(values, data.channels) for values in both)
         if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             logger.warning(
                 "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
-                key, ours, pretrained.source, theirs, key, ",".join(map(str, theirs)),
+                key, ours, init_from, theirs, key, ",".join(map(str, theirs)),
             )  # fmt: skip

@@ -383,6 +383,6 @@ def _form(key: str) -> str:
 def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
     settings, faults = Settings.read_open(config)
-    collect_faults(faults)
+    collect_faults([fault for fault in faults if fault.startswith(f"evals.{name}.")])
     found = declared_metrics(name, settings.evals[name], settings.has_average)
     return None if found is None else [m for m, better in found.items() if better == "higher"]

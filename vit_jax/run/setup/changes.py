@@ -91,7 +91,10 @@ def branch_command(
 
     From the run's last learning rate, or with a new cosine if that has fallen to almost 0.
     """
-    peak, rates = stored.optimizer.peak_lr, past_of(stored, steps_done)["the learning rate"]
+    peak, rates = (
+        stored.optimizer.peak_lr,
+        past_of(Settings.read(stored), steps_done)["the learning rate"],
+    )
     rule = ["--rule=constant"]
     if rates[-1] < HARDLY_LEARNS * peak:
         warmup = max((parse_durations(config)["duration"] - steps_done) // 20, 1)
