@@ -20,7 +20,8 @@ CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagene
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import (
+from vit_jax.models import fields_of, find_family
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     SPLITS,
     augreg_ops,
@@ -28,7 +29,6 @@ from vit_jax.experiment.recipes import (
     set_length,
     use_adamw,
 )
-from vit_jax.models import fields_of, find_family
 
 WORDS = {
     "debug": "20 steps of a tiny model",

@@ -13,7 +13,7 @@ Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import begin, set_length, use_adamw, use_cifar10
+from vit_jax.run.setup.recipes import begin, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of tiny models, one seed"}
 

@@ -9,7 +9,7 @@ A few seconds, synthetic data: --config=configs/cifar10.py:debug
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     AUGREG,
     augreg_ops,
     begin,

@@ -21,7 +21,7 @@ How it works: docs/explanation/data_size.md.
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, fewshot, split_words
-from vit_jax.experiment.recipes import debug_on_digits, set_length, use_adamw, use_cifar10
+from vit_jax.run.setup.recipes import debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {
     "tuned": "regularisation chosen for each size, then fine-tuning",

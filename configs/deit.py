@@ -24,7 +24,7 @@ CPU, under a minute, a tiny untrained teacher: --config=configs/deit.py:DeiT-S/1
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import EVAL_OPS, debug_on_synthetic, set_length, use_imagenet
+from vit_jax.run.setup.recipes import EVAL_OPS, debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {
     "384": "fine-tuning at 384 px",

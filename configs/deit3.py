@@ -28,7 +28,7 @@ CPU, under a minute: --config=configs/deit3.py:ViT-B/16,vit5,debug
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import debug_on_synthetic, set_length, use_imagenet
+from vit_jax.run.setup.recipes import debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {
     "vit5": "the blocks and the numbers of ViT-5",

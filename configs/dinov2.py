@@ -22,7 +22,7 @@ classifier.
 """
 
 from vit_jax.config import knn, patch_features, rank
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     begin,
     debug_on_digits,

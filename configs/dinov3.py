@@ -30,7 +30,7 @@ import pathlib
 
 from vit_jax.config import refuse_words, split_words
 from vit_jax.config.text import import_config
-from vit_jax.experiment.recipes import set_length
+from vit_jax.run.setup.recipes import set_length
 
 DINOV2 = import_config(pathlib.Path(__file__).with_name("dinov2.py"))
 WORDS = {

@@ -16,7 +16,7 @@ the same 50,000 images.
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
+from vit_jax.run.setup.recipes import debug_on_digits, set_length, use_adamw, use_cifar10, use_vit
 
 WORDS = {
     "bit": "train the ResNet; bit=WORKDIR: it is a teacher of the study",

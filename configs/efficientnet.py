@@ -22,8 +22,8 @@ CPU, two minutes, synthetic data: --config=configs/efficientnet.py:EfficientNet-
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import debug_on_synthetic, set_length, use_imagenet
 from vit_jax.models.efficientnet import find_variant
+from vit_jax.run.setup.recipes import debug_on_synthetic, set_length, use_imagenet
 
 WORDS = {"debug": "20 steps of a tiny model"}
 

@@ -40,14 +40,14 @@ from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.experiment.finetune_length import BIT_LR
-from vit_jax.experiment.recipes import (
+from vit_jax.models import find_family
+from vit_jax.run.setup.recipes import (
     FINE_TUNING,
     fine_tuning_size,
     hyper_rule,
     make_tiny,
     set_length,
 )
-from vit_jax.models import find_family
 
 WORDS = {
     "debug": "20 steps of a tiny model",

@@ -15,7 +15,7 @@ Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import begin, debug_on_digits, set_length, use_cifar10
+from vit_jax.run.setup.recipes import begin, debug_on_digits, set_length, use_cifar10
 
 WORDS = {
     "choose": "compare learning rates on images that are not in the test split, one seed",

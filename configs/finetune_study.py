@@ -18,7 +18,7 @@ import pathlib
 from vit_jax.base.errors import InputError
 from vit_jax.config.text import import_config
 from vit_jax.experiment.finetune_length import BIT_LR
-from vit_jax.experiment.recipes import FINE_TUNING
+from vit_jax.run.setup.recipes import FINE_TUNING
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
 WORDS = FINETUNE.WORDS

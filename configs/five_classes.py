@@ -14,7 +14,7 @@ Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     begin,
     debug_on_digits,
     set_length,

@@ -15,8 +15,8 @@ If some classes are rare: --config.loss.class_weights=balanced
 import difflib
 
 from vit_jax.config import base_config, classification, multilabel, refuse_words, split_words
-from vit_jax.experiment.recipes import make_tiny, set_length, use_adamw, use_vit
 from vit_jax.models import create_model, fields_of
+from vit_jax.run.setup.recipes import make_tiny, set_length, use_adamw, use_vit
 
 WORDS = {
     "list": "a list of files and labels, CSV or JSON lines, in place of a folder",

@@ -22,7 +22,7 @@ CPU, under a minute, synthetic data: --config=configs/giant.py:ViT-G/14,imagenet
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
+from vit_jax.run.setup.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 
 WORDS = {"debug": "20 steps of a tiny model"}
 DATA = ("imagenet21k", "jft")

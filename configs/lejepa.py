@@ -14,7 +14,7 @@ clipped at 1. The docstring of vit_jax/objectives/lejepa.py lists what the objec
 """
 
 from vit_jax.config import knn, linear_probe, patch_features, rank
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     begin,
     debug_on_digits,

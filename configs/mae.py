@@ -32,7 +32,7 @@ A minute on a CPU, on handwritten digits: --config=configs/mae.py:debug
 
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import base_config, classification, reconstruction, split_words
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     debug_on_digits,
     debug_on_own_images,

@@ -22,7 +22,7 @@ A minute on a CPU, on handwritten digits: --config=configs/masked_patches.py:deb
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, reconstruction, split_words
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     FINE_TUNING,
     SPLITS,

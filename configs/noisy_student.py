@@ -28,7 +28,7 @@ Published: 88.4 % top-1, where the teacher, EfficientNet-B7, has 85.0 %.
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     debug_on_digits,
     set_length,

@@ -11,7 +11,7 @@ positions; we add fixed sine-cosine. Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     begin,
     debug_on_digits,
     set_length,

@@ -12,8 +12,8 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, fewshot, split_words
-from vit_jax.experiment.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 from vit_jax.models import fields_of, find_family
+from vit_jax.run.setup.recipes import EVAL_OPS, SPLITS, debug_on_synthetic, set_length
 
 WORDS = {
     "debug": "20 steps of a tiny model",

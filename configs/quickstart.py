@@ -5,7 +5,7 @@ A few seconds: --config=configs/quickstart.py:debug
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import begin, set_length, use_vit
+from vit_jax.run.setup.recipes import begin, set_length, use_vit
 
 WORDS = {"debug": "40 steps of a tiny model"}
 

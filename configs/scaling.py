@@ -14,7 +14,7 @@ What it costs on other chips: add --plan=v5e:2x2. How it works: docs/explanation
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
+from vit_jax.run.setup.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of tiny models"}
 

@@ -27,14 +27,14 @@ import difflib
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
-from vit_jax.experiment.recipes import (
+from vit_jax.models import create_model, token_stride
+from vit_jax.run.setup.recipes import (
     debug_on_own_images,
     set_length,
     use_own_images,
     use_small_views,
     view_ops,
 )
-from vit_jax.models import create_model, token_stride
 
 WORDS = {
     "folder": "a small model from scratch; with MODEL: images in a folder for each class",

@@ -13,7 +13,7 @@ same fine-tuning from random weights. Runs that have ended are not repeated. It 
 """
 
 from vit_jax.config import classification, knn, linear_probe, rank
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     begin,
     debug_on_digits,
     set_length,

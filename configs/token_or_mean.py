@@ -10,7 +10,7 @@ the rate of each on 5,000 held-out images and tests the chosen one with three se
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     begin,
     debug_on_digits,
     set_length,

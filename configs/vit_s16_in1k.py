@@ -17,7 +17,7 @@ A few seconds, synthetic data: --config=configs/vit_s16_in1k.py:debug
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import (
+from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     augreg_ops,
     begin,

@@ -10,7 +10,7 @@ helps without further parameters, and that width alone helps least.
 """
 
 from vit_jax.config import classification
-from vit_jax.experiment.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
+from vit_jax.run.setup.recipes import begin, debug_on_digits, set_length, use_adamw, use_cifar10
 
 WORDS = {"debug": "a few steps of tiny models"}
 

@@ -15,7 +15,7 @@ A few seconds, on the digits: --config=configs/vtab.py:ViT-B/16,debug
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.experiment.recipes import fine_tuning_size, make_tiny, set_length
+from vit_jax.run.setup.recipes import fine_tuning_size, make_tiny, set_length
 
 WORDS = {"debug": "20 steps of a tiny model"}
 

@@ -217,7 +217,7 @@ def _ops(kind: type) -> str:
 
 def faults() -> str:
     """The table of the faults that `job.inject` makes."""
-    from vit_jax.base.faults import FAULTS
+    from vit_jax.run.watch.faults import FAULTS
 
     rows = [(f"`{example}`", _sentence(meaning)) for example, meaning in FAULTS.items()]
     return _table(("fault", "before step 12"), rows)

@@ -35,8 +35,8 @@ import numpy as np
 from cheap_compilation import flags_for
 from finished_run import final_state, rows
 
-from vit_jax.base.faults import parse_faults
 from vit_jax.job.exit_codes import FAILED, INPUT_WRONG, INTERRUPTED, PREEMPTED
+from vit_jax.run.watch.faults import parse_faults
 
 STEPS, DEADLINE_S, MOST_STARTS, LONGEST_S = 40, 10, 25, 900
 WORDS = (

@@ -125,7 +125,8 @@ def _unchecked():
     evaluators.
     """
     from vit_jax.inference import evaluate
-    from vit_jax.run import build, opener
+    from vit_jax.run import build
+    from vit_jax.run.setup import opener
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opener, "check_images", lambda *args: None)

@@ -12,8 +12,8 @@ import sys
 import time
 
 from vit_jax.main import execute_and_exit
-from vit_jax.run import agreement as comparison
 from vit_jax.run import loop, record
+from vit_jax.run.setup import agreement as comparison
 
 
 def before(function, then):

@@ -21,7 +21,8 @@ from vit_jax.base import files
 from vit_jax.checkpoints import checkpoint
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.run import loop, record, speed, train
+from vit_jax.run import loop, record, train
+from vit_jax.run.watch import speed
 
 
 def kill():

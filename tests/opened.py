@@ -1,31 +1,39 @@
 """A run's data and its config.json, without the run; and its evaluation."""
 
+from read_settings import data_and_evals, decided
+
 from vit_jax.base import files
-from vit_jax.config import with_values
+from vit_jax.config import Settings, with_values
 from vit_jax.config.stored import StoredConfig, read_config
 from vit_jax.data import Divider
 from vit_jax.data.dataset_sizes import known_facts
-from vit_jax.run.sources import find_absent, open_evaluated, open_training
+from vit_jax.run.setup.sources import find_absent, open_evaluated, open_training
 
 
 def open_all(config):
     """(config with the facts of the data, sources of training and evaluation)."""
-    config = with_values(config, find_absent(config, training=True))
+    config = with_values(config, find_absent(_open(config), training=True))
     divider = Divider(anew=True)
-    facts, sources = open_training(config, divider=divider)
+    facts, sources = open_training(_open(config), divider=divider)
     config = with_values(config, facts)
-    evaluated = open_evaluated(config, divider=Divider(divider.settled()), opened=sources)
+    evaluated = open_evaluated(
+        *data_and_evals(config), divider=Divider(divider.settled()), opened=sources
+    )
     return config, sources | evaluated
 
 
 def with_known_facts(config):
     """`config` with the facts of its data set, which is not read."""
-    return with_values(config, known_facts(config))
+    return decided(with_values(config, known_facts(_open(config).data, config.global_batch_size)))
+
+
+def _open(config):
+    return Settings.read_open(config)[0]
 
 
 def config_json(config):
-    """The text of config.json of a run that resolved nothing."""
-    return StoredConfig(config, config, {}).to_json()
+    """The text of config.json of a run that resolved as little as possible."""
+    return StoredConfig(config, decided(config), {}).to_json()
 
 
 def evaluate_run(config, workdir):

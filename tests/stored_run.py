@@ -46,7 +46,7 @@ def digests_of_batches(workdir: pathlib.Path) -> dict[str, list[str]]:
         run.train_source,
         run.experiment.batch,
         steps=range(SAVED, LAST),
-        seed=run.config.seed,
+        seed=run.settings.run.seed,
         sharding=batch_sharding(run.mesh),
         data_order=run.order,
     )

@@ -1,5 +1,6 @@
 """Every file in configs/, and the paper's table of pretraining recipes."""
 
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -12,8 +13,8 @@ import pytest
 from etils import epath
 from opened import open_all, with_known_facts
 from PIL import Image
+from read_settings import data_and_evals, model_fields, settings_of, splits_of, teaching
 
-from vit_jax.checkpoints.checksums import checksum
 from vit_jax.config import (
     FAMILIES,
     REQUIRED_TO_EVALUATE,
@@ -21,18 +22,16 @@ from vit_jax.config import (
     eval_splits,
     flatten,
     image_hw,
-    model_fields,
 )
+from vit_jax.config.durations import parse_durations
 from vit_jax.config.text import load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.recipes import hyper_rule, make_tiny
-from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.experiment.schedules import schedule_of
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.models import create_model, fields_of, token_stride
@@ -42,12 +41,13 @@ from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
-from vit_jax.run.opener import Tables
-from vit_jax.run.replay import find_differences
-from vit_jax.run.resolve import resolve
-from vit_jax.run.sources import check_images, find_absent
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.recipes import hyper_rule, make_tiny
+from vit_jax.run.setup.resolve import resolve
+from vit_jax.run.setup.sources import check_images, find_absent
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
-from vit_jax.run.validation import find_faults
+from vit_jax.run.watch.replay import find_differences, inputs_program, replay_program
 from vit_jax.studies.engine import Study, parse_entries
 from vit_jax.transfer import huggingface_images, read_pretrained, timm_config, workdir
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, ops_for
@@ -188,9 +188,9 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, images, requ
     assert run.experiment.total_steps <= 40
     assert run.experiment.num_params < 400_000
     assert not (tmp_path / "workdir").exists()
-    for name, entry in run.config.evals.items():
-        assert set(eval_splits(run.config, entry).values()) <= run.sources.keys()
-        assert 0 < run.experiment.durations[f"evals.{name}.every"] <= run.experiment.total_steps
+    for name, entry in run.settings.evals.items():
+        assert set(eval_splits(run.settings.data, entry).values()) <= run.sources.keys()
+        assert 0 < run.settings.durations[f"evals.{name}.every"] <= run.experiment.total_steps
 
 
 # One form of each objective, in full and for debugging.
@@ -218,7 +218,7 @@ def in_layers(name, words, number, scan):
     c.model.update({key: value for key, value in (("depth", number), ("scan", scan or None))
                     if key in fields})  # fmt: skip
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    return planned_experiment(c, mesh), c, mesh
+    return planned_experiment(settings_of(c), mesh), c, mesh
 
 
 def made_up_batch(experiment, c):
@@ -247,7 +247,7 @@ def test_two_layers_train_in_both_forms(name, words, scan):
     experiment, c, mesh = in_layers(name, words, 2, scan)
     batch = made_up_batch(experiment, c)
     with jax.set_mesh(mesh):
-        teachers = place_teachers(read_teachers(c), experiment.abstract_frozen)
+        teachers = place_teachers(read_teachers(*teaching(c)), experiment.abstract_frozen)
         state = experiment.init()
         for _ in range(2):
             state, metrics = experiment.train_step(state, batch, *teachers)
@@ -267,14 +267,15 @@ def test_healthy_devices_agree_in_a_replay(name, words, fsdp):
     c = without_files(name, words)
     c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     mesh = make_mesh(replica=1, data=8 // fsdp, fsdp=fsdp, tensor=1)
-    experiment = planned_experiment(c, mesh)
+    experiment = planned_experiment(settings_of(c), mesh)
     shards = {key: leaf.sharding for key, leaf in experiment.abstract_batch.items()}
     with jax.set_mesh(mesh):
-        teachers = place_teachers(read_teachers(c), experiment.abstract_frozen)
+        teachers = place_teachers(read_teachers(*teaching(c)), experiment.abstract_frozen)
         state = experiment.init()  # with a head of zeros, which passes no gradients
         state = state.replace(params=jax.tree.map(lambda p: p + 0.01, state.params))
-        inputs = experiment.inputs(state, jax.device_put(made_up_batch(experiment, c), shards))
-        replay = experiment.replay(digest=checksum)
+        batch = jax.device_put(made_up_batch(experiment, c), shards)
+        inputs = inputs_program(experiment, mesh)(state, batch)
+        replay = replay_program(experiment, mesh)
         own, turned = (
             jax.device_get(replay(state, *inputs, np.bool_(turned), *teachers)) for turned in (0, 1)
         )
@@ -322,13 +323,15 @@ def prepared_by(spec, source, folder):
         "hf": huggingface_images.with_pixels(spec, pixels, False, "hf"),
     }
     config = load("evaluate", "classification,debug")
-    (key,) = eval_splits(config, config.evals.classification).values()
+    (key,) = splits_of(config, "classification").values()
     for name, found in specs.items():
         pretrained = Pretrained(name, None, {}, found)
         yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
         config.data.image_size, config.evals.classification.ops = found.image_size, ""
-        evaluation.fill_in_ops(config, pretrained, {key: source})
-        yield f"{name}: evaluate", parse_preprocessing(config).eval_ops["classification"]
+        settings = settings_of(config)
+        evals = evaluation.with_ops(settings.data, settings.evals, pretrained, {key: source})
+        settings = dataclasses.replace(settings, evals=evals)
+        yield f"{name}: evaluate", parse_preprocessing(settings).eval_ops["classification"]
 
 
 def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
@@ -338,11 +341,13 @@ def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
     for name, words in [*EVERY_FORM, ("folder", "multilabel"), ("folder", "multilabel,debug")]:
         config = load(name, words)
         config.data.image_size = config.data.image_size or 32  # of the weights
+        if config.objective.teacher == "":
+            config.objective.teacher = "runs/mine"
         size = image_hw(config.data.image_size)
         shape = (*size, 3) if config.data.name == "synthetic" else of_one_size.get(config.data.name)
         model = types.SimpleNamespace(image_size=size, num_classes=None)
-        spec = workdir._spec_of(config, model, epath.Path(tmp_path))
-        eval_ops = parse_preprocessing(config).eval_ops
+        spec = workdir._spec_of(settings_of(config), model, epath.Path(tmp_path))
+        eval_ops = parse_preprocessing(settings_of(config)).eval_ops
         own = {on_pixels(eval_ops[n]) for n, e in config.evals.items() if e.data_name is None}
         cases[spec, shape, *own] = f"{name}:{words}"
     for i, ((spec, shape, own), case) in enumerate(cases.items()):
@@ -670,7 +675,7 @@ def test_evaluators_of_evaluation():
 def test_recipe_becomes_an_experiment(words, num_classes, num_examples, steps, num_params):
     c = load(*words)
     c.data.num_classes, c.data.num_examples = num_classes, num_examples
-    e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
+    e = make_experiment(settings_of(c), make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
     assert (e.total_steps, e.num_params) == (steps, num_params)
     peak, warmup = c.optimizer.peak_lr, parse_durations(c)["schedule.warmup"]
     np.testing.assert_allclose(float(e.schedule(warmup / 2)), peak / 2, rtol=1e-6)
@@ -712,12 +717,16 @@ def test_self_supervision_measures_what_own_images_allow(name, images):
     """Without folders of classes there are no neighbours; in each layout all images are trained."""
     c = load(name, "folder,debug")
     c.data.data_dir = images
-    assert find_absent(c, training=True) == {}
+    assert find_absent(settings_of(c), training=True) == {}
     opened, sources = open_all(c)
     assert opened.data.num_examples == 12 and "near" in opened.evals
     assert {"folder val", "folder train"} <= {f"{key.data_name} {key.split}" for key in sources}
     c.data.data_dir = f"{images}/cat"
-    assert {"evals.near"} <= {*find_absent(c, training=True)} <= {"evals.near", "evals.images"}
+    assert (
+        {"evals.near"}
+        <= {*find_absent(settings_of(c), training=True)}
+        <= {"evals.near", "evals.images"}
+    )
 
 
 def test_folder_at_another_image_size(images):
@@ -727,7 +736,7 @@ def test_folder_at_another_image_size(images):
     assert find_faults(c) == []
     c, sources = open_all(c)
     assert (c.data.num_classes, c.data.num_examples) == (2, 10)
-    check_images(c, parse_preprocessing(c), sources)
+    check_images(*data_and_evals(c), parse_preprocessing(settings_of(c)), sources)
 
 
 def test_the_two_arms_of_5k_differ_in_their_ops_only():
@@ -778,7 +787,8 @@ def test_a_bit_is_fine_tuned_by_its_rule(data, rule):
     optimizer = c.optimizer
     assert (optimizer.name, optimizer.peak_lr, c.global_batch_size) == ("sgd", 0.003, 512)
     assert (optimizer.momentum, optimizer.weight_decay, optimizer.grad_clip_norm) == (None, 0, None)
-    schedule = make_config_schedule(c, parse_durations(c))
+    c.init_from = "bit.npz"
+    schedule = schedule_of(settings_of(with_known_facts(c)))
     bounds = (warmup, *milestones, steps)
     for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
         for step in (begin, end - 1):

@@ -46,6 +46,31 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other), target
 
 
+def cut_paragraphs(text):
+    """The last lines of paragraphs that neither end a sentence nor lead to a list or to code."""
+    text = re.sub(r"^(```|~~~).*?^\1[ \t]*$", "    code", text, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).strip("\n"))
+    return [
+        last
+        for this, after in itertools.zip_longest(paragraphs, paragraphs[1:], fillvalue="")
+        if (last := this.rstrip().rpartition("\n")[2])
+        and not re.match(r"[#|<]|    |!\[", last)
+        and not re.search(r"[.:!?|)`]$", last)
+        and not after.startswith("    ")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_sentence_is_cut(page):
+    if "reference" not in page.parts:  # made from the code
+        assert cut_paragraphs(page.read_text()) == []
+
+
+def test_a_cut_sentence_is_found():
+    assert cut_paragraphs("One.\n\nIt ends with\n\n```\ncode\n```\n\n| a | b |\n") == []
+    assert cut_paragraphs("Done.\n\nThis sentence is\n\nAnother.") == ["This sentence is"]
+
+
 def test_the_tour_of_the_code_names_every_room():
     folders = {path.parent.name for path in (ROOT / "vit_jax").glob("*/__init__.py")}
     rooms = (ROOT / "docs/explanation/code.md").read_text().partition("## The rooms")[2]

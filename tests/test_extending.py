@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from finished_run import final_state
 from opened import config_json, open_all
+from read_settings import decided, make_loss, make_optimizer, settings_of
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
+from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import (
     EVALUATORS,
@@ -20,6 +23,7 @@ from vit_jax.config import (
     OBJECTIVES,
     OPS,
     OPTIMIZERS,
+    POSITIONS,
     SOURCES,
     plugins,
 )
@@ -31,22 +35,22 @@ from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.main import main
 from vit_jax.models.contract import with_known
-from vit_jax.objectives.losses import make_loss
+from vit_jax.objectives.other_sizes import at_size
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe
 from vit_jax.planning.targets import Target
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.studies.engine import Member
 from vit_jax.studies.running import Call, member_words
-from vit_jax.transfer import load_pretrained, pretrained_spec, save_pretrained
-from vit_jax.transfer.pretrained import Spec
+from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
+from vit_jax.transfer.fit import fit
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    FAMILIES, OBJECTIVES, LOSSES, METRICS, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    FAMILIES, POSITIONS, OBJECTIVES, LOSSES, METRICS, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
     transfer.FORMATS,
 )  # fmt: skip
 
@@ -79,13 +83,23 @@ def config(parts, monkeypatch):
 
 
 def test_each_kind_is_a_line(parts):
-    ours = ("ViT", "supervised", "softmax", "classification", "digits", "flip", "adamw", "npz")
+    ours = (
+        "ViT",
+        "none",
+        "supervised",
+        "softmax",
+        "classification",
+        "digits",
+        "flip",
+        "adamw",
+        "npz",
+    )
     for registry in REGISTRIES:
         assert {*registry} & {*ours, "decode", "top1"}, registry
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
-        "MyMixer", "my_consistency", "my_poly1", "my_brier", "my_worst_class", "my_rings",
-        "my_posterize", "my_adan", "my_msgpack",
+        "MyMixer", "my_fourier", "my_consistency", "my_poly1", "my_brier", "my_worst_class",
+        "my_rings", "my_posterize", "my_adan", "my_msgpack",
     ]  # fmt: skip
 
 
@@ -148,16 +162,16 @@ def test_loss_by_its_equation():
 def test_family_without_dtype_constrain_and_remat(config):
     config, sources = open_all(config)
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     assert experiment.num_params == sum(
         leaf.size for leaf in abstract_params(experiment.model).values()
     )
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
-    preprocessing = parse_preprocessing(config)
-    make_evaluators(config, preprocessing, experiment.model, mesh, sources)
-    figures = describe(config, Target(find_slice("v5e:2x4"), 1), mesh, experiment)
+    preprocessing = parse_preprocessing(settings_of(config))
+    make_evaluators(settings_of(config), preprocessing, experiment.model, mesh, sources)
+    figures = describe(decided(config), Target(find_slice("v5e:2x4"), 1), mesh, experiment)
     assert (figures["remat"], figures["scan"]) == ("none", False)
-    assert calculate_memory(config, Target(find_slice("H100:1")))["fits"]
+    assert calculate_memory(decided(config), Target(find_slice("H100:1")))["fits"]
 
 
 @pytest.mark.usefixtures("parts")
@@ -188,6 +202,47 @@ def test_hf_leaves_out_a_loss_of_ones_own(tmp_path, caplog):
 def test_list_of_models(parts, capsys):
     assert main(["models", "MyMixer-mu", f"--config.plugins={parts / 'mixer.py'}"]) == 0
     assert "MyMixer-mu/16" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_device")
+def test_own_positions_are_trained_evaluated_exported_and_drawn(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plugin, run = f"--config.plugins={parts / 'fourier.py'}", "--workdir=run"
+    words = ("--config.model.pos_embed=my_fourier", "--config.duration=4 steps",
+             "--config.schedule.warmup=1 steps", "--config.evals.test.every=4 steps")  # fmt: skip
+    assert main(["--config=quickstart:debug", plugin, run, *words]) == 0
+    _, state = final_state(tmp_path / "run")
+    frequencies = state["params/pos_embedding"]
+    moments = [x for name, x in state.items() if name.endswith("/pos_embedding")]
+    assert frequencies.shape == (2, 16) and len(moments) > 1 and all(x.any() for x in moments)
+
+    assert main(["evaluate", run, plugin]) == 0
+    assert main(["export", run, plugin, "--format=timm", "--output=run.safetensors"]) == 0
+    places_S2 = (np.mgrid[:2, :2].reshape(2, -1).T + 0.5) / 2
+    angles_SF = 2 * np.pi * places_S2 @ frequencies
+    added_SD = np.concatenate([np.cos(angles_SF), np.sin(angles_SF)], axis=1)
+    found = read_pretrained(tmp_path / "run.safetensors")
+    assert found.model.pos_embed == "learned_1d"
+    np.testing.assert_allclose(found.params["pos_embedding"][0], added_SD, atol=1e-5)
+
+    assert main(["figures", run, plugin, "--figures=positions", "--output=figures"]) == 0
+    norms_S = np.linalg.norm(added_SD, axis=1)
+    similarity = added_SD @ added_SD.T / np.outer(norms_S, norms_S)
+    with np.load(tmp_path / "figures/positions.npz") as drawn:
+        np.testing.assert_allclose(drawn["stem"], similarity, atol=1e-5)
+
+
+@pytest.mark.usefixtures("parts")
+def test_own_positions_at_another_size():
+    model = models.create_model("ViT-mu/4", 3, 8, pos_embed="my_fourier")
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
+    images = jnp.ones((1, 8, 16, 3))
+    resized, tables = at_size(model, params, (8, 16))
+    assert tables["pos_embedding"] is params["pos_embedding"]
+    assert resized.apply({"params": tables}, images).shape == (1, 3)
+    found = Pretrained("", model, tree.flatten_names(params), Spec((8, 8), "antialiased"))
+    fitted, _ = fit(found, resized, reset_head=False)
+    np.testing.assert_array_equal(fitted["pos_embedding"], params["pos_embedding"])
 
 
 @pytest.mark.usefixtures("parts")

@@ -23,8 +23,8 @@ from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import exit_codes, watchdog
 from vit_jax.main import main
-from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.loop import Interrupted, Preempted
+from vit_jax.run.watch.guards import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"

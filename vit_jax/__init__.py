@@ -25,13 +25,13 @@ if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
 __version__ = "0.2.0"
 
 _HOMES = {
-    "branch": "vit_jax.run.branch",
+    "branch": "vit_jax.run.setup.branch",
     "compare": "vit_jax.commands.report",
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.inference.evaluate",
     "export": "vit_jax.transfer.export",
     "figures": "vit_jax.commands.figures",
-    "load_config": "vit_jax.run.validation",
+    "load_config": "vit_jax.run.setup.validation",
     "load_image": "vit_jax.transfer.pretrained",
     "load_pretrained": "vit_jax.transfer",
     "plan": "vit_jax.commands.plan",

@@ -13,14 +13,15 @@ import pytest
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import base_config
+from vit_jax.config.durations import parse_durations
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Timetable
 from vit_jax.run.train import start_state
@@ -274,7 +275,7 @@ def test_a_run_resumes_before_it_initialises_before_it_starts_anew(directory):
     params = {"layer/bias": np.arange(24, dtype=np.float32)}
     run = types.SimpleNamespace(
         workdir=directory.parent,
-        config=base_config(),
+        settings=settings_of(base_config()),
         fingerprint=META["data_fingerprint"],
         experiment=types.SimpleNamespace(
             abstract_state=abstract(make_state(0)), init=lambda: make_state(0)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from ml_collections import ConfigDict
+from read_settings import model_fields, settings_of, splits_of
 
 from vit_jax.config import (
     FREE_ON_RESUME,
@@ -12,11 +13,9 @@ from vit_jax.config import (
     base_config,
     changed_keys,
     classification,
-    eval_splits,
     fewshot,
     flatten,
     image_hw,
-    model_fields,
     split_words,
     step_range,
     train_split,
@@ -213,13 +212,11 @@ def test_fewshot_entry():
 
 def test_splits_that_evaluators_look_at(config):
     config.data.name, config.data.data_dir = "cifar10", "there"
-    assert train_split(config) == SplitKey("cifar10", "train", "there", None)
+    assert train_split(settings_of(config).data) == SplitKey("cifar10", "train", "there", None)
     config.evals.few.data_name, config.evals.val.data_dir = "cifar100", "here"
-    assert eval_splits(config, config.evals.test) == {
-        "split": SplitKey("cifar10", "test", "there", None)
-    }
-    assert eval_splits(config, config.evals.val)["split"].data_dir == "here"
-    assert eval_splits(config, config.evals.few) == {
+    assert splits_of(config, "test") == {"split": SplitKey("cifar10", "test", "there", None)}
+    assert splits_of(config, "val")["split"].data_dir == "here"
+    assert splits_of(config, "few") == {
         "train_split": SplitKey("cifar100", "train", "there", None),
         "test_split": SplitKey("cifar100", "test", "there", None),
     }
@@ -235,8 +232,8 @@ import vit_jax.commands.evaluate
 import vit_jax.commands.train
 import vit_jax.data
 import vit_jax.main
-import vit_jax.experiment.recipes
-import vit_jax.run.validation
+import vit_jax.run.setup.recipes
+import vit_jax.run.setup.validation
 [getattr(vit_jax, name) for name in vit_jax.__all__]
 vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
 try:

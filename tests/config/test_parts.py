@@ -4,7 +4,7 @@ import pytest
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import Part, base_config, key
-from vit_jax.config.parts import Registry, Section, find_faults
+from vit_jax.config.parts import Registry, Section
 from vit_jax.config.registries import REGISTRIES
 from vit_jax.config.sections import SECTIONS
 
@@ -106,7 +106,7 @@ def test_a_field_without_a_meaning_is_refused():
         width: int = 3
 
     with pytest.raises(TypeError, match="width"):
-        find_faults(Bare())
+        Bare.read({})
 
 
 def test_a_name_that_is_taken_is_refused(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import config_json
+from read_settings import decided
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
@@ -25,8 +26,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.config.upgrades import FORMAT
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
-from vit_jax.run import agreement
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup import agreement
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import load_pretrained
 
 # It records every time that it runs.
@@ -337,7 +338,7 @@ def test_module_by_name(workdir, tmp_path, monkeypatch, ran):
         read_config(workdir)  # an installed module that nobody named does not run
     assert ran() == 0
     with plugins.using(["partial.rings"]):
-        assert read_config(workdir) == c
+        assert read_config(workdir) == decided(c)
     assert ran() == 1
     assert sys.modules["partial.rings"].__package__ == "partial"
 
@@ -389,7 +390,7 @@ def test_one_is_added_on_resume(workdir, here):
     (here / "other.py").write_text(OTHER)
     with plugins.using(trusted=True):
         stored = read_config(workdir)
-    c = base_config(plugins=["other.py"])
+    c = decided(base_config(plugins=["other.py"]))
     add_plugins(c, stored.plugins)
     assert changed_keys(stored, c) == {}
     plugins.store_plugins(c.plugins, workdir)  # as on resume

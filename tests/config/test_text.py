@@ -6,6 +6,7 @@ import pytest
 from at_fault import at_fault, keys_of
 from etils import epath
 from opened import config_json
+from read_settings import decided
 from test_base import make_config, set_keys, type_of
 
 from vit_jax.base.errors import InputError, nearest
@@ -254,8 +255,8 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
     config.optimizer.name = "lion"
     later = {"log.later": 2, "optimizer.later": 3, "evals.val.later": 4}
     for class_, before in ((Log, 1), (Lion, 6), (Classification, 7)):
-        declared = {"later": Key(int, 0, "added", "", (), "", before, None),
-                    "later_too": Key(int, 5, "added", "", (), "", ..., None)}  # fmt: skip
+        declared = {"later": Key(int, 0, "added", "", (), "", before, False, None),
+                    "later_too": Key(int, 5, "added", "", (), "", ..., False, None)}  # fmt: skip
         declared |= class_.declared()
         monkeypatch.setattr(class_, "declared", lambda declared=declared: declared)
     content = json.loads(config_json(config))
@@ -268,7 +269,7 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
     assert read.decided_by["log.later"] == "default"
     again = flatten(from_json(to_json(with_values(read.resolved, later))))
     assert {key: again[key] for key in later} == later
-    assert flatten(config).items() <= found.items()
+    assert flatten(decided(config)).items() <= found.items()
 
 
 def write(folder, text, name="mine.py"):

@@ -4,13 +4,14 @@ import pytest
 from at_fault import at_fault
 from fake_hub import COMMITS, move_hub, served
 from images import encode, smooth_image
+from read_settings import data_and_evals, settings_of
 from table_files import make_table, write_parquet
 
 from vit_jax.config import SOURCES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source, read_labels
 from vit_jax.data.division import Divider
-from vit_jax.run.sources import open_training, settle_names
+from vit_jax.run.setup.sources import open_training, settle_names
 
 IMAGES = [encode(smooth_image(16, 16, seed)) for seed in range(4)]
 
@@ -67,12 +68,15 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub):
     keys = {"data.name": "hf:org/pets", "evals.val.data_name": "hf:org/pets@older"}
     assert apply_overrides(config, [*keys.items(), ("data.image_size", "16")]) == []
     main, older = (f"hf:org/pets@{COMMITS[name]}" for name in ("main", "older"))
-    assert settle_names(config) == {"data.name": main, "evals.val.data_name": older}
+    assert settle_names(*data_and_evals(config)) == {
+        "data.name": main,
+        "evals.val.data_name": older,
+    }
     config.data.name = main
     asked = len(hub.asked)
     assert SOURCES.find(main).settle(main) == main
     assert hub.asked[asked:] == []
-    facts, _ = open_training(config, divider=Divider(anew=True))
+    facts, _ = open_training(settings_of(config), divider=Divider(anew=True))
     assert (facts["data.num_examples"], facts["data.chunk_size"]) == (8, 64)
 
 

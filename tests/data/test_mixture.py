@@ -8,6 +8,7 @@ from at_fault import at_fault
 from images import encode
 from opened import open_all
 from prepared import prepare
+from read_settings import settings_of
 from table_files import make_table, write_parquet
 from tar_files import write_tar
 
@@ -17,10 +18,10 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse_ops, pipeline
 from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.mixture import Part
-from vit_jax.run import validation
-from vit_jax.run.sources import training_order
-from vit_jax.run.validation import find_faults
+from vit_jax.data.mixture import Part, share_images
+from vit_jax.run.setup import validation
+from vit_jax.run.setup.sources import training_order
+from vit_jax.run.setup.validation import find_faults
 
 
 def test_notation():
@@ -70,7 +71,19 @@ def test_data_that_are_not_mixed(mix, said):
     assert [said in fault for fault in faults] == [True] * bool(said)
 
 
-def test_tar_files_beside_parquet_files(tmp_path):
+@pytest.mark.parametrize(
+    ("split", "other", "shared"),
+    [("train", "train[:50%]", True), ("train[:60%]", "train[50%:]", True), ("test", "all", True),
+     ("val", "validation[:9]", True), ("train[:50%]", "train[50%:]", False),
+     ("train[:1000]", "train[1000:]+test", False), ("train", "test", False),
+     ("train", "train[9000000:]", False)],
+)  # fmt: skip
+def test_parts_of_a_data_set_that_overlap(split, other, shared):
+    assert share_images(SplitKey("tar", split, "a"), SplitKey("tar", other, "b/../a")) == shared
+    assert not share_images(SplitKey("tar", split, "a"), SplitKey("tar", other, "b"))
+
+
+def test_tar_files_beside_parquet_files(tmp_path, caplog):
     images = [encode(np.full((8, 8, 3), i, np.uint8), "PNG") for i in range(8)]
     members = [(f"{i}.{end}", content) for i, image in enumerate(images[:5])
                for end, content in (("png", image), ("cls", b"%d" % (i % 2)))]  # fmt: skip
@@ -80,11 +93,14 @@ def test_tar_files_beside_parquet_files(tmp_path):
     mix = [{"name": "parquet", "data_dir": str(tmp_path / "b"), "weight": 0.25}]
     config = config_of(name="tar", data_dir=str(tmp_path / "a"), mix=str(mix))
     _, sources = open_all(with_values(config, {"evals.test": None}))
-    source = sources[train_split(config)]
+    source = sources[train_split(settings_of(config).data)]
     spec = image_batch(8, (8, 8), parse_ops("decode|resize", (8, 8))[0], "data.ops")
     (batch,) = pipeline.host_eval_batches(source, spec, rows=np.arange(8))
     np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], np.arange(8))
     np.testing.assert_array_equal(batch["label"], [0, 1, 0, 1, 0, 0, 1, 1])
+    assert "share images" not in caplog.text
+    open_all(with_values(config, {"evals.test": None, "data.mix": "tar@train[:60%]=0.25"}))
+    assert "train and train[:60%] of tar share images" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +185,12 @@ def config_of(**overrides):
 def test_a_mixture_in_a_config():
     config, sources = open_all(config_of(mix="digits@test=0.25", order="chunk"))
     assert (config.data.num_examples, config.data.streams) == (1797, 8)
-    mixture = sources[train_split(config)]
+    mixture = sources[train_split(settings_of(config).data)]
     assert mixture.part_sizes == (1437, 360)
     assert sources[SplitKey("digits", "test", None)].num_examples == 360
-    ids = training_order(config, mixture)(tf.range(4 * 360, dtype=tf.int64)).numpy()
+    ids = training_order(settings_of(config).data, settings_of(config).run, mixture)(
+        tf.range(4 * 360, dtype=tf.int64)
+    ).numpy()
     np.testing.assert_array_equal(np.sort(ids[ids >= 1437]), np.arange(1437, 1797))
     with at_fault("data.num_examples"):
         open_all(config_of(mix="digits@test=0.25", num_examples="5"))
@@ -184,10 +202,10 @@ def mixed_tiny(root, mix="sixes=0.25", **overrides):
     """The pixels of the first batches, and the sources."""
     config = config_of(name="tens", data_dir=str(root), mix=mix, **overrides)
     config, sources = open_all(with_values(config, {"evals.test": None}))
-    mixture = sources[train_split(config)]
+    mixture = sources[train_split(settings_of(config).data)]
     batches = pipeline.host_batches(
         mixture, image_batch(16, (8, 8)), steps=range(3), seed=0, rows=np.arange(16),
-        data_order=training_order(config, mixture),
+        data_order=training_order(settings_of(config).data, settings_of(config).run, mixture),
     )  # fmt: skip
     return list(batches), sources
 
@@ -215,7 +233,7 @@ def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(t
     prepare(tiny, "tall", features, [{"image": np.zeros((9, 8, 3), np.uint8), "label": 0}])
     how = {"name": "tens", "data_dir": str(tiny), "mix": "tall=0.25"}
     config, sources = open_all(with_values(config_of(**how), {"evals.test": None}))
-    assert sources[train_split(config)].encoded
+    assert sources[train_split(settings_of(config).data)].encoded
     with at_fault("data.mix"):
         open_all(config_of(**how, reader="memory"))
 
@@ -223,5 +241,5 @@ def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(t
 def test_without_a_mixture_the_order_is_resolved():
     config, sources = open_all(config_of())
     assert (config.data.order, config.data.streams) == ("record", None)
-    assert train_split(config) == SplitKey("digits", "train", None)
-    assert sources[train_split(config)].part_sizes == (1437,)
+    assert train_split(settings_of(config).data) == SplitKey("digits", "train", None)
+    assert sources[train_split(settings_of(config).data)].part_sizes == (1437,)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from images import encode, make_folder, pil_rgb, smooth_image
+from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
@@ -129,12 +130,19 @@ def test_a_view_depends_on_its_position_and_number_only(request, name):
     np.testing.assert_array_equal(fewer["local_views"], batches[0]["local_views"][:, :2])
 
 
+def views_in(config):
+    settings = settings_of(config)
+    return parse_views(settings.data, settings.objective.further_views)
+
+
 def test_crops_of_the_gram_teacher_are_those_of_the_global_views(digits):
     """The same windows, flipped alike, before the colours change."""
     c = base_config()
+    c.objective.name, c.objective.gram_weight = "self_distillation", 1.0
+    c.objective.gram_every = "1 epochs"
     c.data.image_size, c.data.num_global, c.objective.gram_size = 8, 2, 16
     c.data.global_ops = "inception_crop(area_min=0.4)|flip|greyscale(0.0)"
-    views = parse_views(c)
+    views = views_in(c)
     assert [[op.name for op in ops] for ops in views["gram_views"].device_ops] == [["flip"]] * 2
     (batch,) = train(digits, image_size=(8, 8), ops="", views=views, num_steps=1)
     assert batch["gram_views"].shape == (16, 2, 16, 16, 3)
@@ -152,7 +160,7 @@ def test_crops_of_the_gram_teacher_are_those_of_the_global_views(digits):
     assert alike(pooled[:, :, ::-1], original).min() < 0.7
     c.data.global_ops = "inception_crop(area_min=0.4)|greyscale(0.5)|flip"
     with at_fault("data.global_ops"):
-        parse_views(c)
+        views_in(c)
 
 
 def test_views_of_another_size_are_refused_before_the_first_batch(digits):

@@ -6,12 +6,13 @@ from at_fault import at_fault
 from images import encode, smooth_image
 from opened import open_all, with_known_facts
 from prepared import prepare
+from read_settings import settings_of, splits_of
 
-from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config import base_config, classification, fewshot, train_split
+from vit_jax.config.durations import parse_durations
 from vit_jax.data import image_batch, keep_classes, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.host_tf import tfds
-from vit_jax.experiment.durations import parse_durations
-from vit_jax.run.sources import training_order
+from vit_jax.run.setup.sources import training_order
 
 SIZE = (16, 16)
 CLASSES = (2, 0)
@@ -128,7 +129,7 @@ def test_training_and_its_evaluators_have_the_same_classes(folder):
         data_dir=str(root),
     )  # fmt: skip
     config, sources = open_all(config)
-    train, test = sources[train_split(config)], _source(config, sources, "test")
+    train, test = sources[train_split(settings_of(config).data)], _source(config, sources, "test")
     assert (config.data.num_classes, config.data.num_examples) == (2, train.num_examples)
     assert train.class_names == test.class_names == ("4", "9")
     assert _source(config, sources, "few").num_classes == 3
@@ -137,12 +138,12 @@ def test_training_and_its_evaluators_have_the_same_classes(folder):
 
 
 def _source(config, sources, name):
-    return sources[next(iter(eval_splits(config, config.evals[name]).values()))]
+    return sources[next(iter(splits_of(config, name).values()))]
 
 
 def test_a_mixture_of_some_classes():
     config, sources = open_all(make_config(mix="digits@test=0.3"))
-    whole = sources[train_split(config)]
+    whole = sources[train_split(settings_of(config).data)]
     assert whole.num_classes == 2 and whole.num_examples == sum(whole.part_sizes)
     assert np.isin(read_labels(whole, 0, whole.num_examples), (0, 1)).all()
 
@@ -187,8 +188,8 @@ def test_a_part_is_trained_on_and_planned_but_not_evaluated():
     config = make_config(subset="50%", classes=None)
     found, sources = open_all(config)
     assert found.data.num_examples == with_known_facts(config).data.num_examples == 718
-    assert sources[train_split(found)].num_examples == 718
-    (key,) = eval_splits(found, found.evals.test).values()
+    assert sources[train_split(settings_of(found).data)].num_examples == 718
+    (key,) = splits_of(found, "test").values()
     assert key.subset is None and sources[key].num_examples == 360
 
 
@@ -205,10 +206,11 @@ def test_epochs_of_a_part_have_all_its_records_each_in_another_order(keys):
         config = make_config(classes=None, **keys)
         config.duration = duration
         config, sources = open_all(config)
-        source, steps = sources[train_split(config)], parse_durations(config)["duration"]
+        settings = settings_of(config)
+        source, steps = sources[train_split(settings.data)], parse_durations(config)["duration"]
         found = pipeline.host_batches(
             source, image_batch(8, (8, 8)), steps=range(steps), seed=config.seed,
-            rows=np.arange(8), data_order=training_order(config, source),
+            rows=np.arange(8), data_order=training_order(settings.data, settings.run, source),
         )  # fmt: skip
         ids = np.concatenate([batch["id"] for batch in found]).reshape(-1, 24)
         names = [source.record_name(i) for i in range(source.num_examples)]
@@ -231,5 +233,5 @@ def test_few_shot_of_classes_that_are_not_trained_on():
         train_split="train", test_split="test", every="1 epochs", classes=(0, 1, 2)
     )
     found, sources = open_all(config)
-    keys = eval_splits(found, found.evals.few)
+    keys = splits_of(found, "few")
     assert [sources[key].num_classes for key in keys.values()] == [3, 3]

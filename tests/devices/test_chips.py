@@ -14,7 +14,7 @@ from at_fault import at_fault
 from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
 from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.planning.targets import Target, describe_devices
-from vit_jax.run.speed import chip_hours, rented_chips
+from vit_jax.run.watch.speed import chip_hours, rented_chips
 
 
 def test_slices_have_the_chips_of_their_shapes():

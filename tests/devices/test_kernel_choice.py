@@ -1,4 +1,4 @@
-"""Which forms a model gets, and that kernels compute under a mesh what it computes without."""
+"""Which operations a model gets, and that kernels compute under a mesh what it computes without."""
 
 import dataclasses
 import logging
@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices import kernels
-from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
+from vit_jax.devices.kernels import choose_ops, has_kernels, tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.forms import PLAIN, multiply_on_cpu, no_kernel
+from vit_jax.models.block_ops import PLAIN, multiply_on_cpu
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -49,7 +49,7 @@ def loss_and_grads(model, mesh):
         return (model.apply(params, images, train=True) ** 2).sum()
 
     with jax.set_mesh(mesh):
-        params = jax.jit(model.clone(forms=PLAIN).init)(jax.random.key(0), images)
+        params = jax.jit(model.clone(ops=PLAIN).init)(jax.random.key(0), images)
         params = jax.tree.map(
             lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
         )
@@ -65,12 +65,12 @@ def assert_same(found, expected):
 def test_kernels_are_chosen_by_platform_and_key(cudnn_by_xla):
     model = small_model(dtype="bfloat16")
     chosen = {
-        (platform, kernels): has_kernels(choose_forms(model, FakeMesh(platform), kernels))
+        (platform, kernels): has_kernels(choose_ops(model, FakeMesh(platform), kernels))
         for platform in ("cpu", "gpu", "tpu")
         for kernels in ("auto", "plain")
     }
     assert {key for key, found in chosen.items() if found} == {("gpu", "auto"), ("tpu", "auto")}
-    assert choose_forms(model, FakeMesh("cpu")).forms.multiply is multiply_on_cpu
+    assert choose_ops(model, FakeMesh("cpu")).ops.multiply is multiply_on_cpu
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_kernels_are_chosen_by_platform_and_key(cudnn_by_xla):
 def test_one_line_says_what_has_no_kernel(platform, fields, tensor, words, caplog):
     model = create_model("ViT-Ti/16", 5, **({"image_size": 24} | SIZES | fields))
     with caplog.at_level(logging.INFO, "vit_jax"):
-        forms = choose_forms(model, FakeMesh(platform, tensor)).forms
+        ops = choose_ops(model, FakeMesh(platform, tensor)).ops
     assert len(caplog.messages) == 1
     assert all(word in caplog.messages[0] for word in words)
-    assert forms.token_multiple == 1
+    assert ops.token_multiple == 1
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
     model = small_model(**fields).clone(constrain=constrain)
     by_cudnn = dataclasses.replace(model, dtype=jnp.bfloat16)
-    by_cudnn = model.clone(forms=kernels.gpu_forms(by_cudnn, mesh))
+    by_cudnn = model.clone(ops=kernels.gpu_ops(by_cudnn, mesh))
     expected, found = (loss_and_grads(each, mesh) for each in (model, by_cudnn))
     assert {*cudnn_by_xla} == {called}
     assert_same(found, expected)
@@ -137,7 +137,7 @@ def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
 
 def test_a_gpu_without_bfloat16_computes_in_float32_without_kernel(caplog):
     mesh = FakeMesh("gpu", device_kind="Tesla T4", compute_capability="7.5")
-    model = choose_forms(small_model(dtype="bfloat16"), mesh)
+    model = choose_ops(small_model(dtype="bfloat16"), mesh)
     assert model.dtype == jnp.float32 and not has_kernels(model)
     assert "Tesla T4" in caplog.messages[0]
 
@@ -145,7 +145,7 @@ def test_a_gpu_without_bfloat16_computes_in_float32_without_kernel(caplog):
 @pytest.mark.parametrize("width", [64, 72, 80, 88, 104, 128])
 def test_widths_of_published_heads_have_a_kernel(width, caplog):
     with caplog.at_level(logging.INFO, "vit_jax"):
-        choose_forms(small_model(width=4 * width), FakeMesh("tpu"))
+        choose_ops(small_model(width=4 * width), FakeMesh("tpu"))
     assert not caplog.messages
 
 
@@ -169,7 +169,7 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
     model = small_model(**fields).clone(constrain=constrain)
     expected = loss_and_grads(model, mesh)
-    assert_same(loss_and_grads(model.clone(forms=tpu_forms(model, mesh)), mesh), expected)
+    assert_same(loss_and_grads(model.clone(ops=tpu_ops(model, mesh)), mesh), expected)
 
 
 def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):
@@ -177,7 +177,7 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     target = "vit_jax.devices.kernels.short_attention.attention"
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    kernel = tpu_forms(small_model(), mesh).attention_kernel
+    kernel = tpu_ops(small_model(), mesh).attention_kernel
     attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
     own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for on_rows in (attend, own_rows):
@@ -224,14 +224,11 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
         specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
         return jax.jit(jax.shard_map(own, mesh=mesh, **specs))(params, images)
 
-    forms = tpu_forms(model, mesh)
+    ops = tpu_ops(model, mesh)
     with jax.set_mesh(mesh):
-        plain = dataclasses.replace(
-            forms, find_mlp_kernel=no_kernel, find_projections_kernel=no_kernel
-        )
-        expected = loss_and_grads(model.clone(forms=plain))
+        expected = loss_and_grads(model.clone(ops=dataclasses.replace(ops, rows=None)))
         assert not seen
-        found = loss_and_grads(model.clone(forms=forms))
+        found = loss_and_grads(model.clone(ops=ops))
     assert seen.keys() == {"mlp", "project"} and all(x is not None for x in seen["mlp"][2])
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         size = max(np.linalg.norm(reference), 0.5)  # the keys' bias has no gradient
@@ -257,10 +254,10 @@ def test_what_has_kernels_of_rows(fields, asked, monkeypatch):
         monkeypatch.setattr(kernels, f"_find_{name}_kernel", find)
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     model = small_model(**fields, depth=1)
-    model = model.clone(forms=tpu_forms(model, mesh))
+    model = model.clone(ops=tpu_ops(model, mesh))
     jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 24, 24, 3)))
     assert found == asked
 
 
 def test_plain_is_the_default_form():
-    assert small_model().forms == PLAIN
+    assert small_model().ops == PLAIN

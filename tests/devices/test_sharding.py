@@ -16,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
+from read_settings import make_optimizer, settings_of
 from short_objective import objective_of
 
 from vit_jax.base import tree
@@ -29,14 +30,13 @@ from vit_jax.devices.sharding import (
     state_shardings,
 )
 from vit_jax.experiment.experiment import make_experiment, with_shardings
-from vit_jax.experiment.layer_norms import watched
-from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.contract import ObjectiveOutput
 from vit_jax.planning.hlo import Program
+from vit_jax.run.watch.layer_norms import layer_norms_program, watched
 from vit_jax.transfer.fit import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -88,7 +88,7 @@ def trained(layout):
     """(losses and gradient norms, final state) with every kind of noise there is."""
     noise = {"dropout": 0.1, "attention_dropout": 0.1, "stochastic_depth": 0.1}
     config, mesh = small_config(scan=True, **noise), mesh_of(layout)
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     history = []
     with jax.set_mesh(mesh):
         state = experiment.init()
@@ -101,7 +101,7 @@ def trained(layout):
 
 def laid_out(layout):
     """The state's shapes with their layout; nothing is compiled."""
-    experiment = make_experiment(small_config(scan=True), mesh_of(layout))
+    experiment = make_experiment(settings_of(small_config(scan=True)), mesh_of(layout))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         experiment.abstract_state,
@@ -196,7 +196,7 @@ def test_moments_of_small_parameters_stay_whole_and_need_no_exchange(monkeypatch
     config = small_config(scan=False, depth=1)
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        hlo = make_experiment(config, mesh).lower().compile().as_text()
+        hlo = make_experiment(settings_of(config), mesh).lower().compile().as_text()
     results = re.findall(r" = ([^=]*?) all-gather(?:-start)?\(", hlo)
     of_metrics = 1  # the logits, which top_k takes whole
     assert sum(len(re.findall(r"\[", kind)) for kind in results) == of_metrics
@@ -232,7 +232,7 @@ def compile_step(layout, scan, accum_steps=1):
     config.optimizer.accum_steps = accum_steps
     config.global_batch_size, config.data.image_size = 256, 64
     mesh = mesh_of(layout)
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     with jax.set_mesh(mesh):
         step = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_batch)
     return experiment, step.compile()
@@ -266,7 +266,7 @@ def gradients(layout, accum_steps):
     """
     config, mesh = small_config(depth=1), mesh_of(layout)
     config.data.image_size, config.optimizer.accum_steps = 8, accum_steps
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), experiment.abstract_state)
     params = {name: 0.3 * rng.standard_normal(leaf.shape, np.float32)
@@ -277,8 +277,9 @@ def gradients(layout, accum_steps):
     batch["mask"] = jax.device_put(mask, batch["mask"].sharding)
     with jax.set_mesh(mesh):
         state = jax.device_put(state, experiment.shardings)
+        seen = experiment.step_with(watched(experiment.tx))
         step = jax.jit(
-            lambda state, batch: experiment.watched_step(state, batch)[0].opt_state[0],
+            lambda state, batch: seen(state, batch)[0].opt_state[0],
             out_shardings=experiment.shardings.params,
         ).lower(state, batch).compile()  # fmt: skip
         return tree.flatten_names(step(state, batch)), step
@@ -340,9 +341,9 @@ def test_the_step_and_the_norms_of_layers_give_gradients_their_sharding(monkeypa
     mesh = mesh_of("data 2, fsdp 2, tensor 2")
 
     def constraints():
-        experiment = make_experiment(small_config(scan=True), mesh)
+        experiment = make_experiment(settings_of(small_config(scan=True)), mesh)
         with jax.set_mesh(mesh):
-            steps = (experiment.train_step, experiment.layer_norms)
+            steps = (experiment.train_step, layer_norms_program(experiment))
             traced = [step.trace(*experiment.arguments).jaxpr.jaxpr for step in steps]
             return [count_constraints(jaxpr) for jaxpr in traced]
 
@@ -409,7 +410,7 @@ def count_constraints(jaxpr):
 
 def constraints_in_forward(**fields):
     mesh = mesh_of("data 2, fsdp 2, tensor 2")
-    model = make_experiment(small_config(**fields), mesh).model
+    model = make_experiment(settings_of(small_config(**fields)), mesh).model
     images = jax.ShapeDtypeStruct((BATCH, 16, 16, 3), jnp.float32)
     with jax.set_mesh(mesh):
         params = jax.eval_shape(model.init, jax.random.key(0), images)
@@ -440,7 +441,7 @@ def test_the_pooling_head_is_constrained_too():
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_the_backward_pass_keeps_the_constraints(fields):
     mesh = mesh_of("fsdp 8")
-    experiment = make_experiment(small_config(**fields), mesh)
+    experiment = make_experiment(settings_of(small_config(**fields)), mesh)
     with jax.set_mesh(mesh):
         step = jax.make_jaxpr(experiment.train_step)(
             experiment.abstract_state, experiment.abstract_batch

@@ -114,7 +114,7 @@ def test_a_bucket_is_written_and_left_clean(tmp_path, monkeypatch):
         def __fspath__(self):
             return f"mem://{super().__fspath__()}"
 
-    monkeypatch.setattr("vit_jax.run.workdir.check_writable", lambda workdir: None)
+    monkeypatch.setattr("vit_jax.run.setup.workdir.check_writable", lambda workdir: None)
     bucket = Bucket(tmp_path)
     monkeypatch.setattr(Bucket, "write_bytes", lambda s, b: pathlib.Path(str(s)).write_bytes(b))
     monkeypatch.setattr(Bucket, "read_bytes", lambda s: pathlib.Path(str(s)).read_bytes())

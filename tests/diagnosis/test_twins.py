@@ -14,10 +14,10 @@ from vit_jax.base.errors import InputError
 from vit_jax.devices import kernels
 from vit_jax.diagnosis import trace, twins
 from vit_jax.diagnosis.twins import Departure, Twin
-from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.main import main
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.objectives import losses
+from vit_jax.run.watch.layer_norms import norms_by_group
 
 STORED = Twin(
     "supervised ViT",

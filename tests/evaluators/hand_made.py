@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from read_settings import settings_of, splits_of
 from sklearn.datasets import load_digits
 
-from vit_jax.config import base_config, eval_splits
+from vit_jax.config import base_config
 from vit_jax.data import make_source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -48,7 +49,8 @@ def make_inputs(batches, **given):
     number = None if callable(batches) or not batches else batches[0]["image"].shape[-1]
     inputs = types.SimpleNamespace(
         source=lambda key="split": types.SimpleNamespace(num_classes=number),
-        name="own", config=base_config(), folder=None, see=None, image_size=(4, 4), batch_size=4,
+        name="own", settings=settings_of(base_config()), folder=None, see=None,
+        image_size=(4, 4), batch_size=4,
         apply=lambda state, images, method="__call__": state * images,
         batches=batches if callable(batches) else lambda *_, **__: batches,
         mesh=mesh, replicated=NamedSharding(mesh, PartitionSpec()),
@@ -109,9 +111,11 @@ def make_on_digits(entry, model, mesh, **sizes):
     c.evals.own = entry
     sources = {
         key: make_source(name, split=key.split, image_size=(8, 8), **sizes)
-        for key in eval_splits(c, entry).values()
+        for key in splits_of(c, "own").values()
     }
-    return make_evaluators(c, parse_preprocessing(c), model, mesh, sources)["own"]
+    return make_evaluators(
+        settings_of(c), parse_preprocessing(settings_of(c)), model, mesh, sources
+    )["own"]
 
 
 def run_on_digits(entry, mesh, model=PIXELS, params=PROJECTION):

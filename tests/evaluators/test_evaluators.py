@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from hand_made import OF_SPLIT, OF_SPLITS, digit_pixels, make_inputs, run_on_features
+from read_settings import settings_of
 from sklearn import metrics
 from sklearn.datasets import load_digits
 
@@ -29,7 +30,7 @@ from vit_jax.evaluators.linear_probe import LinearProbe
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.metrics import bins
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 
 
 def batch(logits, label, mask=None):
@@ -45,7 +46,7 @@ def batch(logits, label, mask=None):
 def bind(*batches, loss="softmax"):
     config = base_config()
     config.loss.name = loss
-    return Classification(**OF_SPLIT).bind(make_inputs(batches, config=config))
+    return Classification(**OF_SPLIT).bind(make_inputs(batches, settings=settings_of(config)))
 
 
 def run(*batches, loss="softmax"):
@@ -193,7 +194,7 @@ def model_on_mesh():
     c.evals.test.batch_size = 64
     c.evals.larger = classification(split="test", every="1 epochs", batch_size=128)
     mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
-    experiment = make_experiment(c, mesh)
+    experiment = make_experiment(settings_of(c), mesh)
     with jax.set_mesh(mesh):
         params = experiment.init().params
     kernel = params["head"]["kernel"]
@@ -216,7 +217,9 @@ def test_every_digit_counts_once(model_on_mesh, loss_name, monkeypatch, caplog):
     declared = {name: "higher" for name in Classification(**OF_SPLIT).reports() if name != "ece"}
     monkeypatch.setattr(Classification, "reports", lambda self: declared)
     with jax.set_mesh(mesh):
-        evaluators = make_evaluators(config, parse_preprocessing(config), model, mesh, sources)
+        evaluators = make_evaluators(
+            settings_of(config), parse_preprocessing(settings_of(config)), model, mesh, sources
+        )
         results = {name: measure(state) for name, measure in evaluators.items()}
         logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
     logits = np.asarray(logits, np.float64)
@@ -327,12 +330,12 @@ class Several(Odd):
 def test_a_model_that_cannot_serve_an_evaluator_is_refused_by_shapes():
     c = base_config()
     c.evals.test = classification(split="test", every="1 epochs")
-    check_outputs(c, Odd(), (8, 8))
+    check_outputs(settings_of(c).evals, Odd(), (8, 8))
     c.evals.near = knn(train_split="train", test_split="test", every="1 epochs")
     with pytest.raises(InputError, match=r"^evals\.near\.type='knn': needs features \(B, D\)"):
-        check_outputs(c, Odd(), (8, 8))
+        check_outputs(settings_of(c).evals, Odd(), (8, 8))
     c.evals.nearer = c.evals.near
     with at_fault("evals.near.type", "evals.nearer.type"):
-        check_outputs(c, Odd(), (8, 8))
+        check_outputs(settings_of(c).evals, Odd(), (8, 8))
     with pytest.raises(InputError, match=r"Several\.features gives \(1, 8, 8, 3\)"):
-        check_outputs(c, Several(), (8, 8))
+        check_outputs(settings_of(c).evals, Several(), (8, 8))

@@ -26,7 +26,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
 from vit_jax.objectives.losses import as_targets, hits
 from vit_jax.objectives.metrics import Metric, training_metrics
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 
 
 class Brier(Metric):

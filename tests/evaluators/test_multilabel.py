@@ -10,10 +10,11 @@ import hand_made
 import numpy as np
 import pytest
 from PIL import Image
+from read_settings import settings_of, splits_of
 from sklearn.metrics import f1_score
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, eval_splits
+from vit_jax.config import base_config, classification
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.evaluators import make_evaluators
@@ -35,7 +36,7 @@ def run(logits, labels, broken):
     config = base_config()
     config.loss.name = "sigmoid"
     batches = [*hand_made.make_batches(logits, labels, broken)()]
-    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, config=config)
+    return hand_made.run(MultiLabel(**hand_made.OF_SPLIT), batches, settings=settings_of(config))
 
 
 def test_mean_average_precision_of_the_classes_that_are_shown():
@@ -75,8 +76,9 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
              "--config.model.depth=1",
              "--config.loss.class_weights=balanced", f"--workdir={tmp_path / 'run'}"]  # fmt: skip
     assert main(["--config=configs/folder.py:multilabel,debug", *words]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert 0 < rows[-1]["val/mean_ap"] <= 1 and "test/mean_ap" not in rows[-1]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    last = {name: value for line in lines for name, value in json.loads(line).items()}
+    assert 0 < last["val/mean_ap"] <= 1 and "test/mean_ap" not in last
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert list(config["resolved"]["evals"]) == ["val"]
     assert len(config["resolved"]["loss"]["class_weights"].split(",")) == 3
@@ -86,7 +88,7 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
     assert main(["evaluate", f"--workdir={tmp_path / 'run'}", output]) == 0
     assert (tmp_path / "tables/val/classes.csv").read_text().count("\n") == 4
     by_run = json.loads(capsys.readouterr().out)
-    assert by_run["val/mean_ap"] == rows[-1]["val/mean_ap"]
+    assert by_run["val/mean_ap"] == last["val/mean_ap"]
     # Every class above its threshold is predicted.
     predict = ["predict", f"--workdir={tmp_path / 'run'}", "--format=csv", str(tmp_path / "0.png")]
     assert main([*predict, "--thresholds=0"]) == 0
@@ -94,7 +96,9 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
     assert head == ["file", "labels", "probabilities", "error"]
     names, p = row[1].split(";"), [float(x) for x in row[2].split(";")]
     assert sorted(names) == ["ant", "bee", "first"] and p == sorted(p, reverse=True)
-    (tmp_path / "t.csv").write_text(f"class,threshold\n{names[0]},1\n{names[1]},\n{names[2]},0\n")
+    (tmp_path / "t.csv").write_text(
+        f"\ufeffclass,threshold\n{names[0]},1\n{names[1]},\n{names[2]},0\n"
+    )
     for flags, kept in (
         ([], [n for n, x in zip(names, p, strict=True) if x >= 0.5]),
         ([f"--thresholds={tmp_path / 't.csv'}"], names[1 : 2 if p[1] >= 0.5 else 1] + names[2:]),
@@ -127,6 +131,6 @@ def test_evaluators_of_one_label_are_refused():
     c.evals.test = classification(split="test", every="1 epochs")
     source = make_source("digits", split="test", image_size=(8, 8))
     source = dataclasses.replace(source, multi_label=True)
-    sources = dict.fromkeys(eval_splits(c, c.evals.test).values(), source)
+    sources = dict.fromkeys(splits_of(c, "test").values(), source)
     with pytest.raises(InputError, match=r"evals\.test\.type='classification': split has several"):
-        make_evaluators(c, parse_preprocessing(c), None, None, sources)
+        make_evaluators(settings_of(c), parse_preprocessing(settings_of(c)), None, None, sources)

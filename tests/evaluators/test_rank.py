@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 from hand_made import OF_SPLIT, PIXELS, PROJECTION, State, make_batches, run
 from opened import open_all
+from read_settings import settings_of
 
 from vit_jax.config import base_config, knn, linear_probe, rank
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -67,7 +68,9 @@ def test_evaluators_of_a_run_on_images_without_classes(tmp_path):
     c, sources = open_all(c)
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     with jax.set_mesh(mesh):
-        made = make_evaluators(c, parse_preprocessing(c), PIXELS, mesh, sources)
+        made = make_evaluators(
+            settings_of(c), parse_preprocessing(settings_of(c)), PIXELS, mesh, sources
+        )
         found = {name: measure(State(PROJECTION, {})) for name, measure in made.items()}
     assert 0.9 < found["near"]["20nn_top1"] < 1 and 0.8 < found["probe"]["top1"] < 1
     assert 1 < found["own"]["rank"] <= 7 < 18  # evenly spaced

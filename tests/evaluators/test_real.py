@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hand_made import OF_SPLIT, State, make_inputs
 from PIL import Image
+from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey, base_config, real
@@ -74,7 +75,9 @@ def evaluator(root, labels_file, names=None, ops="decode|resize"):
     source = make_source("folder", split="val", data_dir=data_dir, image_size=(8, 8))
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     sources = {SplitKey("folder", "val", data_dir): source}
-    return make_evaluators(c, parse_preprocessing(c), MeanColour(), mesh, sources)["real"]
+    return make_evaluators(
+        settings_of(c), parse_preprocessing(settings_of(c)), MeanColour(), mesh, sources
+    )["real"]
 
 
 @pytest.fixture

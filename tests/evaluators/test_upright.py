@@ -27,13 +27,17 @@ def values(shape):
 
 def upright(folder, stored, orientation, target, file, suffix=".png", exif=True):
     """The target of an image of shape `stored`, and whether it is counted as unsure."""
-    write(folder / "images" / f"picture{suffix}", values((*stored, 3)), orientation)
-    source = make_source("unlabelled", split="all", data_dir=folder / "images", image_size=(4, 4))
-    config = types.SimpleNamespace(data=types.SimpleNamespace(exif=exif))
-    inputs = types.SimpleNamespace(config=config, sources={"split": keep_subset(source, "1")})
-    turning = Upright(inputs)
+    turning = upright_of(folder, stored, orientation, suffix, exif)
     found = turning(target, file, "split", 0)
     return found, bool(turning._unsure)
+
+
+def upright_of(folder, stored, orientation, suffix=".png", exif=True):
+    write(folder / "images" / f"picture{suffix}", values((*stored, 3)), orientation)
+    source = make_source("unlabelled", split="all", data_dir=folder / "images", image_size=(4, 4))
+    settings = types.SimpleNamespace(data=types.SimpleNamespace(exif=exif))
+    inputs = types.SimpleNamespace(settings=settings, sources={"split": keep_subset(source, "1")})
+    return Upright(inputs)
 
 
 def by_pillow(target, orientation):
@@ -67,6 +71,15 @@ def test_shapes_decide(tmp_path, stored, orientation, shape, turned, unsure):
     expected = by_pillow(target, orientation) if turned else target
     np.testing.assert_array_equal(found[0], expected)
     assert found[1] == unsure
+
+
+@pytest.mark.parametrize(("orientation", "shape"), [(6, TALL), (6, WIDE), (3, TALL), (None, TALL)])
+def test_upright_targets_beside_stored_pixels_are_counted(tmp_path, orientation, shape):
+    target = values(shape)
+    turning = upright_of(tmp_path, WIDE, orientation, exif=False)
+    found = turning(target, tmp_path / "t.npy", "split", 0)
+    np.testing.assert_array_equal(found, target)
+    assert len(turning._upright) == ((orientation, shape) == (6, TALL))
 
 
 @pytest.mark.parametrize(("own", "of_image"), [(3, 6), (6, 3), (1, 6), (8, None)])

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from read_settings import make_loss, settings_of
 from short_objective import objective_of
 
 from vit_jax.base import tree
@@ -19,15 +20,14 @@ from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.experiment import experiment
 from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
-from vit_jax.experiment.layer_norms import watched
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, Term
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.supervised import Supervised
+from vit_jax.run.watch.layer_norms import watched
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
@@ -153,7 +153,7 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
     norms, states = [], []
     for chosen in (Exchange(), exchange):
         monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)
-        made = experiment.make_experiment(config, mesh)
+        made = experiment.make_experiment(settings_of(config), mesh)
         rng = np.random.default_rng(0)
         with jax.set_mesh(mesh):
             state = made.init()

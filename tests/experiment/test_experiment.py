@@ -1,5 +1,6 @@
 """From config to experiment: every key takes effect."""
 
+import dataclasses
 import types
 
 import jax
@@ -7,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from read_settings import settings_of, teaching
 
 from vit_jax.base import tree
 from vit_jax.config import base_config
+from vit_jax.config.durations import parse_durations
 from vit_jax.data import make_device_transform, preprocessing
 from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
 from vit_jax.experiment.state import start_from
-from vit_jax.models.forms import unconstrained
+from vit_jax.models import model_of
+from vit_jax.models.block_ops import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
 from vit_jax.transfer.fit import stack_layers, unstack_layers
@@ -71,7 +74,7 @@ def test_every_number_of_a_recipe_reaches_the_update(mesh):
     config.optimizer.name, config.optimizer.momentum = "sgd", 0.8
     config.optimizer.weight_decay, config.optimizer.grad_clip_norm = 0.3, 0.5
     config.schedule.name, config.schedule.warmup = "linear", "1 epochs"  # of 2 steps
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     rates = [0.0, 0.05, 0.1, 0.075]  # peak 0.1, 2 of 6 steps of warm-up
     assert experiment.total_steps == 6
     np.testing.assert_allclose([experiment.schedule(i) for i in range(4)], rates, rtol=1e-6)
@@ -119,8 +122,8 @@ def taught_config():
 def test_a_teacher_is_laid_out_like_parameters():
     """Its values stay the same; its forward pass counts as work."""
     config, mesh = taught_config(), make_mesh(replica=1, data=2, fsdp=2, tensor=2)
-    teachers = read_teachers(config)
-    experiment = make_experiment(config, mesh, teachers=teachers)
+    teachers = read_teachers(*teaching(config))
+    experiment = make_experiment(settings_of(config), mesh, teachers=teachers)
     with jax.set_mesh(mesh):
         frozen = place_teachers(teachers, experiment.abstract_frozen)
         text = str(experiment.lower().compiler_ir().operation)
@@ -132,7 +135,7 @@ def test_a_teacher_is_laid_out_like_parameters():
     kernel = found["0/0/params/encoder/layers/mlp/up/kernel"]
     assert tuple(kernel.sharding.spec) == (None, "fsdp", "tensor")
     assert experiment.num_params == sum(x.size for x in abstract_params(experiment.model).values())
-    supervised = make_experiment(small_config(scan=True, pool="gap", width=16), mesh)
+    supervised = make_experiment(settings_of(small_config(scan=True, pool="gap", width=16)), mesh)
     with jax.set_mesh(mesh):
         assert experiment.flops_per_image > 1.3 * supervised.flops_per_image
 
@@ -140,9 +143,9 @@ def test_a_teacher_is_laid_out_like_parameters():
 @pytest.mark.slow
 def test_eight_devices_learn_from_a_teacher_as_one_does(mesh):
     config = taught_config()
-    teachers, found = read_teachers(config), []
+    teachers, found = read_teachers(*teaching(config)), []
     for where in (mesh, make_mesh(replica=1, data=2, fsdp=2, tensor=2)):
-        experiment = make_experiment(config, where, teachers=teachers)
+        experiment = make_experiment(settings_of(config), where, teachers=teachers)
         with jax.set_mesh(where):
             frozen = place_teachers(teachers, experiment.abstract_frozen)
             batch = {
@@ -157,7 +160,7 @@ def test_eight_devices_learn_from_a_teacher_as_one_does(mesh):
 def test_losses_and_model_fields_are_chosen_by_the_config(mesh):
     config = small_config(pool="gap", scan=True, dtype="bfloat16", head_bias=-10.0)
     config.loss.name = "sigmoid"
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     model = experiment.model
     assert (model.pool, model.scan, model.dtype) == ("gap", True, jnp.dtype("bfloat16"))
     assert (model.num_classes, model.image_size, model.patch_size) == (C, SIZE, (2, 2))
@@ -168,14 +171,14 @@ def test_losses_and_model_fields_are_chosen_by_the_config(mesh):
 
 
 def test_a_fields_default_is_the_familys(mesh):
-    model = make_experiment(small_config(), mesh).model
+    model = make_experiment(settings_of(small_config()), mesh).model
     assert (model.pool, model.scan, model.remat, model.dropout) == ("token", False, "none", 0.0)
 
 
 def test_the_seed_makes_the_state(mesh):
     configs = small_config(), small_config()
     configs[1].seed = 1
-    first, other = (make_experiment(config, mesh) for config in configs)
+    first, other = (make_experiment(settings_of(config), mesh) for config in configs)
     with jax.set_mesh(mesh):
         states = [experiment.init().params for experiment in (first, first, other)]
     jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
@@ -184,7 +187,7 @@ def test_the_seed_makes_the_state(mesh):
 
 
 def test_abstract_arguments_are_those_of_a_step(mesh):
-    experiment = make_experiment(small_config(), mesh)
+    experiment = make_experiment(settings_of(small_config()), mesh)
     with jax.set_mesh(mesh):
         state = experiment.init()
     batch = make_batch(0)
@@ -200,11 +203,11 @@ def test_abstract_arguments_are_those_of_a_step(mesh):
 
 def test_flops_are_counted_without_what_remat_adds(mesh):
     counts = [
-        make_experiment(small_config(remat=remat, scan=scan), mesh).flops_per_image
+        make_experiment(settings_of(small_config(remat=remat, scan=scan)), mesh).flops_per_image
         for remat, scan in (("none", False), ("full", False), ("full", True))
     ]
     assert counts[0] == counts[1] == counts[2]
-    model = make_experiment(small_config(), mesh).model
+    model = make_experiment(settings_of(small_config()), mesh).model
     images = jax.ShapeDtypeStruct((1, *SIZE, 3), jnp.float32)
     with jax.set_mesh(mesh):
         params = jax.eval_shape(model.init, jax.random.key(0), images)
@@ -215,14 +218,14 @@ def test_flops_are_counted_without_what_remat_adds(mesh):
 def test_flops_of_gradients_that_nothing_learns_from_are_not_counted(mesh):
     everything, nothing_below = small_config(), small_config()
     nothing_below.optimizer.freeze = "(?!head/).*"
-    learned, frozen = (make_experiment(c, mesh) for c in (everything, nothing_below))
+    learned, frozen = (make_experiment(settings_of(c), mesh) for c in (everything, nothing_below))
     forward = learned.forward_flops_per_image
     assert frozen.forward_flops_per_image == forward
     assert frozen.flops_per_image == forward + 2 * 8 * C  # of the head's kernel
     assert learned.flops_per_image > 2.5 * forward
     lora = small_config(lora_rank=1)
     lora.optimizer.freeze = "(?!head/|.*lora_).*"
-    assert make_experiment(lora, mesh).flops_per_image < 0.8 * learned.flops_per_image
+    assert make_experiment(settings_of(lora), mesh).flops_per_image < 0.8 * learned.flops_per_image
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_a_faulty_duration_names_its_key():
 
 def random_params(config, mesh):
     """Parameters in which no leaf is zero."""
-    model = make_experiment(config, mesh).model.clone(constrain=unconstrained)
+    model = make_experiment(settings_of(config), mesh).model.clone(constrain=unconstrained)
     rng = np.random.default_rng(0)
     return tree.unflatten_names(
         {name: 0.3 * rng.standard_normal(leaf.shape, np.float32)
@@ -253,7 +256,7 @@ def random_params(config, mesh):
 
 def trained(config, mesh, params):
     """(state, metrics of the last step) after three steps from `params`."""
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     with jax.set_mesh(mesh):
         state = experiment.init()
         start = jax.tree.map(jax.device_put, params, experiment.shardings.params)
@@ -346,20 +349,26 @@ def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chose
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
     config.model.name, config.data.image_size = name, 224
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
-    assert choose_accum_steps(config, mesh, rows) == chosen
+
+    def choose():
+        settings = settings_of(config)
+        model = model_of(settings.model, settings.data)
+        return choose_accum_steps(settings.objective, model, mesh, rows)
+
+    assert choose() == chosen
     with monkeypatch.context() as patch:
         patch.setattr(ViT, "has_batch_statistics", True, raising=False)
-        assert choose_accum_steps(config, mesh, rows) == 1
+        assert choose() == 1
     config.objective.name = "mae"  # hides other patches in other parts of a batch
-    assert choose_accum_steps(config, mesh, rows) == 1
+    assert choose() == 1
 
 
 def test_a_recorded_number_of_parts_changes_only_on_other_devices():
-    config = small_config()
-    config.global_batch_size = 24
+    settings = settings_of(small_config())
+    model = model_of(settings.model, settings.data)
     for ways, number in ((1, 8), (4, 2)):
         mesh = types.SimpleNamespace(shape={axis: 1 for axis in BATCH_AXES} | {"data": ways})
-        assert settle_microbatches(config, mesh, recorded=8) == number
+        assert settle_microbatches(settings.objective, model, 24, mesh, recorded=8) == number
 
 
 @pytest.mark.parametrize(
@@ -387,5 +396,7 @@ def test_images_meet_those_of_other_records_and_streams(
     config.global_batch_size, config.data.num_examples = 64, num_examples
     config.data.order, config.data.streams, config.data.repeats = order, streams, repeats
     config.data.ops = "mixup(0.2)"
-    make_experiment(config, mesh)
+    settings = settings_of(config)
+    data = dataclasses.replace(settings.data, order=order)
+    make_experiment(dataclasses.replace(settings, data=data), mesh)
     assert found == [distance]

@@ -3,7 +3,7 @@
 import pytest
 
 from vit_jax.experiment.finetune_length import bit
-from vit_jax.experiment.recipes import hyper_rule
+from vit_jax.run.setup.recipes import hyper_rule
 
 _SIZE = (300, 400)
 

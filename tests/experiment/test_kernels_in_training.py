@@ -5,13 +5,14 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+from read_settings import settings_of
 
 from vit_jax.config import base_config
 from vit_jax.devices import kernels
-from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.models.forms import PLAIN
+from vit_jax.models.block_ops import PLAIN
 
 pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 
@@ -29,7 +30,7 @@ def small_config():
 
 def losses_of(config, steps):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     rng, losses = np.random.default_rng(0), []
     with jax.set_mesh(mesh):
         state = experiment.init()
@@ -47,15 +48,15 @@ def losses_of(config, steps):
 
 @contextlib.contextmanager
 def with_kernels_of_tpus(monkeypatch):
-    """Choose as on TPU; yields the list of chosen forms."""
+    """Choose as on TPU; yields the list of chosen operations."""
     chosen = []
 
-    def forms_on(platform, model, mesh):
-        chosen.append(tpu_forms(model, mesh))
+    def ops_on(platform, model, mesh):
+        chosen.append(tpu_ops(model, mesh))
         return chosen[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "_forms_on", forms_on)
+        patched.setattr(kernels, "_ops_on", ops_on)
         yield chosen
 
 

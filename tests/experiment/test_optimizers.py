@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from at_fault import at_fault
+from read_settings import make_optimizer, settings_of
 
 from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS, base_config
-from vit_jax.experiment.optimizers import lower_rate, make_config_average, make_optimizer
+from vit_jax.experiment.optimizers import lower_rate, make_average
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
@@ -233,7 +234,7 @@ def test_schedule_free_follows_its_equations(on_spike):
                         freeze=freeze, on_spike=on_spike)  # fmt: skip
     config = base_config()
     config.optimizer.name = "schedule_free"
-    keep_of = make_config_average(config, STEPS)
+    keep_of = make_average(settings_of(config).optimizer, STEPS)
     params = tree.unflatten_names(jax.tree.map(jnp.asarray, PARAMS))
     state, found_x = tx.init(params), params
     x, y, z = ({name: p.astype(np.float64) for name, p in PARAMS.items()} for _ in range(3))

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from read_settings import make_schedule, settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import SCHEDULES, base_config
-from vit_jax.experiment.durations import check_duration, parse_duration
-from vit_jax.experiment.schedules import half_cosine, make_config_schedule, make_schedule
+from vit_jax.config.durations import check_duration, parse_duration
+from vit_jax.experiment.schedules import half_cosine, schedule_of
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,10 @@ def test_a_cosine_may_end_above_zero():
         np.testing.assert_allclose(schedule(step), 0.5 * share, rtol=1e-6)
     c = base_config()
     c.schedule.end_share, c.optimizer.peak_lr = 0.1, 0.5
-    steps = {"duration": 100, "schedule.warmup": 20, "schedule.start": 0, "schedule.cooldown": 0}
-    np.testing.assert_allclose(make_config_schedule(c, steps)(60), 0.275, rtol=1e-6)
+    c.schedule.warmup, c.duration, c.data.num_examples = "20 steps", "100 steps", 1
+    c.global_batch_size, c.model.name, c.data.num_classes = 1, "ViT-Ti/16", 1
+    c.data.name, c.data.image_size = "digits", 16
+    np.testing.assert_allclose(schedule_of(settings_of(c))(60), 0.275, rtol=1e-6)
 
 
 def test_multistep_divides_by_ten_from_each_milestone_on():
@@ -187,9 +190,9 @@ def test_half_a_cosine_has_the_values_of_dino():
         ({"warmup_steps": 101}, "schedule.warmup"),
         ({"cooldown_steps": 81}, "schedule.warmup"),  # and schedule.cooldown
         ({"total_steps": 0, "warmup_steps": 0}, "duration"),
-        ({"milestones": (50, 50)}, "schedule.milestones"),
-        ({"milestones": (20,)}, "schedule.milestones"),
-        ({"milestones": (100,)}, "schedule.milestones"),
+        ({"name": "multistep", "milestones": (50, 50)}, "schedule.milestones"),
+        ({"name": "multistep", "milestones": (20,)}, "schedule.milestones"),
+        ({"name": "multistep", "milestones": (100,)}, "schedule.milestones"),
     ],
 )
 def test_faults_name_the_keys(change, key):

@@ -3,19 +3,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from read_settings import make_loss
 from short_objective import objective_of
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.accumulation import accumulate
-from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.schedules import make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import ObjectiveOutput, RunFacts, Term
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.supervised import Supervised
+from vit_jax.run.watch.layer_norms import make_layer_norms, watched
 
 B = 4
 IMAGES = np.arange(B * 2 * 2 * 3, dtype=np.uint8).reshape(B, 2, 2, 3)

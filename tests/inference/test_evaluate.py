@@ -16,7 +16,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.main import main
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -12,6 +12,7 @@ from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run, open_all
 from PIL import Image
+from read_settings import data_and_evals
 
 from vit_jax import data
 from vit_jax.base.errors import InputError
@@ -23,9 +24,9 @@ from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main
 from vit_jax.run.build import prepare
-from vit_jax.run.sources import open_evaluated
+from vit_jax.run.setup.sources import open_evaluated
+from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 
@@ -78,7 +79,7 @@ def others(images, tmp_path):
 def test_labels_follow_the_names_of_the_model(run, others):
     config = read_config(epath.Path(run))
     config.data.data_dir, config.data.num_classes = str(others(ant="cow")), 3
-    sources = open_evaluated(config, ("cow", "bee", "ant"))
+    sources = open_evaluated(*data_and_evals(config), ("cow", "bee", "ant"))
     (source,) = sources.values()
     labels = {source.record_name(i)[:3]: int(source.read(i)["label"]) for i in range(2)}
     assert labels == {"cow": 0, "bee": 1}
@@ -129,11 +130,11 @@ def test_features_learn_classes_of_their_own(run, others):
     c.evals.unlock()
     del c.evals["val"]
     c.evals.near = knn(train_split="train", test_split="val", every="1 epochs")
-    sources = open_evaluated(c, ("ant", "bee"))
+    sources = open_evaluated(*data_and_evals(c), ("ant", "bee"))
     assert {source.class_names for source in sources.values()} == {("ant", "zebra")}
     c.evals.near.data_dir = "/none"  # of both splits, said once
     with pytest.raises(InputError) as error:
-        open_evaluated(c, ("ant", "bee"))
+        open_evaluated(*data_and_evals(c), ("ant", "bee"))
     assert len(error.value.faults) == 1
 
 
@@ -193,7 +194,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
     assert dict(opened)["train"] > train
     write_workdir(tuned.workdir, tuned.resolved, tuned.train_source, tuned.division)
-    assert read_division(tuned.workdir, config).splits == {
+    assert read_division(tuned.workdir, tuned.settings.data).splits == {
         name: split for split, found in opened for name in found
     }
     gone = sorted(train)[3]

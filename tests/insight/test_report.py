@@ -16,7 +16,7 @@ from etils import epath
 from test_runs import write_run
 
 from vit_jax.base.errors import InputError
-from vit_jax.insight import plots, report, runs
+from vit_jax.insight import charts, plots, report, runs
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -129,7 +129,7 @@ def test_page_is_whole_and_names_are_only_text(page):
 
 
 def test_heading_names_the_study_and_the_runs_beside_it(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(report.plots, "embed", lambda drawn: ([""] * len(drawn), "", ""))
+    monkeypatch.setattr(report.charts, "embed", lambda drawn: ([""] * len(drawn), "", ""))
     single = write_run(tmp_path / "single", [])  # has not logged anything yet
     for workdirs, heading in (
         ([folder / "study"], "study 3 runs of 1 study."),
@@ -160,9 +160,9 @@ def test_accuracies_are_in_percent_and_names_may_hold_line_breaks(tmp_path):
 
 def test_smoothing_is_a_centred_mean():
     values = np.array([1.0, 5.0, 3.0, 7.0, 9.0, 2.0])
-    smoothed = plots.smooth(values, 5)
+    smoothed = charts.smooth(values, 5)
     np.testing.assert_allclose(smoothed, [1, 3, 5, 26 / 5, 6, 2])
-    np.testing.assert_allclose(plots.smooth(np.arange(50.0), 21), np.arange(50.0))
+    np.testing.assert_allclose(charts.smooth(np.arange(50.0), 21), np.arange(50.0))
 
 
 def test_times_by_kind(tmp_path):

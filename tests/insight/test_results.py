@@ -10,6 +10,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from PIL import Image
+from read_settings import settings_of
 from scipy.special import expit
 
 from vit_jax.config import base_config
@@ -155,7 +156,8 @@ def test_examples_are_those_of_the_metrics_without_padding():
              "mask": np.float32([1, 1, 1, 0])}  # fmt: skip
     seen = []
     inputs = types.SimpleNamespace(
-        config=base_config(), apply=lambda state, image: image, batches=lambda: [batch, batch],
+        settings=settings_of(base_config()),
+        apply=lambda state, image: image, batches=lambda: [batch, batch],
         replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]), see=seen.append,
         source=lambda: types.SimpleNamespace(num_classes=3),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import chaos
 import pytest
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.faults import FAULTS, check_places, parse_faults
+from vit_jax.run.watch.faults import FAULTS, check_places, parse_faults
 
 
 def test_every_fault_is_read_as_it_is_written():

@@ -17,7 +17,7 @@ from finished_run import final_state, rows
 from started_job import TERMINATE, Job
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import sections
 from vit_jax.job import processes
 from vit_jax.job.lock import Lock
 from vit_jax.job.processes import (
@@ -27,9 +27,11 @@ from vit_jax.job.processes import (
     check_devices,
     start,
 )
-from vit_jax.run import workdir as run_workdir
-from vit_jax.run.agreement import compare_findings
-from vit_jax.run.workdir import StoredRun, agree_on_run, locked
+from vit_jax.run.setup import workdir as run_workdir
+from vit_jax.run.setup.agreement import compare_findings
+from vit_jax.run.setup.workdir import StoredRun, agree_on_run, locked
+
+JOB = sections.Job()
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
@@ -189,9 +191,9 @@ def test_every_difference_is_told_with_its_processes_everywhere(on_each):
 
 
 def test_weights_that_are_not_the_same_are_told(on_each):
-    config, ours = base_config(), {"head/bias": np.zeros(3, np.float32)}
+    ours = {"head/bias": np.zeros(3, np.float32)}
     theirs = {"head/bias": np.float32([0, 0, 1e-30])}
-    calls = [functools.partial(compare_findings, config, {}, p) for p in (ours, theirs, ours)]
+    calls = [functools.partial(compare_findings, JOB, {}, p) for p in (ours, theirs, ours)]
     for error in on_each(*calls):
         assert isinstance(error, InputError)
         assert re.search("weights read: .* on processes 0, 2; .* on process 1", str(error))
@@ -199,7 +201,7 @@ def test_weights_that_are_not_the_same_are_told(on_each):
 
 def test_weights_that_are_the_same(on_each):
     params = {"head/bias": np.zeros(3, np.float32)}
-    assert on_each(*[lambda: compare_findings(base_config(), {}, params)] * 2) == [None, None]
+    assert on_each(*[lambda: compare_findings(JOB, {}, params)] * 2) == [None, None]
 
 
 def test_what_process_0_finds_is_said_to_all(on_each):
@@ -228,7 +230,7 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     first.release()
 
     def lock(text):
-        with locked(workdir, StoredRun(text), base_config()):
+        with locked(workdir, StoredRun(text), JOB):
             pass
 
     processes.client().values.clear()
@@ -263,7 +265,7 @@ def test_one_workdir_is_seen_by_all_and_left_as_it_was(on_each, tmp_path, exists
         workdir.mkdir()
 
     def lock():
-        with locked(workdir, StoredRun(), base_config()):
+        with locked(workdir, StoredRun(), JOB):
             assert jax.process_index() or (workdir / "held_by.json").exists()
 
     assert on_each(lock, lock) == [None, None]
@@ -274,7 +276,7 @@ def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
     mine, other = (epath.Path(tmp_path) / name for name in ("mine", "other"))
 
     def lock(workdir):
-        with locked(workdir, StoredRun(), base_config()):
+        with locked(workdir, StoredRun(), JOB):
             raise AssertionError
 
     for error in on_each(*(functools.partial(lock, workdir) for workdir in (mine, other))):

@@ -7,11 +7,11 @@ import pytest
 from formulas import SIZES as VIT_SIZES
 from formulas import vit_macs, vit_params
 from numpy_vit import dense, random_params
+from read_settings import make_loss
 
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.transfer.shapes import abstract_params
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from read_settings import settings_of
 from safetensors.numpy import load_file, save_file
 
 import vit_jax
@@ -27,7 +28,7 @@ from vit_jax.models.efficientnet import (
     find_variant,
 )
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.pretrained import Cut
 
 RNG = np.random.default_rng(0)
@@ -191,7 +192,7 @@ def test_eight_devices_have_the_statistics_and_gradients_of_one():
 
 def after_a_step(devices):
     """(loss, state) after a step, half of whose rows are masked."""
-    experiment = make_experiment(make_config(), mesh_of(devices))
+    experiment = make_experiment(settings_of(make_config()), mesh_of(devices))
     rng, high = np.random.default_rng(0), {"id": 16, "image": 256, "label": 8, "mask": 2}
     with jax.set_mesh(mesh_of(devices)):
         batch = {

@@ -18,6 +18,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params, random_variables
+from read_settings import make_optimizer, settings_of
 
 import vit_jax
 from vit_jax.base import tree
@@ -27,7 +28,6 @@ from vit_jax.config import FAMILIES, base_config
 from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model, fields_of, find_family, known_names, token_stride
 from vit_jax.models.contract import about, field_names
@@ -140,7 +140,7 @@ def config_for(name, **model):
 def test_a_step_is_traced_on_a_mesh(name, caplog):
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
     few = {"BiT": {"stages": (1, 2)}, "EfficientNet": TINY}.get(name.partition("-")[0], {})
-    experiment = make_experiment(config_for(name, dtype="bfloat16", **few), mesh)
+    experiment = make_experiment(settings_of(config_for(name, dtype="bfloat16", **few)), mesh)
     with jax.set_mesh(mesh):
         state, _ = experiment.trace().out_info
     assert state.step.shape == ()
@@ -160,7 +160,7 @@ def trained(name, devices):
     mesh = make_mesh(
         replica=1, data=split, fsdp=split, tensor=split, devices=jax.devices()[:devices]
     )
-    experiment = make_experiment(config_for(name, **SMALL[name]), mesh)
+    experiment = make_experiment(settings_of(config_for(name, **SMALL[name])), mesh)
     rng, losses = np.random.default_rng(0), []
     with jax.set_mesh(mesh):
         state = experiment.init()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from vit_jax.models.block_ops import add_bias_on_tpu, add_bias_plainly
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.dropout import drop, most_kept
-from vit_jax.models.forms import add_bias_on_tpu, add_bias_plainly
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
 from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.rotary import turn

@@ -13,9 +13,9 @@ from numpy_vit import float64, random_params
 from vit_jax.base import tree
 from vit_jax.models import dot_product
 from vit_jax.models.attention import Attention
+from vit_jax.models.block_ops import multiply_on_cpu
 from vit_jax.models.dot_product import choose_attention, dot_product_attention
 from vit_jax.models.dropout import draw_kept, threefry_bytes
-from vit_jax.models.forms import multiply_on_cpu
 from vit_jax.models.gelu import GELU
 from vit_jax.models.layers import Encoder, EncoderBlock, MapHead, Mlp
 

@@ -2,17 +2,21 @@
 
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_vit
 import pytest
+from at_fault import at_fault
 from numpy_vit import random_params
 
 from vit_jax.base import tree
+from vit_jax.config import POSITIONS
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
-from vit_jax.models.position import Positions, sincos_2d
+from vit_jax.models.position import PositionEmbedding, RelativePositions, sincos_2d
+from vit_jax.models.rotary import RotaryFields
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 from vit_jax.transfer.shapes import abstract_params
 
@@ -115,7 +119,7 @@ def random_tables(positions):
 def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
     num_patches, k = grid[0] * grid[1], 4
     n = num_patches + num_prefix
-    positions = Positions("relative", grid, num_prefix, num_prefix, k)
+    positions = RelativePositions(grid, num_prefix, num_prefix, k)
     tables = random_tables(positions)
     q = RNG.standard_normal((2, 3, n, k)).astype(np.float32)
     vectors = numpy_vit.relative_vectors(tables, n, num_patches)
@@ -125,7 +129,7 @@ def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
 
 
 def test_tokens_before_the_patches_without_positions_have_no_logits():
-    positions = Positions("relative", (2, 3), 2, 0, 4)
+    positions = RelativePositions((2, 3), 2, 0, 4)
     relative = positions.build(random_tables(positions))
     q = RNG.standard_normal((1, 2, 8, 4)).astype(np.float32)
     logits = np.asarray(relative.logits(q))
@@ -176,7 +180,7 @@ def test_positions_in_bfloat16_are_near(kind, place):
 
 @pytest.mark.parametrize("kind", ["learned_1d", "learned_2d", "relative"])
 def test_tables_start_normal_and_apart(kind):
-    positions = Positions(kind, (12, 12), 1, 1, 64)
+    positions = POSITIONS.find(kind)((12, 12), 1, 1, 64)
     leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(positions.init(jax.random.key(0)))]
     values = np.concatenate(leaves)
     assert values.std() == pytest.approx(0.02, rel=0.05)
@@ -194,7 +198,7 @@ def full_compilation():
 @pytest.mark.usefixtures("full_compilation")
 def test_relative_positions_take_no_memory_for_pairs_of_tokens():
     tokens, width, heads = 1025, 128, 2
-    relative = Positions("relative", (32, 32), 1, 1, width // heads)
+    relative = RelativePositions((32, 32), 1, 1, width // heads)
 
     def temporaries(positions):
         block = EncoderBlock(num_heads=heads, mlp_dim=4 * width, positions=positions)
@@ -215,7 +219,7 @@ def test_relative_positions_take_no_memory_for_pairs_of_tokens():
 def test_remat_keeps_no_logits_of_relative_positions():
     """A product without an axis of images would be kept by "dots"."""
     tokens, width = 65, 16
-    relative = Positions("relative", (8, 8), 1, 1, width // 2)
+    relative = RelativePositions((8, 8), 1, 1, width // 2)
     encoder = Encoder(depth=2, num_heads=2, mlp_dim=32, positions=relative, scan=True, remat="dots")
     x = jax.ShapeDtypeStruct((3, tokens, width), jnp.float32)
     params = jax.eval_shape(encoder.init, jax.random.key(0), x)
@@ -235,3 +239,71 @@ def test_fixed_positions_take_images_of_any_size(place):
     expected = numpy_vit.vit(model, params, images[0])["__call__"]
     found = jax.jit(model.clone(image_size=None).apply)({"params": params}, images)[0]
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+class Turned(PositionEmbedding):
+    """Rotary positions by indices, as a plug-in would have them."""
+
+    collection, acts_on = "", "turns"
+
+    def build(self, tables=None):
+        fields = RotaryFields(rotary="indices")
+        return fields.turns(self.grid, self.num_prefix, 0, self.width // self.num_heads)
+
+
+@flax.struct.dataclass
+class Constant:
+    """The same logit for the first token of all queries, in place of vectors of offsets."""
+
+    value: jax.Array
+
+    def logits(self, q_BHNK):
+        B, H, N, _ = q_BHNK.shape
+        return jnp.zeros((B, H, N, N), q_BHNK.dtype).at[..., 0].set(self.value)
+
+
+class Shut(PositionEmbedding):
+    """Nobody attends to the first token."""
+
+    acts_on = "logits"
+
+    def init(self, key):
+        return jnp.full((), -1e9)
+
+    def build(self, tables=None):
+        return Constant(tables)
+
+
+@pytest.fixture
+def more_positions(monkeypatch):
+    for name, part in {"my_turned": Turned, "my_shut": Shut}.items():
+        monkeypatch.setitem(POSITIONS, name, part)
+
+
+@pytest.mark.usefixtures("more_positions")
+def test_own_positions_turn_or_add_to_logits():
+    def tokens(**fields):
+        model = make(**fields)
+        variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
+        variables["params"].pop("pos_embedding", None)
+        return model, np.asarray(model.apply(variables, IMAGES, method="tokens"))
+
+    _, turned = tokens(pos_embed="my_turned")
+    _, rotary = tokens(pos_embed="none", rotary="indices")
+    np.testing.assert_array_equal(turned, rotary)
+    for place in ("layers", "layers_shared"):
+        model = make(pos_embed="my_shut", pos_embed_at=place)
+        variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
+        apply = lambda v: np.asarray(model.apply(v, IMAGES, method="tokens"))  # noqa: B023, E731
+        before = apply(variables)
+        variables["params"]["class_token"] = jnp.ones_like(variables["params"]["class_token"])
+        np.testing.assert_allclose(apply(variables)[:, 1:], before[:, 1:], atol=1e-6)
+        assert model.why_no_positions and model.attention_shape.relative
+    with at_fault("pos_embed_at"):
+        make(pos_embed="my_shut", pos_embed_at="stem")
+    with at_fault("rotary"):
+        make(pos_embed="my_turned", rotary="indices")
+    with at_fault("pos_embed"):
+        make("Axial-ViT", pos_embed="my_turned")
+    with at_fault("pos_embed"):
+        model.positions((4, 6)).resampled(jnp.zeros(()), (3, 3), None)

@@ -13,7 +13,7 @@ from numpy_vit import random_params
 from vit_jax.base import tree
 from vit_jax.devices.flops import count_flops
 from vit_jax.models import create_model
-from vit_jax.models.forms import BlockOps, multiply_on_cpu
+from vit_jax.models.block_ops import BlockOps, multiply_on_cpu
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 from vit_jax.transfer.shapes import abstract_params
 
@@ -154,8 +154,8 @@ def test_each_layer_with_remat_keeps_as_much_less():
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_computes_again_what_it_does_not_keep(scan, multiply):
     def flops(remat, layers=None):
-        forms = BlockOps(multiply=multiply)
-        model = make(scan=scan, remat=remat, remat_layers=layers, forms=forms)
+        ops = BlockOps(multiply=multiply)
+        model = make(scan=scan, remat=remat, remat_layers=layers, ops=ops)
         params = tree.unflatten_names(abstract_params(model))
         return count_flops(jax.grad(lambda p: loss_and_logits(model, p)[0]), params)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from etils import epath
+from read_settings import settings_of
 from safetensors.numpy import load_file
 
 import vit_jax
@@ -123,7 +124,7 @@ def small_experiment(split):
     c.data.image_size, c.optimizer.peak_lr, c.optimizer.ema_decay = 32, 0.01, 0.9
     devices = jax.devices()[: split**3]
     mesh = make_mesh(replica=1, data=split, fsdp=split, tensor=split, devices=devices)
-    return make_experiment(c, mesh), mesh
+    return make_experiment(settings_of(c), mesh), mesh
 
 
 STATES = ("model_state", "ema_model_state")

@@ -12,22 +12,22 @@ import optax
 import pytest
 from at_fault import at_fault
 from numpy_vit import random_params
+from read_settings import make_loss
 
-from vit_jax.config import OBJECTIVES, base_config
+from vit_jax.config import OBJECTIVES
 from vit_jax.devices.flops import program_flops
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps
 from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.distillation import (
     as_seen_by,
     parse_teachers,
 )
 from vit_jax.objectives.features import parse_features
-from vit_jax.objectives.losses import make_loss
 from vit_jax.run.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
@@ -242,13 +242,23 @@ def test_teachers_and_features_are_parsed():
 @pytest.mark.parametrize("mode", ["hard", "features"])
 def test_classes_with_other_names(mode, caplog):
     """Logits of other classes give a warning; features of other classes no agreement."""
-    config = base_config()
-    config.objective.mode = mode
+    objective = OBJECTIVES.make({"name": "distillation", "teacher": "a", "mode": mode})
     own, other = teacher_of(np.zeros((4, 2))), teacher_of(np.zeros((4, 2)))
     own, other = own._replace(class_names=("a", "b")), other._replace(class_names=("a", "c"))
-    found = compare_classes(config, [own, other], ("a", "b"))
+    found = compare_classes(objective, [own, other], ("a", "b"))
     assert [teacher.same_classes for teacher in found] == [True, mode == "hard"]
     assert ("label 1 is 'b', but output 1 is 'c'" in caplog.text) == (mode == "hard")
+
+
+@pytest.mark.parametrize(("names", "level"), [(("a", "b"), "INFO"), (("1", "2"), "WARNING")])
+def test_classes_that_the_teacher_does_not_name(names, level, caplog):
+    """Only their places can match, which is said; a new teacher has the student's classes."""
+    caplog.set_level("INFO", "vit_jax")
+    of_file = teacher_of(np.zeros((4, 2)))
+    objective = OBJECTIVES.make({"name": "distillation", "teacher": "a"})
+    compare_classes(objective, [of_file, of_file._replace(source="untrained:x")], names)
+    (said,) = caplog.records
+    assert said.levelname == level and f"'{names[0]}' is output 0" in said.getMessage()
 
 
 @pytest.mark.parametrize("image_size", [(12, 16), 8])
@@ -264,7 +274,7 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
         return plain_attention(q, k[:, :num_keys], v[:, :num_keys])
 
     def distance(multiple):
-        padded = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=multiple))
+        padded = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=multiple))
         objective = objective_of(
             padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
         )

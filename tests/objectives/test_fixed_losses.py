@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from read_settings import make_loss
 from scipy.special import expit, log_softmax, softmax
 
 from vit_jax.objectives.distillation import soft_loss
 from vit_jax.objectives.features import cosine_distance, smooth_l1
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.losses import make_loss
-from vit_jax.objectives.self_distillation import cross_entropies, patch_entropies
+from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
 from vit_jax.objectives.sigreg import sigreg
 
 

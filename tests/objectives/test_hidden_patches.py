@@ -15,10 +15,11 @@ from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params
 from PIL import Image
+from read_settings import settings_of
 
 from vit_jax.base import tree
 from vit_jax.config import OBJECTIVES, base_config
-from vit_jax.devices.kernels import has_kernels, tpu_forms
+from vit_jax.devices.kernels import has_kernels, tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
@@ -89,7 +90,7 @@ def golden_mae(norm_pixels):
 
 
 def by_kernels(module):
-    return module.clone(forms=tpu_forms(module, mesh_of(1)))
+    return module.clone(ops=tpu_ops(module, mesh_of(1)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,8 @@ def mesh_of(devices):
 def test_a_step_on_masked_patches_is_traced_on_a_mesh(caplog):
     mesh = mesh_of(8)
     ours, supervised = (
-        make_experiment(config_of(name), mesh) for name in ("masked_patches", "supervised")
+        make_experiment(settings_of(config_of(name)), mesh)
+        for name in ("masked_patches", "supervised")
     )
     with jax.set_mesh(mesh):
         assert 1 < ours.flops_per_image / supervised.flops_per_image < 2  # the head
@@ -235,7 +237,7 @@ def test_every_mesh_takes_the_same_step(name):
     }
     found = []
     for mesh in map(mesh_of, (1, 8)):
-        experiment = make_experiment(config, mesh)
+        experiment = make_experiment(settings_of(config), mesh)
         with jax.set_mesh(mesh):
             placed = {
                 key: jax.device_put(leaf, experiment.abstract_batch[key].sharding)
@@ -246,7 +248,7 @@ def test_every_mesh_takes_the_same_step(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), *found)
     if name == "mae":
         # A quarter of the patches through the same encoder, all through a decoder of half the width
-        supervised = make_experiment(config_of("supervised"), mesh)
+        supervised = make_experiment(settings_of(config_of("supervised")), mesh)
         with jax.set_mesh(mesh):
             assert experiment.flops_per_image < supervised.flops_per_image
 

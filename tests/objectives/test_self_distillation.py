@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from read_settings import settings_of
 
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import load_config
@@ -25,10 +26,9 @@ from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, resize_tokens
 from vit_jax.objectives.patches import row_keys
+from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
 from vit_jax.objectives.self_distillation import (
     SelfDistillation,
-    cross_entropies,
-    patch_entropies,
 )
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -340,14 +340,14 @@ def mesh_of(number, side):
 def test_a_plan_counts_the_flops_of_all_views_and_teachers():
     config, mesh = tiny_dinov2(), mesh_of(1, 1)
     with jax.set_mesh(mesh):
-        experiment = make_experiment(config, mesh)
+        experiment = make_experiment(settings_of(config), mesh)
         assert 0.9 < experiment.flops_per_step / 32 / experiment.flops_per_image < 1.1
         config.optimizer.ema_decay_end = None  # the average would begin with a ramp
         with at_fault("optimizer.ema_decay_end"):
-            make_experiment(config, mesh)
+            make_experiment(settings_of(config), mesh)
         config.optimizer.ema_decay = None
         with at_fault("optimizer.ema_decay"):
-            make_experiment(config, mesh)
+            make_experiment(settings_of(config), mesh)
 
 
 def test_a_batch_without_views_is_refused_by_the_experiment():
@@ -355,7 +355,7 @@ def test_a_batch_without_views_is_refused_by_the_experiment():
     config.data.num_global = config.data.num_local = 0
     config.data.ops = "flip"
     with at_fault("objective.name"):
-        make_experiment(config, mesh)
+        make_experiment(settings_of(config), mesh)
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_every_mesh_gives_what_one_device_gives():
     for number, side in ((1, 1), (8, 2)):
         mesh = mesh_of(number, side)
         with jax.set_mesh(mesh):
-            experiment = make_experiment(config, mesh)
+            experiment = make_experiment(settings_of(config), mesh)
             state, batch = experiment.init(), made_up_batch(experiment, 10)
             for _ in range(2):
                 state, found = experiment.train_step(state, batch)

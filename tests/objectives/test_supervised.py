@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from read_settings import make_loss
 
 from vit_jax.config import LOSSES, base_config
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.objectives.losses import Loss, balanced_weights, hits, make_loss
+from vit_jax.objectives.losses import Loss, balanced_weights, hits
 from vit_jax.objectives.metrics import training_metrics
 from vit_jax.objectives.supervised import Supervised
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from opened import with_known_facts
+from read_settings import settings_of
 
 from vit_jax import planning
 from vit_jax.config import base_config
@@ -49,7 +50,7 @@ def test_flops_are_those_of_the_jaxpr(stored):
     program, mesh = stored
     config = tiny_config(**{"model.scan": True, "model.remat": "dots"})
     with jax.set_mesh(mesh):
-        expected = planned_experiment(config, mesh).flops_per_step
+        expected = planned_experiment(settings_of(config), mesh).flops_per_step
     found = 8 * sum(work.count * sum(work.flops.values()) for work in program.work())
     assert found == pytest.approx(expected, rel=0.01)
 
@@ -132,7 +133,9 @@ def test_peaks_by_dtype():
 def test_plans_for_a_t4_compute_in_float32(caplog):
     target = Target(find_slice("T4:8"), may_compile=False)
     with caplog.at_level(logging.WARNING, "vit_jax"):
-        model = planned_experiment(tiny_config(), plan_mesh(tiny_config(), target)).model
+        model = planned_experiment(
+            settings_of(tiny_config()), plan_mesh(tiny_config(), target)
+        ).model
     assert model.dtype == jnp.float32 and "Tesla T4 computes no bfloat16" in caplog.text
 
 

@@ -14,13 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from opened import with_known_facts
 from PIL import Image
+from read_settings import settings_of
 
 import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.commands import plan as plan_command
-from vit_jax.config import base_config, num_microbatches
+from vit_jax.config import base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -238,8 +239,8 @@ def eight_chips(topology="H100:8", **changes):
     """The experiment on 8 chips, and {(kind, axis): bytes} that a step of it exchanges."""
     config, target = tiny_config(**changes), Target(find_slice(topology))
     mesh = planning.targets.plan_mesh(config, target)
-    experiment = planned_experiment(config, mesh)
-    accum_steps = num_microbatches(config)
+    experiment = planned_experiment(settings_of(config), mesh)
+    accum_steps = settings_of(config).optimizer.accum_steps
     rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
 
@@ -445,7 +446,7 @@ def test_compiler_says_how_much_is_needed(message, needed):
 
 def test_state_and_host_bytes_follow_the_layout():
     mesh = make_mesh(replica=1, data=2, fsdp=4, tensor=1)
-    experiment = make_experiment(tiny_config(), mesh)
+    experiment = make_experiment(settings_of(tiny_config()), mesh)
     kept = plan_figures.state_bytes(experiment)
     whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(experiment.abstract_state.params))
     assert whole / 4 < kept["params"] < whole / 2  # the kernels lie in four parts
@@ -469,7 +470,7 @@ def linear(monkeypatch):
         fsdp = fsdp or 1
         data = 4 // fsdp if data in (None, -1) else data
         images = config.global_batch_size // 4
-        micro = images // num_microbatches(config)
+        micro = images // settings_of(config).optimizer.accum_steps
         temporaries = int(micro * GIB * {"none": 1, "dots": 0.5, "full": 0.25}[remat])
         state = 8 * GIB // fsdp
         peak, capacity = state + temporaries, 15 * GIB
@@ -570,7 +571,7 @@ def test_calculated_plans_count_the_step_that_is_trained(changes):
     config = tiny_config(**{"model.depth": 2} | changes)
     figures = calculated.calculate_plan(config, FOUR)
     mesh = planning.targets.plan_mesh(config, FOUR, planning.targets.describe_devices(FOUR))
-    experiment = make_experiment(config, mesh)
+    experiment = make_experiment(settings_of(config), mesh)
     assert not experiment.model.scan and figures["scan"] is False
     with jax.set_mesh(mesh):
         assert figures["flops"]["counted_per_step"] == experiment.flops_per_step
@@ -730,7 +731,7 @@ def test_a_teacher_needs_memory_and_work():
     plain = calculated.calculate_plan(config, target)
     config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/4"
     taught = calculated.calculate_plan(config, target)
-    (teacher,) = abstract_teachers(config)
+    (teacher,) = abstract_teachers(settings_of(config))
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves(teacher.variables))
     assert plain["memory_bytes"]["teachers"] == 0
     assert taught["memory_bytes"]["teachers"] == weights

@@ -22,9 +22,9 @@ from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.search import choose_layout, find_layouts, rank_layouts
 from vit_jax.planning.targets import DescribedDevice, Target, describe_devices, target_of
-from vit_jax.run.opener import Files
-from vit_jax.run.resolve import continue_run
-from vit_jax.run.workdir import read_run
+from vit_jax.run.setup.opener import Files
+from vit_jax.run.setup.resolve import continue_run
+from vit_jax.run.setup.workdir import read_run
 
 GIB = 2**30
 DEPTH, SIXTEEN = 12, Target(SLICES["v5e:4x4"])

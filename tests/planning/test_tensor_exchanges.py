@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from opened import with_known_facts
+from read_settings import make_loss, settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import OBJECTIVES, base_config
@@ -21,7 +22,6 @@ from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.contract import about
 from vit_jax.models.hybrid import Bottleneck
 from vit_jax.objectives.contract import RunFacts, TokenPass
-from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.exchanges import collective_table
 from vit_jax.planning.hlo import Program
@@ -240,7 +240,9 @@ def test_exchanges_are_those_of_the_objective():
     c.mesh.data, c.mesh.tensor = 4, 2
     config, target = with_known_facts(c), Target(find_slice("H100:8"))
     mesh = plan_mesh(config, target, describe_devices(target))
-    table = collective_table(planned_experiment(config, mesh), mesh.shape, target, 16, 1)
+    table = collective_table(
+        planned_experiment(settings_of(config), mesh), mesh.shape, target, 16, 1
+    )
     # 5 and 17 tokens of 4 bytes, with two sums each of the forward and of the backward pass.
     (sums,) = [row for row in table if row["axes"] == ["tensor"]]
     assert (sums["count"], sums["bytes"]) == (8, 16 * 4 * (5 * 32 + 17 * 16) * 4)

@@ -12,25 +12,26 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import config_json, evaluate_run, open_all
+from read_settings import data_and_evals, decided, settings_of, splits_of
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config import base_config, classification, fewshot, train_split, with_values
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.run.build import compare_value_ranges, prepare
-from vit_jax.run.changes import check_unchanged
-from vit_jax.run.sources import (
+from vit_jax.run.setup.changes import check_unchanged
+from vit_jax.run.setup.sources import (
     check_evaluated_images,
     check_images,
     data_fingerprint,
     open_evaluated,
 )
-from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import read_run
+from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.setup.workdir import read_run
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Pretrained, Spec
 
@@ -64,9 +65,13 @@ def test_another_data_set_may_have_other_classes_where_these_are_learnt():
         ("digits", "train"): 10,
         ("digits", "test"): 10,
     }
-    assert sources[train_split(config)].num_examples == config.data.num_examples == 64
-    assert sources[eval_splits(config, config.evals.few)["test_split"]].num_examples == 360
-    check_images(config, parse_preprocessing(config), sources)
+    assert (
+        sources[train_split(settings_of(config).data)].num_examples
+        == config.data.num_examples
+        == 64
+    )
+    assert sources[splits_of(config, "few")["test_split"]].num_examples == 360
+    check_images(*data_and_evals(config), parse_preprocessing(settings_of(config)), sources)
 
 
 @pytest.mark.parametrize("first", ["few", "test"])
@@ -81,14 +86,18 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config = base_config()
     config.init_from, config.data.mean = "w.safetensors", (0.5, 0.4, 0.5)
     spec = Spec((8, 8), "antialiased", std=(0.5, 0.5, 0.25))
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
     assert "data.mean=(0.5, 0.4, 0.5), but init_from=w.safetensors was trained" in caplog.text
     for key in ("mean=0.5,0.5,0.5", "std=0.5,0.5,0.25"):
         assert f"set --config.data.{key}" in caplog.text
     caplog.clear()
     config.data.mean, config.data.std = spec.mean, spec.std
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
     assert not caplog.records
+    spec = spec._replace(exif=False, pixel_range=(0, 4095))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec))
+    for key in ("exif=false", "pixel_range=0,4095"):
+        assert f"set --config.data.{key}" in caplog.text
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -127,7 +136,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
     config.evals.val.split = "val"
     make_images(tmp_path / "own", *names, "train/ant/1.png")
     with pytest.raises(InputError) as error:
-        open_evaluated(config, ("cat", "dog"))
+        open_evaluated(*data_and_evals(config), ("cat", "dog"))
     own, others = sorted(error.value.faults)
     assert f"data.data_dir='{tmp_path}/other': the classes 'eel' are none of the" in others
     assert f"evals.own.data_dir='{tmp_path}/own': the classes 'ant', 'eel' are" in own
@@ -175,14 +184,16 @@ def test_all_faulty_splits_are_named():
     faulty = few(data_name="digits")
     faulty.train_split, faulty.test_split = "trian", "tset"
     with at_fault("evals.few.test_split", "evals.few.train_split"):
-        open_evaluated(make_config(few=faulty))
+        open_evaluated(*data_and_evals(make_config(few=faulty)))
 
 
 def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with at_fault("evals.few.ops"):
-        sources = open_evaluated(config)
-        check_evaluated_images(config, parse_preprocessing(config), sources)
+        sources = open_evaluated(*data_and_evals(config))
+        check_evaluated_images(
+            *data_and_evals(config), parse_preprocessing(settings_of(config)), sources
+        )
 
 
 def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled():
@@ -191,27 +202,43 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     config, sources = open_all(config)
     config.evals.few.ops = "resize(9)"
     with at_fault("data.ops", "evals.few.ops", "evals.test.ops"):
-        check_images(config, parse_preprocessing(config), sources)
+        check_images(*data_and_evals(config), parse_preprocessing(settings_of(config)), sources)
 
 
 def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     config = make_config()
     config.data.ops, config.global_batch_size = "resize(9)|random_crop(10)|resize", 8
     config, sources = open_all(config)
-    source = sources[train_split(config)]
-    before = data_fingerprint(config, source)
+    source = sources[train_split(settings_of(config).data)]
+    before = data_fingerprint(settings_of(config), source)
     config.data.ops = "resize(9)|random_crop(10, pad=True)|resize"
-    assert data_fingerprint(config, source) != before
+    assert data_fingerprint(settings_of(config), source) != before
+
+
+def test_the_folders_of_a_mixture_may_move_while_a_run_is_stopped(tmp_path):
+    def mixed(**part):
+        part = {"name": "digits", "weight": 0.25, "split": "test"} | part
+        mix = {"data.mix": str([part]), "data.num_examples": None}
+        return decided(with_values(make_config(), mix))
+
+    (tmp_path / "config.json").write_text(config_json(config := mixed(data_dir="old")))
+    run, moved = read_run(epath.Path(tmp_path)), mixed(data_dir="new")
+    check_unchanged(moved, run, tmp_path)
+    source = data.make_source("digits", split="train", image_size=(8, 8))
+    both = settings_of(moved), settings_of(config)
+    assert data_fingerprint(both[0], source) == data_fingerprint(both[1], source)
+    with at_fault("data.mix"):
+        check_unchanged(mixed(weight=0.5), run, tmp_path)
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
-    config = make_config(test=check(ops="resize"), other=check())
+    config = decided(make_config(test=check(ops="resize"), other=check()))
     (tmp_path / "config.json").write_text(config_json(config))
     run = read_run(epath.Path(tmp_path))
     check_unchanged(config, run, tmp_path)
     assert not caplog.records
 
-    changed = make_config(test=check(ops="resize(8)"), new=check())
+    changed = decided(make_config(test=check(ops="resize(8)"), new=check()))
     changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
     check_unchanged(changed, run, tmp_path)
     (record,) = caplog.records
@@ -237,12 +264,12 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
     config = make_config()
     config.global_batch_size, config.duration = 16, "1 steps"
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
-    recorded = prepare(config, tmp_path / "new").config
+    recorded = prepare(config, tmp_path / "new").resolved.config
     assert recorded.optimizer.accum_steps == 1  # of small activations
     for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
         recorded.optimizer.accum_steps = number
         (tmp_path / "config.json").write_text(StoredConfig(config, recorded, {}).to_json())
-        assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
+        assert prepare(config, tmp_path).resolved.config.optimizer.accum_steps == kept
     (tmp_path / "classes.json").write_text("null")
     with at_fault("--workdir"):
         evaluate_run(recorded, tmp_path)  # 8 parts of 2 rows are none of its concern
@@ -275,7 +302,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     (tmp_path / "classes.json").write_text("null")
     (tmp_path / "config.json").write_text(config_json(config))
     with at_fault("--workdir"):
-        evaluate_run(config, tmp_path)
+        evaluate_run(decided(config), tmp_path)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -290,14 +317,14 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
         prepare(config, tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
-    assert prepare(config, tmp_path / "workdir").config.data.streams is None
+    assert prepare(config, tmp_path / "workdir").resolved.config.data.streams is None
 
 
 def test_a_model_is_called_by_its_own_sizes():
     def called(name, **fields):
         config = base_config()
         config.model.update({"name": name} | fields)
-        return describe_model(config)
+        return describe_model(settings_of(config).model)
 
     assert called("ViT-B/16") == "ViT-B/16" and called("R50+ViT-B/16") == "R50+ViT-B/16"
     assert called("ViT-B/16", patch_size=8) == "ViT-B/8"
@@ -320,7 +347,7 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
 
     run = prepare(config, tmp_path / "new", choose)
     assert (run.mesh.shape["data"], run.mesh.shape["fsdp"]) == (2, 4)
-    assert run.config.mesh.fsdp == 4 and config.mesh.fsdp is None
+    assert run.resolved.config.mesh.fsdp == 4 and config.mesh.fsdp is None
     config.auto = False
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
 
@@ -369,10 +396,13 @@ def test_unlabelled_images_get_the_classes_of_the_teacher(golden, tmp_path, mode
         del config.evals[name]
     run = prepare(config, tmp_path / "run")
     teacher = read_pretrained(golden / "hf_vit")
-    assert run.config.data.num_classes == teacher.model.num_classes > 1
-    assert run.sources[train_split(run.config)].class_names == teacher.spec.class_names
+    assert run.resolved.config.data.num_classes == teacher.model.num_classes > 1
+    assert (
+        run.sources[train_split(settings_of(run.resolved.config).data)].class_names
+        == teacher.spec.class_names
+    )
     config.data.num_classes = 7
     with at_fault("data.num_classes"):
         prepare(config, tmp_path / "run")
     config.objective.mode, config.data.num_classes = "features", None
-    assert prepare(config, tmp_path / "run").config.data.num_classes == 1
+    assert prepare(config, tmp_path / "run").resolved.config.data.num_classes == 1

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from read_settings import settings_of
 
 from vit_jax.checkpoints import restore
 from vit_jax.config import base_config, text
@@ -16,8 +17,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
 from vit_jax.main import main
-from vit_jax.run.guards import CorruptDataError, CorruptRecords
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.watch.guards import CorruptDataError, CorruptRecords
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -117,9 +118,9 @@ def test_a_run_stops_above_the_limit_and_goes_on_with_a_higher_one(
 
 def test_the_limit():
     config = base_config()
-    config.global_batch_size, config.data.num_examples = 10, 50
+    config.data.num_examples = 50
     config.data.max_corrupt_fraction = 0.1
-    few = CorruptRecords({"corrupt": 2}, config)
+    few = CorruptRecords({"corrupt": 2}, settings_of(config).data, 10)
     few.count([jnp.float32(1), jnp.float32(2)], 1, None)  # 5 of 10, but the data set has 50
     few.count([], 5, None)
     with pytest.raises(CorruptDataError, match=r"step 5: 6 of 50 .* nothing is saved"):
@@ -129,4 +130,4 @@ def test_the_limit():
         few.count([], 5, 4)
     few.count([], 6, 4)
     config.data.max_corrupt_fraction = 0.0
-    CorruptRecords({}, config).count([], 1, None)
+    CorruptRecords({}, settings_of(config).data, 10).count([], 1, None)

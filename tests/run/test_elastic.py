@@ -26,7 +26,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference import evaluate
-from vit_jax.run import build, loop, opener, train
+from vit_jax.run import build, loop, train
+from vit_jax.run.setup import opener
 
 
 def train_on(workdir, devices, *, until=None, **mesh):
@@ -92,9 +93,9 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
         monkeypatch.setattr(evaluate, "make_mesh", make)
         monkeypatch.setattr(jax, "device_count", lambda: devices)
 
-    def made(config, mesh, *args):
+    def made(settings, mesh, *args):
         found.append((mesh.size, mesh.shape["fsdp"]))
-        return make_experiment(config, mesh, *args)
+        return make_experiment(settings, mesh, *args)
 
     monkeypatch.setattr(evaluate, "make_experiment", made)
     on(8)

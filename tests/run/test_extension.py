@@ -10,19 +10,19 @@ from at_fault import at_fault
 from etils import epath
 from finished_run import rows
 from opened import config_json
+from read_settings import decided, settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import with_values
 from vit_jax.config.stored import StoredConfig, read_asked, read_stored
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.experiment.durations import parse_durations
-from vit_jax.experiment.schedules import half_cosine, make_config_schedule
+from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.main import main
-from vit_jax.run.branch import _with_rule, branch
-from vit_jax.run.changes import check_unchanged, find_other_past
+from vit_jax.run.setup.branch import _with_rule, branch
+from vit_jax.run.setup.changes import check_unchanged, find_other_past
+from vit_jax.run.setup.workdir import read_run
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import read_run
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -35,7 +35,7 @@ def make_config(**overrides):
     pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
     assert not apply_overrides(config, pairs)
     config.data.num_examples, config.data.num_classes = 1437, 10
-    return config
+    return decided(config)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_rsqrt_goes_on_as_it_was_or_as_if_it_had_been():
     later, steps = {"duration": "100 steps"}, np.arange(20, 100)
     before = make_config(schedule__name="rsqrt", schedule__timescale="10 steps")
     was, now, new = (
-        make_config_schedule(config, parse_durations(config))
+        schedule_of(settings_of(config))
         for config in (with_values(before, later), branched(before, 20, "rsqrt", later),
                        branched(make_config(), 20, "rsqrt", later))
     )  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs, cap
     np.testing.assert_allclose(rates, 0.75e-3 * (1 + np.cos(np.pi * since / 10)), rtol=1e-5)
     branch(folder / "new/checkpoints/25", folder / "third", "cooldown")
     config = read_stored(folder / "third").resolved
-    schedule = make_config_schedule(config, parse_durations(config))
+    schedule = schedule_of(settings_of(config))
     np.testing.assert_allclose([schedule(25), schedule(30)], [rates[5], 0])
     asked = read_asked(folder / "new")
     asked.duration = "40 steps"
@@ -225,7 +225,7 @@ def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs, cap
     # The offered command works.
     assert main(["branch", *(word.replace("NEW", f"{folder}/fourth") for word in words)]) == 0
     config = read_stored(folder / "fourth").resolved
-    schedule = make_config_schedule(config, parse_durations(config))
+    schedule = schedule_of(settings_of(config))
     np.testing.assert_allclose([schedule(30), schedule(31), schedule(40)], [0, 1.5e-3, 0])
     says = "a learning rate of 0, which rises to 0.0015 by step 31; to"
     assert says in capsys.readouterr().out

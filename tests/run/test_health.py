@@ -1,5 +1,6 @@
 """Warnings of a collapse, on rows made by hand and in a run."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from finished_run import final_state, rows
+from read_settings import settings_of
 
 from vit_jax import load_pretrained, save_pretrained
 from vit_jax.config import base_config, rank
@@ -19,11 +21,11 @@ from vit_jax.config.text import load_config
 from vit_jax.job.lock import NoLock
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
-from vit_jax.run.guards import Health, Stalls
-from vit_jax.run.ledger import NO_PAST
 from vit_jax.run.record import Record
-from vit_jax.run.spikes import Spikes
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.watch.guards import Health, Stalls
+from vit_jax.run.watch.ledger import NO_PAST
+from vit_jax.run.watch.spikes import Spikes
 from vit_jax.run.writers import MetricWriter
 
 LIMIT = math.log(1000)
@@ -83,9 +85,8 @@ def test_objectives_that_cannot_collapse_are_not_watched():
 
 
 def test_long_waits_are_named_once_until_they_are_over():
-    c = base_config()
-    c.checkpoint.memory_every = "10 steps"
-    stalls = Stalls(c)
+    checkpoint = settings_of(base_config()).checkpoint
+    stalls = Stalls(dataclasses.replace(checkpoint, every=1000, memory_every=10))
 
     def add(wall_s, **seconds):
         return stalls.add({"time/wall_s": wall_s} | {f"time/{k}": v for k, v in seconds.items()})
@@ -103,9 +104,10 @@ def test_long_waits_are_named_once_until_they_are_over():
 def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     c = base_config()
     c.evals.few = rank(split="train", every="1 epochs")
+    c.global_batch_size, c.data.num_examples = 8, 100
     objective = Objective(lambda *_: None, collapse=COLLAPSE)
     run = types.SimpleNamespace(
-        config=c,
+        settings=settings_of(c),
         fingerprint={},
         experiment=types.SimpleNamespace(
             objective=objective, schedule=lambda step: 0.0, flops_per_image=1, total_steps=10_000
@@ -113,7 +115,6 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
         mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
         evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},
     )
-    c.global_batch_size, c.data.num_examples = 8, 100
     silent = types.SimpleNamespace(update=lambda *_: None)
     writer, spikes = MetricWriter("", writes=False), Spikes(run, (), {})
     record = Record(run, 0, {}, 0.0, writer, silent, NoLock(), NO_PAST, spikes)

@@ -9,14 +9,15 @@ import pytest
 from at_fault import at_fault
 
 from vit_jax.base.errors import InputError
-from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
+from vit_jax.models.block_ops import BlockOps, RowKernels
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.models.forms import BlockOps
+from vit_jax.models.fast_block import FastBlock
 from vit_jax.models.kernels import short_attention
-from vit_jax.run.kernel_check import check_kernels
+from vit_jax.run.watch.kernel_check import check_kernels
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
 
@@ -29,7 +30,7 @@ def mesh():
 @pytest.fixture
 def model(mesh):
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES)
-    return model.clone(constrain=constrain, forms=tpu_forms(model, mesh))
+    return model.clone(constrain=constrain, ops=tpu_ops(model, mesh))
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor):
         return plain_attention(q * q.dtype.type(factor), k[:, :num_keys], v[:, :num_keys])
 
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
-    model = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=8))
+    model = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=8))
     with nullcontext() if factor == 1 else at_fault("model.kernels"):
         check_kernels(model, mesh)
 
@@ -62,13 +63,13 @@ def test_the_kernel_of_an_mlp_is_checked(mesh):
         return x + hidden @ down
 
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
-    forms = BlockOps(
+    ops = BlockOps(
         attention_kernel=lambda qkv, *_: qkv[2],
-        find_mlp_kernel=lambda *_: kernel,
+        rows=RowKernels(FastBlock, lambda *_: kernel, lambda _: None),
         token_multiple=8,
     )
     with at_fault("model.kernels"):
-        check_kernels(model.clone(forms=forms), mesh)
+        check_kernels(model.clone(ops=ops), mesh)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import time
 import pytest
 from etils import epath
 
-from vit_jax.run import ledger
+from vit_jax.run.watch import ledger
 
 ROWS = [
     {"step": 5, "time/seconds": 4.0, "time/wall_s": 9.0, "time/restart_s": 1.0,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from vit_jax import data
-from vit_jax.checkpoints.checksums import checksum
 from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.run.build import prepare
-from vit_jax.run.validation import validate
-from vit_jax.run.watchers import watched_step
+from vit_jax.run.setup.validation import validate
+from vit_jax.run.watch.replay import inputs_program, replay_program
+from vit_jax.run.watch.watchers import watched_step
 
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 # With these, unlike 0.5, the end of the transform rounds.
@@ -91,7 +91,8 @@ def test_the_program_of_a_replay_does_not_make_what_it_moves(tmp_path):
     run = prepare_run(tmp_path)
     e, turned = run.experiment, jax.ShapeDtypeStruct((), bool)
     with jax.set_mesh(run.mesh):
-        made = jax.eval_shape(e.inputs, *e.arguments)
-        program = e.replay(digest=checksum).trace(e.abstract_state, *made, turned).jaxpr.jaxpr
+        made = jax.eval_shape(inputs_program(e, run.mesh), *e.arguments)
+        traced = replay_program(e, run.mesh).trace(e.abstract_state, *made, turned)
+        program = traced.jaxpr.jaxpr
     (by_place,) = [eqn for eqn in program.eqns if eqn.primitive.name == "shard_map"]
     assert {*by_place.invars} <= {*program.invars, *program.constvars}

@@ -11,23 +11,24 @@ from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
 from PIL import Image
+from read_settings import model_fields
 
 import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, model_fields, with_values
+from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
 from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify
-from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
-from vit_jax.run.resolve import Opener, freeze_layers, resolve, take_fields
+from vit_jax.run.setup import workdir as workdir_module
+from vit_jax.run.setup.resolve import Opener, freeze_layers, resolve, take_fields
+from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.setup.workdir import StoredRun, write_workdir
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import StoredRun, write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec
@@ -79,13 +80,16 @@ def make(folder, source, words="ViT-mu/8,folder", **overrides):
 @pytest.mark.slow
 def test_one_command_takes_everything_from_the_source(folder, source, tmp_path):
     run = prepare(make(folder, source), tmp_path / "run")
-    model = {key: value for key, value in run.config.model.items() if value is not None}
+    model = {key: value for key, value in run.resolved.config.model.items() if value is not None}
     assert model == {"name": "ViT-mu/8", "dtype": "float32", "kernels": "auto", **FIELDS}
-    assert run.config.data.image_size == 16
-    assert (run.config.data.mean, run.config.data.std) == (SPEC.mean, SPEC.std)
-    length = {k: run.config[k] for k in ("duration", "global_batch_size")}
+    assert run.resolved.config.data.image_size == 16
+    assert (run.resolved.config.data.mean, run.resolved.config.data.std) == (SPEC.mean, SPEC.std)
+    length = {k: run.resolved.config[k] for k in ("duration", "global_batch_size")}
     assert length == {"duration": "500 steps", "global_batch_size": 64}
-    assert (run.config.schedule.warmup, run.config.optimizer.peak_lr) == ("100 steps", 0.003)
+    assert (run.resolved.config.schedule.warmup, run.resolved.config.optimizer.peak_lr) == (
+        "100 steps",
+        0.003,
+    )
     assert run.experiment.num_trained == run.experiment.num_params
     expected = read_pretrained(source)
     assert run.initial_params.keys() == {n for n in expected.params if not n.startswith("head/")}
@@ -96,11 +100,11 @@ def test_the_user_decides_what_he_sets(folder, source, tmp_path):
     """Also where that is the default."""
     given = make(folder, source, schedule__warmup="0 steps")
     by_user = ("schedule.warmup", "data.mean")
-    config = prepare(given, tmp_path, by_user=by_user).config
+    config = prepare(given, tmp_path, by_user=by_user).resolved.config
     assert config.schedule.warmup == "0 steps" and config.data.mean == given.data.mean
     keys = {"data__image_size": 24, "duration": "3 epochs", "optimizer__peak_lr": 0.1}
     keys |= {"data__mean": "0.1,0.2,0.3"}
-    config = prepare(make(folder, source, **keys), tmp_path).config
+    config = prepare(make(folder, source, **keys), tmp_path).resolved.config
     assert (config.data.image_size, config.data.mean) == (24, (0.1, 0.2, 0.3))
     assert (config.duration, config.optimizer.peak_lr) == ("3 epochs", 0.1)
     assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
@@ -142,7 +146,10 @@ def test_a_run_without_a_name_resumes_without_its_source(folder, source, tmp_pat
     asked.init_from, stored = "gone", read_stored(tmp_path)
     stored.asked.init_from = stored.resolved.init_from = "gone"
     before = StoredRun(stored=stored, saved_steps=(1,))
-    assert prepare(asked, tmp_path, before=before).config.to_dict() == stored.resolved.to_dict()
+    assert (
+        prepare(asked, tmp_path, before=before).resolved.config.to_dict()
+        == stored.resolved.to_dict()
+    )
 
 
 def test_what_the_sources_model_lacks_is_refused(folder, golden, tmp_path):
@@ -158,7 +165,7 @@ def test_sizes_that_no_name_has_are_set_by_flags(folder, golden, tmp_path):
     for field, size in sizes.items():
         assert f"--config.model.{field}={size}" in str(error.value)
     sizes = {f"model__{field}": size for field, size in sizes.items()}
-    config = prepare(make(folder, golden / "hf_vit", **sizes), tmp_path).config
+    config = prepare(make(folder, golden / "hf_vit", **sizes), tmp_path).resolved.config
     assert (config.model.gelu, config.model.norm_eps, config.data.image_size) == (
         "exact",
         1e-12,
@@ -189,9 +196,10 @@ def test_a_run_of_the_same_name_gives_its_sizes():
 
 
 def test_a_grey_source_gives_its_channels_and_value_range():
-    """Unless the user sets them, also to the default."""
+    """And how it reads files; unless the user sets them, also to the default."""
     model = create_model("ViT-mu/8", 3, 16, channels=1)
-    pretrained = Pretrained("run", model, {}, Spec((16, 16), "", (0.5,), (0.25,), channels=1))
+    spec = Spec((16, 16), "", (0.5,), (0.25,), channels=1, pixel_range=(0, 4095), exif=False)
+    pretrained = Pretrained("run", model, {}, spec)
     asked = load_config("finetune:folder")
     asked.init_from, asked.data.data_dir, asked.data.num_examples = "run", "IMAGES", 500
 
@@ -199,11 +207,11 @@ def test_a_grey_source_gives_its_channels_and_value_range():
         def weights(self, config):
             return take_fields(config, pretrained)
 
-    keys = ("data.channels", "data.mean", "data.std")
+    keys = ("data.channels", "data.mean", "data.std", "data.pixel_range", "data.exif")
     for by_user, decided in (
-        ((), (1, (0.5,), (0.25,))),
-        (("data.channels",), (3, (0.5,), (0.25,))),
-        (("data.std",), (1, (0.5,), (0.5, 0.5, 0.5))),
+        ((), (1, (0.5,), (0.25,), (0, 4095), False)),
+        (("data.channels",), (3, (0.5,), (0.25,), (0, 4095), False)),
+        (("data.std", "data.exif"), (1, (0.5,), (0.5, 0.5, 0.5), (0, 4095), True)),
     ):
         found = resolve(asked, Grey(), by_user=by_user)
         assert tuple(flatten(found.config)[key] for key in keys) == decided
@@ -352,10 +360,10 @@ def test_a_resumed_run_compares_what_was_decided(folder, source, tmp_path):
     keys = {"duration": "3 steps", "global_batch_size": 8}
     run = prepare(make(folder, source, **keys), tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
-    again = prepare(make(folder, source, **keys), tmp_path).config
-    assert again.to_dict() == run.config.to_dict()
-    said = make(folder, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
-    assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
+    again = prepare(make(folder, source, **keys), tmp_path).resolved.config
+    assert again.to_dict() == run.resolved.config.to_dict()
+    said = make(folder, source, **keys, optimizer__peak_lr=run.resolved.config.optimizer.peak_lr)
+    assert prepare(said, tmp_path).resolved.config.to_dict() == run.resolved.config.to_dict()
     with at_fault("optimizer.peak_lr"):
         prepare(make(folder, source, **keys, optimizer__peak_lr=0.1), tmp_path)
     with at_fault("model.pool"):
@@ -368,8 +376,8 @@ def test_config_json_says_who_decided_each_key(folder, source, tmp_path):
     run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
     write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     stored = read_stored(epath.Path(tmp_path))
-    assert stored.asked == asked and stored.resolved == run.config
-    assert stored.decided_by.keys() == flatten(run.config).keys()
+    assert stored.asked == asked and stored.resolved == run.resolved.config
+    assert stored.decided_by.keys() == flatten(run.resolved.config).keys()
     expected = {
         "duration": "user", "init_from": "user", "data.name": "recipe", "seed": "default",
         "model.pool": "source", "data.mean": "source", "data.num_classes": "data",
@@ -412,7 +420,7 @@ def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
     shutil.copy(more / "cat/0.png", more / "cat/new.png")
     asked.data.data_dir = str(more)
     again = prepare(asked, tmp_path, before=StoredRun(saved_steps=(1,)))
-    assert again.config.data.image_size == 16 and not again.division
+    assert again.resolved.config.data.image_size == 16 and not again.division
     assert again.train_source.fingerprint == run.train_source.fingerprint
 
 

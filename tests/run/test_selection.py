@@ -14,6 +14,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import open_all
+from read_settings import settings_of
 
 import vit_jax
 from vit_jax.base.errors import InputError
@@ -25,13 +26,18 @@ from vit_jax.evaluators.metric_names import check_metrics, find_best, find_direc
 from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection
-from vit_jax.run.sources import find_absent
+from vit_jax.run.setup.sources import find_absent
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+
+
+def check(config):
+    config, sources = open_all(config)
+    check_metrics(settings_of(config), sources)
 
 
 def make_config(**overrides):
@@ -68,10 +74,10 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
         prepare(config, tmp_path)
     config.stop.metric = "test/accuracy/a loss"  # of a class
     with at_fault("stop.metric"):
-        check_metrics(*open_all(config))
+        check(config)
     config.evals.test.by_class = True
-    check_metrics(*open_all(config))
-    assert find_direction(config, "test/accuracy/a loss") == "higher"
+    check(config)
+    assert find_direction(settings_of(config).evals, "test/accuracy/a loss") == "higher"
 
 
 @pytest.mark.parametrize("end", ["", "_raw"])
@@ -85,14 +91,14 @@ def test_metrics_that_the_data_rule_out_are_refused_and_not_suggested(tmp_path, 
     assert not apply_overrides(config, [("evals.near", "knn"), ("optimizer.ema_decay", "0.9")])
     config.checkpoint.keep_best, config.stop.metric = f"val/top5{end}", f"near/100nn_top1{end}"
     with at_fault("checkpoint.keep_best", "stop.metric") as error:
-        check_metrics(*open_all(config))
+        check(config)
     of_top5, of_neighbours = error.value.faults
     assert of_top5.endswith(
         f"needs more than 5 classes; the data have 4; did you mean val/top1{end}?"
     )
     assert re.search(r"train_split has \d+ images; did you mean near/[12]0nn_top1", of_neighbours)
     config.checkpoint.keep_best = config.stop.metric = "val/top1"
-    check_metrics(*open_all(config))
+    check(config)
 
 
 @pytest.fixture
@@ -104,14 +110,14 @@ def declare(monkeypatch):
 def test_an_evaluator_declares_which_values_are_better(declare, caplog):
     config = make_config(stop__metric="test/distance", checkpoint__keep_best="test/lossless")
     declare({"distance": "lower", "lossless": "higher"})
-    check_metrics(*open_all(config))
-    assert [find_direction(config, m) for m in ("test/distance", "test/lossless")] == [
-        "lower", "higher",
-    ]  # fmt: skip
+    check(config)
+    evals = settings_of(config).evals
+    assert find_direction(evals, "test/distance") == "lower"
+    assert find_direction(evals, "test/lossless") == "higher"
     assert not caplog.records
     declare({"distance": "down"})
     with pytest.raises(AssertionError, match=r"evals\.test declares .*'distance': 'down'"):
-        check_metrics(*open_all(config))
+        check(config)
 
 
 @pytest.mark.parametrize(("name", "better"), [("error", "lower"), ("ece_raw", "lower"),
@@ -119,13 +125,13 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
 def test_without_declared_metrics_the_name_decides(name, better, declare, caplog):
     config = make_config(stop__metric=f"test/{name}")
     declare(None)
-    check_metrics(*open_all(config))
-    assert find_direction(config, f"test/{name}") == better
+    check(config)
+    assert find_direction(settings_of(config).evals, f"test/{name}") == better
     assert f"does not declare its metrics; assuming that the {better} value" in caplog.text
 
 
 def test_a_metric_that_the_evaluator_does_not_give():
-    found = Selection(make_config(stop__metric="test/top2"), {})
+    found = Selection(settings_of(make_config(stop__metric="test/top2")), {})
     found.add(5, {"other/top1": 0.5})
     with at_fault("stop.metric"):
         found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
@@ -158,18 +164,18 @@ def test_a_run_is_evaluated_on_images_without_its_optional_split(tmp_path, caplo
         k.split for k in sources
     }
     run.data.data_dir = str(tmp_path / "b")
-    assert [*find_absent(run, training=False)] == ["evals.test"]
+    assert [*find_absent(settings_of(run), training=False)] == ["evals.test"]
     assert f"evals.test: left out, as {tmp_path / 'b'} has no split 'test'" in caplog.text
     run.stop.metric = "test/top1"  # nothing waits for it now
-    assert [*find_absent(run, training=False)] == ["evals.test"]
+    assert [*find_absent(settings_of(run), training=False)] == ["evals.test"]
     del run.evals["val"]
     with at_fault("evals.test"):
-        find_absent(run, training=False)
+        find_absent(settings_of(run), training=False)
 
 
 def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     config = make_config(stop__metric="test/loss", stop__patience="1")
-    run = types.SimpleNamespace(config=config, evaluators={})
+    run = types.SimpleNamespace(settings=settings_of(config), evaluators={})
     monkeypatch.setattr(
         selection.processes, "say_to_all", lambda *_: {"stop.metric": {"5": 1.0, "10": 1.5}}
     )
@@ -346,7 +352,7 @@ def test_what_decides_is_saved_in_the_store_and_in_memory(place, monkeypatch):
     saved = []
     store = types.SimpleNamespace(save=lambda step, state, meta: saved.append(meta))
     record = types.SimpleNamespace(saved=8, saving=lambda step: contextlib.nullcontext({"a": 1}))
-    found = Selection(make_config(stop__metric="test/top1"), {"stop.metric": {5: 0.5}})
+    found = Selection(settings_of(make_config(stop__metric="test/top1")), {"stop.metric": {5: 0.5}})
     parts = dict.fromkeys(field.name for field in dataclasses.fields(loop.Loop))
     parts |= {"run": types.SimpleNamespace(mesh=None), "selection": found, "record": record}
     opened, due = loop.Loop(**parts | {place: store}), types.SimpleNamespace(step=10)

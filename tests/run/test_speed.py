@@ -6,8 +6,8 @@ import time
 import pytest
 from fake_clock import FakeClock
 
-from vit_jax.run.ledger import Past
-from vit_jax.run.speed import Results, Throughput
+from vit_jax.run.watch.ledger import Past
+from vit_jax.run.watch.speed import Results, Throughput
 
 
 def make_throughput(clock, **fields):

@@ -14,22 +14,24 @@ import pytest
 from etils import epath
 from finished_run import final_state, rows
 from PIL import Image
+from read_settings import settings_of
 
 from vit_jax.checkpoints.history import read_history
+from vit_jax.config import Settings
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.experiment.durations import parse_durations
-from vit_jax.experiment.row_losses import make_row_losses
-from vit_jax.experiment.schedules import make_config_schedule
+from vit_jax.experiment.schedules import schedule_of
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.patches import row_keys
-from vit_jax.run import ledger, loop, spikes
-from vit_jax.run.branch import branch
-from vit_jax.run.guards import NonFiniteError
+from vit_jax.run import loop
+from vit_jax.run.setup.branch import branch
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.watch import ledger, spikes
+from vit_jax.run.watch.guards import NonFiniteError
+from vit_jax.run.watch.row_losses import make_row_losses
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
@@ -48,7 +50,7 @@ def poisoned(loss, step=POISONED):
     """In the place of `compile_step`: the update of a batch with one record is `loss`."""
 
     def compiled(run):
-        size = run.config.global_batch_size
+        size = run.settings.run.global_batch_size
         record = int(np.asarray(run.order(np.arange(step * size - 1, step * size)))[0])
 
         @jax.jit
@@ -88,8 +90,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
     step, state = final_state(whole)
     assert step == state["step"] == 40 and np.isfinite(state["params/head/bias"]).all()
     rates = {row["step"]: row["train/lr"] for row in rows(whole) if "train/lr" in row}
-    config = make_config(rule)
-    plain = make_config_schedule(config, parse_durations(config))
+    plain = schedule_of(Settings.read(read_stored(whole).resolved))
     lowered = 0.5 if rule == "lower" else 1.0
     assert rates[25] == pytest.approx(float(plain(24)))
     assert rates[30] == pytest.approx(lowered * float(plain(29)))
@@ -107,7 +108,7 @@ def test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed(
 
     branch(whole / "checkpoints/30", tmp_path / "branch", "constant")
     now = read_stored(tmp_path / "branch").resolved
-    first = lowered * float(make_config_schedule(now, parse_durations(now))(30))
+    first = lowered * float(schedule_of(settings_of(now))(30))
     assert first == pytest.approx(now.optimizer.peak_lr) == pytest.approx(rates[30])
     assert now.schedule.lowered == lowered
 
@@ -191,7 +192,7 @@ def test_losses_by_row_are_those_of_the_step(accum_steps):
 
 def test_spikes_that_follow_each_other_end_the_run():
     class Run:
-        config = make_config("skip")
+        settings = settings_of(make_config("skip"))
         workdir = epath.Path("runs/a")
 
     found = spikes.Spikes(Run, (), {})

@@ -1,7 +1,7 @@
 """The steps at which a run logs, evaluates and saves."""
 
 from vit_jax import config as config_lib
-from vit_jax.experiment.durations import parse_durations
+from vit_jax.config.durations import parse_durations
 from vit_jax.run.build import Timetable
 
 

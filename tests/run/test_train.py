@@ -17,6 +17,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
+from read_settings import settings_of, teaching
 from sklearn.datasets import load_digits
 
 from vit_jax import data, load_pretrained
@@ -29,13 +30,14 @@ from vit_jax.devices.mesh import start_backend
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
-from vit_jax.run import ledger, loop, record, speed, writers
-from vit_jax.run import workdir as workdir_module
+from vit_jax.run import loop, record, writers
 from vit_jax.run.build import prepare
-from vit_jax.run.guards import NonFiniteError, check_finite
+from vit_jax.run.setup import workdir as workdir_module
+from vit_jax.run.setup.workdir import clone_state
 from vit_jax.run.teachers import compare_classes, read_teachers
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import clone_state
+from vit_jax.run.watch import ledger, speed
+from vit_jax.run.watch.guards import NonFiniteError, check_finite
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -282,7 +284,7 @@ def test_an_error_of_one_process_of_several_keeps_its_lock(monkeypatch, tmp_path
     lock = types.SimpleNamespace(keep=lambda: said.append("kept"))
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
-        config=make_config(),
+        settings=settings_of(make_config()),
         timetable=types.SimpleNamespace(keep_every=None),
     )
     with pytest.raises(type(error)), loop.open_checkpoints(run, None, lock):
@@ -391,7 +393,8 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
     )
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
-        config=make_config(),
+        settings=settings_of(make_config()),
+        resolved=types.SimpleNamespace(config=make_config()),
         evaluators=dict.fromkeys(("few", "few_more", "knn")),
         callbacks=[lambda *args: told.append(args)],
     )
@@ -465,7 +468,7 @@ def test_a_relative_workdir(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--workdir=runs/w"]) == 0
     model, variables = load_pretrained("runs/w", num_classes=3)
     assert model.apply(variables, np.zeros((1, 8, 8, 3), np.float32)).shape == (1, 3)
-    assert prepare(make_config(init_from="runs/w"), "tuned").config.init_from == "runs/w"
+    assert prepare(make_config(init_from="runs/w"), "tuned").resolved.config.init_from == "runs/w"
     (tmp_path / "runs/w/summary.json").unlink()
     capsys.readouterr()
     assert main(flags) == 0
@@ -563,10 +566,13 @@ def test_a_run_learns_from_a_teacher(optional, averaged, finished, tmp_path):
     assert recorded["source"] == str(teacher) and len(recorded["digest"]) == 64
 
     config = copy.deepcopy(optional)
-    other = [teacher._replace(class_names=tuple("1023456789")) for teacher in read_teachers(config)]
+    other = [
+        teacher._replace(class_names=tuple("1023456789"))
+        for teacher in read_teachers(*teaching(config))
+    ]
     with at_fault("objective.teacher"):
         config.objective.mode = "hard"
-        compare_classes(config, other, tuple("0123456789"))
+        compare_classes(settings_of(config).objective, other, tuple("0123456789"))
     config.objective.mode = "features"
     changed = json.dumps([recorded | {"digest": "0"}])
     (workdir / "teachers.json").write_text(changed)

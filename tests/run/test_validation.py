@@ -15,7 +15,7 @@ from vit_jax.config import FAMILIES, base_config, classification, fewshot
 from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.run.validation import find_faults, validate
+from vit_jax.run.setup.validation import find_faults, validate
 
 
 def make_config():

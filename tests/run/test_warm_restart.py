@@ -19,9 +19,9 @@ from started_job import ROOT
 from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.run import build
-from vit_jax.run.guards import CorruptDataError
+from vit_jax.run.setup.workdir import run_name
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.workdir import run_name
+from vit_jax.run.watch.guards import CorruptDataError
 
 WORDS = (
     "--config=configs/quickstart.py:debug", "--config.duration=200 steps",

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from vit_jax.config import base_config
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.writers import MetricWriter
 
 wandb = pytest.importorskip("wandb", reason="the optional package wandb is not installed")

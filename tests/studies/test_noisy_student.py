@@ -24,7 +24,7 @@ from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target
 from vit_jax.run.build import prepare
-from vit_jax.run.validation import find_faults
+from vit_jax.run.setup.validation import find_faults
 from vit_jax.studies import planned, running
 from vit_jax.studies.engine import Found
 from vit_jax.transfer import read_pretrained
@@ -206,7 +206,7 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
         prepare(student, tmp_path / "student")
     student.data.soft_labels, student.data.classes = True, tuple(range(10))
     run = prepare(student, tmp_path / "student")
-    assert run.config.data.num_examples == 1437 + source.num_examples
+    assert run.resolved.config.data.num_examples == 1437 + source.num_examples
     assert run.experiment.abstract_batch["label"].shape == (32, 10)
 
 

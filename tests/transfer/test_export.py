@@ -31,7 +31,7 @@ from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.run.build import prepare
-from vit_jax.run.workdir import write_workdir
+from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size
 from vit_jax.transfer.pretrained import Cut, ops_for, ops_of_cut
@@ -203,6 +203,19 @@ def test_of_any_size_it_stays(golden, tmp_path):
     assert read_pretrained(tmp_path / "model.npz").model == source.model
     with pytest.raises(InputError, match=r"images of any size; choose .*--image_size"):
         export_lib.export(source, tmp_path / "bit.stablehlo", "stablehlo")
+
+
+def test_the_card_says_how_files_become_pixels_where_that_is_unusual(golden, tmp_path):
+    pretrained = read_pretrained(golden / "hf_vit")
+    usual = vit_jax.export(pretrained, tmp_path / "usual", "hf")
+    spec = pretrained.spec._replace(pixel_range=(100, 4095), exif=False)
+    other = vit_jax.export(pretrained._replace(spec=spec), tmp_path / "other", "hf")
+    stated = {"pixel_range": (100, 4095), "exif": False}
+    assert other["preprocessing"] == usual["preprocessing"] | stated
+    lines = (tmp_path / "other/README.md").read_text().splitlines()
+    further = [line for line in lines if line.startswith("- Files")]
+    assert "255 (value - 100) / (4095 - 100)" in further[0] and "EXIF" in further[1]
+    assert "- Files" not in (tmp_path / "usual/README.md").read_text()
 
 
 def test_outputs_that_a_folder_cannot_have(golden, tmp_path, capsys):

@@ -168,7 +168,7 @@ def test_fine_tuning_starts_from_the_hub(hub, tmp_path):
     overrides += [("init_from", "hf:org/vit"), ("data.data_dir", str(tmp_path / "own"))]
     assert apply_overrides(config, overrides) == []
     run = prepare(config, tmp_path / "run")
-    assert (run.config.data.image_size, run.config.model.gelu) == (32, "exact")
+    assert (run.resolved.config.data.image_size, run.resolved.config.model.gelu) == (32, "exact")
     assert "embedding/kernel" in run.initial_params and "head/kernel" not in run.initial_params
     assert fetched(hub) == ["config.json", "model.safetensors"]
 

@@ -41,7 +41,7 @@ def make(kind, place, family="ViT", **fields):
 
 def expected_table(name, table, prefix, convention):
     if name.endswith("pos_embedding"):
-        return resample_grid(table, OLD, NEW, prefix=prefix, convention=convention)
+        return resample_grid(table, OLD, NEW, convention=convention)
     if name.endswith("/rows"):
         return resample_axis(table, OLD[0], NEW[0], convention=convention)
     if name.endswith("/columns"):
@@ -50,7 +50,7 @@ def expected_table(name, table, prefix, convention):
         return resample_offsets(table, OLD, NEW, convention=convention)
     if name.endswith(("to_patches", "from_patches")):
         return np.stack([
-            resample_grid(row[None], OLD, NEW, prefix=0, convention=convention)[0] for row in table
+            resample_grid(row[None], OLD, NEW, convention=convention)[0] for row in table
         ])  # fmt: skip
     return table
 

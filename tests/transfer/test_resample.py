@@ -27,7 +27,7 @@ def random_grid(grid, prefix=0):
 
 
 def resample(pos_embedding, old, new, convention, prefix=0):
-    out = resample_grid(pos_embedding, old, new, prefix=prefix, convention=convention)
+    out = resample_grid(pos_embedding, old, new, convention=convention)
     assert out.dtype == np.float32
     assert out.shape == (1, prefix + new[0] * new[1], WIDTH)
     return out

@@ -50,8 +50,8 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import step
     from vit_jax.planning.search import choose_layout
-    from vit_jax.run.opener import Tables, check_mesh
-    from vit_jax.run.resolve import resolve
+    from vit_jax.run.setup.opener import Tables, check_mesh
+    from vit_jax.run.setup.resolve import resolve
 
     mesh = check_mesh(config)
     config = resolve(config, Tables(mesh)).config
@@ -64,8 +64,8 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
 def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import inference
-    from vit_jax.run.opener import Tables
-    from vit_jax.run.resolve import resolve
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
 
     return inference.measure_inference(resolve(config, Tables()).config, num_rounds=flags.repeat)
 
@@ -74,8 +74,8 @@ def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
     """Run `benchmarks.inference.plan_inference` for a chip of `target_slice`."""
     from vit_jax.diagnosis.benchmarks import inference
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.run.opener import Tables
-    from vit_jax.run.resolve import resolve
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
 
     target = Target(target_slice)
     start_planning(target)

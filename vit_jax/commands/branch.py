@@ -33,7 +33,7 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("init_from", "workdir", "rule"), example)
     from vit_jax.devices.mesh import start_backend
     from vit_jax.run import terminal
-    from vit_jax.run.branch import branch
+    from vit_jax.run.setup.branch import branch
 
     terminal.log_to_console(quiet=flags.quiet)
     start_backend("cpu")

@@ -37,7 +37,7 @@ from vit_jax.commands.flags import (
 from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
-from vit_jax.run.validation import check_evaluates_any, load_run
+from vit_jax.run.setup.validation import check_evaluates_any, load_run
 
 logger = logging.getLogger("vit_jax")
 

@@ -101,7 +101,7 @@ def load_valid_config(flags: argparse.Namespace, *, of_run: bool = False) -> "Co
     from vit_jax.config import REQUIRED
     from vit_jax.config.stored import read_asked
     from vit_jax.config.text import apply_overrides
-    from vit_jax.run.validation import load_named, validate
+    from vit_jax.run.setup.validation import load_named, validate
 
     if of_run:
         workdir = files.absolute(flags.workdir)
@@ -123,7 +123,7 @@ def is_run(workdir: str | None) -> bool:
     if not workdir:
         return False
     from vit_jax.base import files
-    from vit_jax.run.workdir import check_store
+    from vit_jax.run.setup.workdir import check_store
 
     check_store(files.absolute(workdir))
     return (files.absolute(workdir) / "config.json").exists()

@@ -84,8 +84,8 @@ def _in_force(flags: argparse.Namespace) -> dict[str, Row]:
     from vit_jax.config import base_config, declared_keys, flatten, values_in_force
     from vit_jax.config.stored import read_stored
     from vit_jax.config.text import apply_overrides
-    from vit_jax.run.resolve import Opener, continue_run, find_open
-    from vit_jax.run.validation import load_named
+    from vit_jax.run.setup.resolve import Opener, continue_run, find_open
+    from vit_jax.run.setup.validation import load_named
 
     by_user, stored = [key for key, _ in flags.overrides], None
     if flags.workdir is not None:
@@ -126,7 +126,7 @@ def _of_parts() -> tuple[dict[str, str], _Declared]:
 def _row(key: str, value: Any, by: str, declared: "Key") -> Row:
     from vit_jax.config import FREE_ON_RESUME
     from vit_jax.config.registries import REGISTRIES
-    from vit_jax.run.changes import KEYS_OF_THE_END
+    from vit_jax.run.setup.changes import KEYS_OF_THE_END
 
     resume = "past" if key in KEYS_OF_THE_END else "yes" if key.startswith(FREE_ON_RESUME) else "no"
     value = "required" if value is ... else value

@@ -35,12 +35,12 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import transfer
     from vit_jax.base.errors import InputError
-    from vit_jax.config import weights_source
+    from vit_jax.config import Settings
     from vit_jax.devices.mesh import start_backend
     from vit_jax.inference.pseudo_labels import label
     from vit_jax.run import terminal
 
-    teacher = weights_source(config)
+    teacher = Settings.read_open(config)[0].run.weights_source
     if teacher is None:
         raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)

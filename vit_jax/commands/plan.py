@@ -69,8 +69,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.planning.search import find_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
-    from vit_jax.run.opener import Tables
-    from vit_jax.run.resolve import resolve
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     config = resolve(config, Tables()).config
@@ -115,9 +115,9 @@ def plan(
       InputError: a ValueError that names the key or the argument.
     """
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.run.opener import Tables
-    from vit_jax.run.resolve import resolve
-    from vit_jax.run.validation import load_config, validate
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
+    from vit_jax.run.setup.validation import load_config, validate
 
     target = Target(_find_slice(topology, num_slices), num_slices, may_compile=may_compile)
     config = load_config(config, overrides)

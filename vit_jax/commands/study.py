@@ -117,7 +117,7 @@ def study(
     Raises:
       InputError: a ValueError that lists all faults; or the first run was rejected.
     """
-    from vit_jax.run.validation import as_pairs
+    from vit_jax.run.setup.validation import as_pairs
     from vit_jax.studies.running import conduct_study
 
     flags = argparse.Namespace(
@@ -167,7 +167,7 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
 
-    from vit_jax.run.workdir import check_writable
+    from vit_jax.run.setup.workdir import check_writable
     from vit_jax.studies import running
     from vit_jax.studies.engine import Study
 

@@ -51,7 +51,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.checkpoints import restore
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.planning.search import choose_layout
-    from vit_jax.run import guards, loop, terminal, train
+    from vit_jax.run import loop, terminal, train
+    from vit_jax.run.watch import guards
 
     console = Console(stderr=True) if flags.quiet else terminal.CONSOLE
     terminal.log_to_console(console, quiet=flags.quiet)
@@ -116,8 +117,8 @@ def train(
     from vit_jax.data.arrays import give
     from vit_jax.devices.mesh import start_backend
     from vit_jax.planning.search import choose_layout
+    from vit_jax.run.setup.validation import load_config, validate
     from vit_jax.run.train import train_and_evaluate
-    from vit_jax.run.validation import load_config, validate
 
     limit_arenas()
     if config is None:

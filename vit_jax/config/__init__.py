@@ -22,10 +22,7 @@ from vit_jax.config.base import (
     default_config,
     eval_splits,
     flatten,
-    has_average,
     image_hw,
-    model_fields,
-    num_microbatches,
     own_keys,
     own_split,
     refuse_words,
@@ -33,7 +30,6 @@ from vit_jax.config.base import (
     step_range,
     train_split,
     values_in_force,
-    weights_source,
     with_values,
 )
 from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
@@ -45,11 +41,13 @@ from vit_jax.config.registries import (
     OBJECTIVES,
     OPS,
     OPTIMIZERS,
+    POSITIONS,
     SCHEDULES,
     SOURCES,
     STUDIES,
 )
 from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
+from vit_jax.config.settings import Settings
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
     changed_evals,
@@ -68,6 +66,7 @@ __all__ = [
     "OBJECTIVES",
     "OPS",
     "OPTIMIZERS",
+    "POSITIONS",
     "POSITIVE",
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",
@@ -80,6 +79,7 @@ __all__ = [
     "Key",
     "Part",
     "Section",
+    "Settings",
     "SplitEvaluator",
     "SplitKey",
     "Subset",
@@ -92,11 +92,8 @@ __all__ = [
     "default_config",
     "eval_splits",
     "flatten",
-    "has_average",
     "image_hw",
     "key",
-    "model_fields",
-    "num_microbatches",
     "own_keys",
     "own_split",
     "refuse_words",
@@ -105,7 +102,6 @@ __all__ = [
     "step_range",
     "train_split",
     "values_in_force",
-    "weights_source",
     "with_values",
 ]
 

@@ -15,13 +15,11 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins as plugins_lib
-from vit_jax.config.evals import EVALUATORS
+from vit_jax.config.evals import EVALUATORS, Evaluator
 from vit_jax.config.node import Node, flatten
-from vit_jax.config.parts import Key, add_keys
-from vit_jax.config.registries import OPTIMIZERS, REGISTRIES, SOURCES
-from vit_jax.config.sections import SECTIONS
-
-LARGEST_SIDE = 65535  # pixels, as in JPEG files
+from vit_jax.config.parts import LARGEST_SIDE, Key, add_keys, as_pair
+from vit_jax.config.registries import REGISTRIES, SOURCES
+from vit_jax.config.sections import SECTIONS, Data
 
 # Keys that change the speed and the memory of a step, and its result only by rounding.
 LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.remat_layers")
@@ -153,40 +151,35 @@ class SplitKey(NamedTuple):
     subset: Subset | None = None
 
 
-def weights_source(config: Mapping[str, Any]) -> str | None:
-    """Source of the initial weights; None: random weights."""
-    return None if config["init_from"] == "scratch" else config["init_from"]
-
-
-def train_split(config: ConfigDict) -> SplitKey:
+def train_split(data: Data) -> SplitKey:
     """Key of the training data: a split, or the mixture that starts with it."""
-    split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
-    return own_split(config)._replace(split=split)
+    split = data.split + (f" + {data.mix}" if data.mix else "")
+    return own_split(data)._replace(split=split)
 
 
-def own_split(config: ConfigDict) -> SplitKey:
+def own_split(data: Data) -> SplitKey:
     """Key of the split of `data.name` that is trained on, without `data.mix`."""
-    d = config.data
+    d = data
     part = None if d.subset is None else Subset(d.subset, d.subset_balanced, d.subset_seed)
     return SplitKey(d.name, d.split, d.data_dir, d.classes, part)
 
 
-def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
-    """{key: split} for the keys of an entry of `evals` that hold splits; without the "?" of an
-    optional split.
+def eval_splits(data: Data, entry: Evaluator) -> dict[str, SplitKey]:
+    """{key: split} for the keys of an evaluator that hold splits; without the "?" of an optional
+    split.
 
     `data.classes` applies to the training data set, and to evaluators that use the model's classes;
     the key `classes` of an entry replaces it.
     """
-    d = config.data
-    name = d.name if entry.data_name is None else entry.data_name
-    data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
-    own = (name, data_dir) == (d.name, d.data_dir) or SOURCES.find(name).is_made
-    classes = d.classes if own or not EVALUATORS.find(entry.type).learns_classes else None
-    if entry.get("classes") is not None:
-        classes = entry.classes
-    keys = sorted(key for key in entry if key.endswith("split"))
-    return {key: SplitKey(name, entry[key].removesuffix("?"), data_dir, classes) for key in keys}
+    name = data.name if entry.data_name is None else entry.data_name
+    data_dir = data.data_dir if entry.data_dir is None else entry.data_dir
+    own = (name, data_dir) == (data.name, data.data_dir) or SOURCES.find(name).is_made
+    classes = getattr(entry, "classes", None)
+    if classes is None and (own or not entry.learns_classes):
+        classes = data.classes
+    splits = {key: getattr(entry, key) for key in sorted(entry.declared()) if key.endswith("split")}
+    return {key: SplitKey(name, split.removesuffix("?"), data_dir, classes)
+            for key, split in splits.items()}  # fmt: skip
 
 
 def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
@@ -235,17 +228,12 @@ def image_hw(size: int | Sequence[int] | None, key: str = "image_size") -> tuple
     Raises:
       InputError: if it is neither.
     """
-    pair = (size, size) if isinstance(size, int) else size
-    if not (
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in pair)
-    ):
+    pair = as_pair(size)
+    if pair is None:
         raise InputError(
             f"{key}={size!r}: needs a positive int or a pair of them, up to {LARGEST_SIDE}"
         )
-    height, width = pair
-    return height, width
+    return pair
 
 
 def step_range(text: str, key: str) -> range:
@@ -258,19 +246,3 @@ def step_range(text: str, key: str) -> range:
     if match is None or not int(match[1]) < int(match[2]):
         raise InputError(f"{key}={text!r}: needs two steps, the smaller first, e.g. 10:15")
     return range(int(match[1]), int(match[2]))
-
-
-def model_fields(config: ConfigDict) -> dict[str, Any]:
-    """Keyword arguments for `create_model` that `config.model` sets."""
-    return {k: v for k, v in config.model.items() if k not in ("name", "kernels") and v is not None}
-
-
-def has_average(config: ConfigDict) -> bool:
-    """Whether a run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
-    o = config.optimizer
-    return o.ema_decay is not None or OPTIMIZERS.find(o.name).averages
-
-
-def num_microbatches(config: ConfigDict) -> int:
-    """`optimizer.accum_steps`; 1 while it is not chosen."""
-    return 1 if config.optimizer.accum_steps is None else config.optimizer.accum_steps

@@ -1,17 +1,12 @@
-"""Checks of a config's keys: all present, of the right type, accepted by the selected part."""
+"""Checks that a config has all keys, and those that must be set; `Settings` checks the values."""
 
 from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config.base import declared_keys, default_config, flatten
+from vit_jax.base.errors import InputError, nearest
+from vit_jax.config.base import default_config, flatten
 from vit_jax.config.evals import EVALUATORS
-from vit_jax.config.parts import find_wrong
-from vit_jax.config.registries import FAMILIES, REGISTRIES
-
-LARGEST_BATCH = 2**24  # images; the largest of published runs have 2**20
-_LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
 
 
 def find_unset(config: ConfigDict, required: Sequence[str]) -> list[str]:
@@ -54,29 +49,3 @@ def find_misshapen(config: ConfigDict) -> list[str]:
         else:
             faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
     return faults
-
-
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check that all numbers can be computed with, and the keys that no other room checks."""
-    from_scratch = "" if config.init_fields == "source" else ", or --config.init_from=scratch"
-    faults.need(
-        config.init_from != "",
-        "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name of "
-        f"published weights){from_scratch}",
-    )
-    faults += find_wrong(declared_keys(config), flatten(config))
-    for registry in REGISTRIES:
-        if registry is not FAMILIES and config[registry.section].name is not None:
-            faults.check(registry.make, config[registry.section])
-    faults.need(
-        config.init_fields != "source" or config.init_from not in (None, "scratch"),
-        f"init_fields='source': init_from={config.init_from!r} has no fields; give "
-        "--config.init_from=SOURCE, or train from scratch with --config.init_fields=config and "
-        "--config.data.image_size=...",
-    )
-    for key, value in flatten(config).items():
-        values = value if isinstance(value, tuple) else (value,)
-        for number in (v for v in values if type(v) in _LARGEST):
-            most = _LARGEST[type(number)]
-            holds = abs(number) <= most  # false for NaN
-            faults.need(holds, f"{key}={value}: needs a finite number, up to {most:.3g}")

@@ -30,10 +30,11 @@ class Evaluator(Part):
       them or needs none; all others need data with the model's classes.
     output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
+    measures_rank: whether it measures the rank of the features, by which a collapse is seen.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
-    every: str = key(
+    every: int = key(
         ..., "duration between two evaluations; the last step has one too", form="interval"
     )
     ops: str = key(
@@ -49,6 +50,7 @@ class Evaluator(Part):
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
     shows_images: ClassVar[bool] = False
+    measures_rank: ClassVar[bool] = False
 
     def reports(self) -> Mapping[str, Better] | None:
         """The metrics that it may report, and which of their values are better.
@@ -157,24 +159,18 @@ def entry_like(kind: str, config: ConfigDict, entries: Iterable[ConfigDict]) -> 
     return entry.lock()
 
 
-def evaluator_of(config: ConfigDict, name: str) -> Evaluator:
-    """The evaluator of the entry `name`; raises InputError with all faults of its keys."""
-    return EVALUATORS.make(config.evals[name], f"evals.{name}.")
-
-
 def learning_kinds() -> list[str]:
     """Kinds of entries that need features of the model and no classes."""
     found = {kind: EVALUATORS.find(kind) for kind in EVALUATORS}
     return [k for k, e in found.items() if e.learns_classes and e.output == "features"]
 
 
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check the names of the entries of `evals`, and each entry by its evaluator."""
-    for name in config.evals:
+def check_names(names: Iterable[str], faults: Faults) -> None:
+    """Check the names of the entries of `evals`."""
+    for name in names:
         taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
         faults.need(
             not taken,
             f"evals.{name}: choose a name of letters, digits and _, other than train and time, "
             "which name the run's own metrics",
         )
-        faults.check(evaluator_of, config, name)

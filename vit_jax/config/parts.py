@@ -17,8 +17,8 @@ import importlib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -27,10 +27,16 @@ from vit_jax.base.errors import InputError, collect_faults, nearest
 
 P = TypeVar("P", bound="Part")
 
+LARGEST_SIDE = 65535  # pixels, as in JPEG files
+_LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
+InSteps = Callable[[str, str], int]  # (duration, its key) -> steps; an interval has at least one
 
 _SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
          object: "int or pair", "duration": "steps, epochs, examples or % of the run",
          "interval": "steps, epochs, examples or % of the run"}  # fmt: skip
+
+
+DURATIONS = ("duration", "interval", "length", "list")  # forms of a key
 
 
 class Key(typing.NamedTuple):
@@ -45,6 +51,7 @@ class Key(typing.NamedTuple):
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
       "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
+    decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
     """
 
@@ -55,6 +62,7 @@ class Key(typing.NamedTuple):
     choices: tuple[str, ...]
     form: str
     before: Any
+    decided: bool
     item: type | None
 
     def describe(self) -> str:
@@ -66,6 +74,8 @@ class Key(typing.NamedTuple):
         """What `value` needs, of the right type or None; None: nothing."""
         if value is None:
             return None
+        if self.kind is object and as_pair(value) is None:
+            return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}"
         if self.form == "regex":
             try:
                 re.compile(value)
@@ -79,7 +89,23 @@ class Key(typing.NamedTuple):
             return f"needs items of type {self.item.__name__}"  # type: ignore[union-attr]
         if self.within and not (numbers and all(_lies_in(n, self.within) for n in numbers)):
             return f"needs {'numbers' if self.kind is tuple else 'a number'} in {self.within}"
+        for number in (n for n in numbers if type(n) in _LARGEST):
+            most = _LARGEST[type(number)]
+            if not abs(number) <= most:  # also of NaN
+                return f"needs a finite number, up to {most:.3g}"
         return None
+
+    def read(self, value: Any, name: str, in_steps: InSteps | None) -> Any:
+        """`value` as rooms take it: a size as a pair, and by `in_steps` a duration as steps."""
+        if value is None:
+            return None
+        if self.kind is object:
+            return as_pair(value) or value
+        if in_steps is None or self.form not in DURATIONS:
+            return value
+        if self.form == "list":
+            return tuple(in_steps(text.strip(), name) for text in value.split(",") if value)
+        return max(in_steps(value, name), self.form != "duration")
 
 
 def _lies_in(number: float, interval: str) -> bool:
@@ -88,13 +114,32 @@ def _lies_in(number: float, interval: str) -> bool:
     return from_low and (number <= high if interval[-1] == "]" else number < high)
 
 
+def as_pair(size: Any) -> tuple[int, int] | None:
+    """(height, width) of a size given as int or pair; None if it is neither."""
+    pair = (size, size) if isinstance(size, int) else size
+    if not (
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in pair)
+    ):
+        return None
+    height, width = pair
+    return height, width
+
+
 def key(
     default: Any, meaning: str, *,
     within: str = "", choices: Sequence[str] = (), form: str = "", before: Any = ...,
+    decided: bool = False,
 ) -> Any:  # fmt: skip
     """Declare a key as a field of a `Section` or `Part`; see `Key` for the arguments."""
-    about = {"meaning": meaning, "within": within, "choices": tuple(choices), "form": form}
-    about["before"] = before
+    about: dict[str, Any] = {
+        "meaning": meaning,
+        "within": within,
+        "choices": tuple(choices),
+        "form": form,
+    }
+    about |= {"before": before, "decided": decided}
     if default is ...:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -114,7 +159,53 @@ class Section:
         """{name: declaration}, in the order of the fields."""
         hints = typing.get_type_hints(cls)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type] # every subclass is a dataclass
-        return {field.name: _declared(field, hints[field.name], field.metadata) for field in fields}
+        return {f.name: _declared(f, hints[f.name], f.metadata) for f in fields if f.name != "own"}
+
+    def check(self) -> list[str]:
+        """Faults of several keys together, each starting with its key, without the section."""
+        return []
+
+    @classmethod
+    def read(
+        cls, values: Mapping[str, Any], in_steps: InSteps | None = None
+    ) -> tuple[Self, list[str]]:
+        """The section with `values`, and their faults, each starting with its key.
+
+        A key that is None or missing has its default. Sizes become pairs, and durations steps. A
+        value in fault stays as it is.
+
+        Args:
+          values: by key; those of other keys are left out.
+          in_steps: converts durations; None: the config is open, and they stay as they are.
+        """
+        known = cls.declared()
+        given = {k: values[k] for k in known if k in values and values[k] is not None}
+        given |= {k: None for k in known if known[k].default is ... and k not in given}
+        section = cls(**given)
+        faults = find_wrong(known, given) or section.check()
+        read = {
+            name: declared.read(getattr(section, name), name, None if faults else in_steps)
+            for name, declared in known.items()
+        }
+        return dataclasses.replace(section, **read), faults  # type: ignore[type-var]
+
+
+class OpenSection(Section):
+    """A section whose other keys belong to what its name selects, or to several such.
+
+    own: {key: value} for those that are set.
+    """
+
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @classmethod
+    def read(
+        cls, values: Mapping[str, Any], in_steps: InSteps | None = None
+    ) -> tuple[Self, list[str]]:
+        """As `Section.read`; `own` holds the other values."""
+        section, faults = super().read(values, in_steps)
+        own = {k: v for k, v in values.items() if k not in cls.declared() and v is not None}
+        return dataclasses.replace(section, own=own), faults
 
 
 _KINDS = (bool, int, float, str, tuple, object)
@@ -127,6 +218,8 @@ def _declared(field: dataclasses.Field, hint: Any, about: Mapping[str, Any]) -> 
     if kind not in _KINDS:
         raise TypeError(f"{field.name}: {hint} is no type of a key")
     default = ... if field.default is dataclasses.MISSING else field.default
+    if about["form"] in DURATIONS:
+        kind, item = str, None  # in a config; `Section.read` gives steps
     return Key(kind, default, **about, item=item)
 
 
@@ -164,17 +257,10 @@ def keys_of_fields(module: Any) -> dict[str, Key]:
 
 
 class Part(Section):
-    """A choice of a config, made by `Registry.make`. A subclass adds what binds it to a run."""
+    """A choice of a config, made by `Registry.make`. A subclass adds what binds it to a run.
 
-    def check(self) -> list[str]:
-        """Faults of several keys together, each starting with its key, without the section."""
-        return []
-
-
-def find_faults(part: Section) -> list[str]:
-    """All faults of the values of a part, each starting with its key."""
-    values = {name: getattr(part, name) for name in part.declared()}
-    return find_wrong(part.declared(), values) or (part.check() if isinstance(part, Part) else [])
+    It has the keys of its section too, if it derives from it.
+    """
 
 
 def find_wrong(keys: Mapping[str, Key], values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -213,6 +299,10 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
             super().__setitem__(name, found)
         return found
 
+    def name_of(self, part: P) -> str:
+        """The name by which a config selects `part`."""
+        return next(name for name in self if self.find(name) is type(part))
+
     def __setitem__(self, name: str, part: "type[P] | str") -> None:
         """Add a part; raises InputError if another one has its name."""
         there = self.get(name)
@@ -220,10 +310,15 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
             raise InputError(f"{self.selector}={name!r}: exists; give your part another name")
         super().__setitem__(name, part)
 
-    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> P:
+    def make(
+        self, values: Mapping[str, Any], prefix: str | None = None, in_steps: InSteps | None = None
+    ) -> P:
         """The part that `values` select, with those of its keys that are set.
 
-        `prefix`: before the keys in errors; None: the section of the registry.
+        Args:
+          values: those of the section.
+          prefix: before the keys in errors; None: the section of the registry.
+          in_steps: as for `Section.read`.
 
         Raises:
           InputError: with all faults: no such part, a key of another part, a value out of range.
@@ -232,27 +327,25 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         name, common = values[self._leaf], self.common.declared()
         part = self.find(name)
         known = part.declared()
-        own = {
-            k: v for k, v in values.items()
-            if v is not None and k != self._leaf and (k in known or k not in common)
-        }  # fmt: skip
+        own = {k for k in values if values[k] is not None and k not in (self._leaf, *common)}
         collect_faults([
-            f"{prefix}{k}={v!r}: {name} has no such key; set it to None"
-            for k, v in own.items()
-            if k not in known
+            f"{prefix}{k}={values[k]!r}: {name} has no such key; set it to None"
+            for k in values
+            if k in own and k not in known
         ])  # fmt: skip
         collect_faults([
             f"{prefix}{k}: {name} needs it; set --config.{prefix}{k}=..."
             for k, declared in known.items()
-            if declared.default is ... and k not in own
+            if declared.default is ... and values.get(k) is None
         ])  # fmt: skip
-        made = part(**own)
-        collect_faults([f"{prefix}{fault}" for fault in find_faults(made)])
+        made, faults = part.read(values, in_steps)
+        collect_faults([f"{prefix}{fault}" for fault in faults])
         return made
 
     def keys_of(self, part: type[P]) -> dict[str, Key]:
-        """{key: declaration} of a part."""
-        return part.declared()
+        """{key: declaration} of a part, without those of its section."""
+        common = self.common.declared()
+        return {k: d for k, d in part.declared().items() if d != common.get(k)}
 
     def chosen_keys(self, name: str | None) -> dict[str, Key]:
         """`keys_of` the part called `name`; no keys if there is none."""

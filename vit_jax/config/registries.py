@@ -9,7 +9,7 @@ from typing import Any
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import sections
-from vit_jax.config.parts import Key, Registry, Section, keys_of_fields
+from vit_jax.config.parts import Key, Part, Registry, keys_of_fields
 
 OBJECTIVES: Registry[Any] = Registry(
     "objective.name",
@@ -35,7 +35,7 @@ LOSSES: Registry[Any] = Registry(
 
 METRICS: Registry[Any] = Registry(
     "metrics",
-    Section,
+    Part,
     {
         "top1": "vit_jax.objectives.metrics:Top1",
         "top5": "vit_jax.objectives.metrics:Top5",
@@ -94,9 +94,12 @@ class DataSets(Registry[Any]):
         found = (kind for start, kind in kinds.items() if str(name).startswith(start))
         return super().find(next(found, "tfds"))
 
-    def make(self, values: Mapping[str, Any], prefix: str | None = None) -> Any:
+    def make(
+        self, values: Mapping[str, Any], prefix: str | None = None, in_steps: Any = None
+    ) -> Any:
         own = self.find(values["name"]).declared()
-        return super().make({k: v for k, v in values.items() if k == "name" or k in own}, prefix)
+        values = {k: v for k, v in values.items() if k == "name" or k in own}
+        return super().make(values, prefix, in_steps)
 
 
 SOURCES = DataSets(
@@ -121,7 +124,7 @@ SOURCES = DataSets(
 
 OPS: Registry[Any] = Registry(
     "op",
-    Section,
+    Part,
     {
         "decode": "vit_jax.data.host_ops:Decode",
         "scaled_decode": "vit_jax.data.host_ops:ScaledDecode",
@@ -146,6 +149,20 @@ OPS: Registry[Any] = Registry(
         "blur": "vit_jax.data.device_ops:Blur",
         "solarize": "vit_jax.data.device_ops:Solarize",
         "three_augment": "vit_jax.data.device_ops:ThreeAugment",
+    },
+)
+
+# Their classes have no keys; see `models.position.PositionEmbedding`.
+POSITIONS: Registry[Any] = Registry(
+    "model.pos_embed",
+    Part,
+    {
+        "learned_1d": "vit_jax.models.position:Learned1D",
+        "learned_2d": "vit_jax.models.position:Learned2D",
+        "relative": "vit_jax.models.position:RelativePositions",
+        "sincos_2d": "vit_jax.models.position:Sincos2D",
+        "none": "vit_jax.models.position:NoPositions",
+        "sincos_1d": "vit_jax.models.position:Sincos1D",
     },
 )
 
@@ -175,6 +192,8 @@ class Families(Registry[Any]):
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
         from_data = ("num_classes", "image_size", "channels")
         keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
+        if hasattr(part, "pos_embeds"):  # those of plug-ins too
+            keys = keys | {"pos_embed": keys["pos_embed"]._replace(choices=part.pos_embeds())}
         return {k: declared for k, declared in keys.items() if k not in from_data}
 
 

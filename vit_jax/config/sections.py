@@ -6,10 +6,12 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 `registries`.
 """
 
-from vit_jax.config.parts import Section, key
+import os
+
+from vit_jax.config.parts import OpenSection, Section, key
 
 POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"
-Size = int | tuple[int, int] | None
+Size = tuple[int, int]
 Texts = tuple[str, ...]
 
 
@@ -21,9 +23,14 @@ class Run(Section):
         "of the data order, the initial weights, augmentation and dropout",
         within="[0, 4294967295]",
     )
-    global_batch_size: int | None = key(None, "over all hosts and devices", within="[1, 16777216]")
-    duration: str | None = key(
-        None, 'length of the run: "90 epochs", "10000 steps" or "5e6 examples"', form="length"
+    global_batch_size: int = key(
+        None, "over all hosts and devices", within="[1, 16777216]", decided=True
+    )
+    duration: int = key(
+        None,
+        'length of the run: "90 epochs", "10000 steps" or "5e6 examples"',
+        form="length",
+        decided=True,
     )
     init_from: str | None = key(
         None,
@@ -47,11 +54,31 @@ class Run(Section):
         "model.remat_layers the fastest values that fit, where they have their defaults",
     )
 
+    def check(self) -> list[str]:
+        is_scratch = self.init_from in (None, "scratch")
+        if self.init_from == "":
+            or_scratch = "" if self.init_fields == "source" else ", or --config.init_from=scratch"
+            return [
+                "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name "
+                f"of published weights){or_scratch}"
+            ]
+        text = (
+            f"init_fields='source': init_from={self.init_from!r} has no fields; give "
+            "--config.init_from=SOURCE, or train from scratch with --config.init_fields=config and "
+            "--config.data.image_size=..."
+        )
+        return [text] * (self.init_fields == "source" and is_scratch)
 
-class Model(Section):
+    @property
+    def weights_source(self) -> str | None:
+        """Source of the initial weights; None: random weights."""
+        return None if self.init_from == "scratch" else self.init_from
+
+
+class Model(OpenSection):
     """The model. Its family adds keys; None means the family's default, or as the name says."""
 
-    name: str | None = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0")
+    name: str = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0", decided=True)
     kernels: str = key(
         "auto",
         "auto: attention, biases and products in the fastest form on the mesh's devices; plain: "
@@ -61,11 +88,13 @@ class Model(Section):
     dtype: str = key("float32", "for computations; parameters are always float32")
 
 
-class Data(Section):
+class Data(OpenSection):
     """The training data and what a batch holds of it."""
 
-    name: str | None = key(
-        None, "digits, folder, parquet, synthetic, hf:OWNER/NAME, vtab/TASK, or a TFDS data set"
+    name: str = key(
+        None,
+        "digits, folder, parquet, synthetic, hf:OWNER/NAME, vtab/TASK, or a TFDS data set",
+        decided=True,
     )
     split: str = key("train", "training split; TFDS also takes a slice, train[:90%]")
     data_dir: str | None = key(None, "None: TFDS's default folder")
@@ -77,9 +106,9 @@ class Data(Section):
     decoding: int = key(
         2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
     )
-    image_size: Size = key(None, "int or (height, width), in pixels")
+    image_size: Size = key(None, "int or (height, width), in pixels", decided=True)
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
-    num_classes: int | None = key(None, "None: taken from the data set", within=POSITIVE)
+    num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
     subset: str | None = key(
         None,
@@ -94,27 +123,30 @@ class Data(Section):
         "train on probabilities of the classes, as soft pseudo labels are; other labels become "
         "0 and 1",
     )
-    num_examples: int | None = key(
+    num_examples: int = key(
         None,
         "size of the training data; a mixture counts all its data sets. One epoch has so many "
         "examples; data.repeats and the weights in data.mix do not change that. None: taken from "
         "the data",
         within=POSITIVE,
+        decided=True,
     )
     mix: str = key(
         "",
         '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
         "differ from those of data, data_dir and split; data.name gets the remaining weight",
     )
-    order: str | None = key(
+    order: str = key(
         None,
         "None: chunk for >= 100 million examples, and for Parquet above 1 GiB",
         choices=("record", "chunk"),
+        decided=True,
     )
-    chunk_size: int | None = key(
+    chunk_size: int = key(
         None,
         "consecutive records that `chunk` reads together; None: a row group of Parquet, or 64",
         within=POSITIVE,
+        decided=True,
     )
     streams: int | None = key(
         None,
@@ -145,7 +177,7 @@ class Data(Section):
     )
     num_local: int = key(0, "views of data.local_size", within="[0, 511]")
     local_ops: str = key("", "their ops, as in data.global_ops", form="ops")
-    local_size: Size = key(None, "int or (height, width), in pixels")
+    local_size: Size | None = key(None, "int or (height, width), in pixels")
     mean: tuple[float, ...] = key(
         (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
     )
@@ -177,7 +209,9 @@ class Optimizer(Section):
     """The optimizer, gradient accumulation and the running average."""
 
     name: str = key("adamw", "an optimizer")
-    peak_lr: float | None = key(None, "the largest learning rate of the schedule", within=FROM_0)
+    peak_lr: float = key(
+        None, "the largest learning rate of the schedule", within=FROM_0, decided=True
+    )
     weight_decay: float = key(0.0, "multiplied by the current learning rate", within=FROM_0)
     weight_decay_end: float | None = key(
         None,
@@ -210,12 +244,13 @@ class Optimizer(Section):
         "train only so many last layers and what follows them, by setting `freeze`; None: all",
         within=POSITIVE,
     )
-    accum_steps: int | None = key(
+    accum_steps: int = key(
         None,
         "gradient accumulation: microbatches whose gradients are summed before an update; None: "
         "chosen when the run "
         "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
         within=POSITIVE,
+        decided=True,
     )
     on_spike: str | None = key(
         None,
@@ -244,15 +279,15 @@ class Schedule(Section):
     """The learning rate over time."""
 
     name: str = key("cosine", "its decay after the warm-up")
-    start: str = key(
+    start: int = key(
         "0 steps", "where it begins: with a branch, at the step of its run", form="duration"
     )
     lowered: float = key(
         1.0, "set by a branch: the share of the scheduled rate that optimizer.on_spike=lower had "
         "left; optimizer.peak_lr includes it", within="(0, 1]",
     )  # fmt: skip
-    warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
-    cooldown: str = key(
+    warmup: int = key("0 steps", "linear from 0 at the start", form="duration")
+    cooldown: int = key(
         "0 steps",
         "to 0 at the end, on top of the decay: linear, but for wsd",
         form="duration",
@@ -281,14 +316,14 @@ class Mesh(Section):
 class Checkpoint(Section):
     """Which checkpoints are saved and kept."""
 
-    every: str = key("1000 steps", "between two saves", form="interval")
+    every: int = key("1000 steps", "between two saves", form="interval")
     keep_last: int = key(
         2, "number of newest checkpoints to keep, as the newest may be damaged", within="[2, inf)"
     )
-    keep_every: str | None = key(
+    keep_every: int | None = key(
         None, "interval of saves to keep for ever; None: off", form="interval"
     )
-    memory_every: str | None = key(
+    memory_every: int | None = key(
         None, "interval of copies in the hosts' memory, for a quick restart; None: off",
         form="interval",
     )  # fmt: skip
@@ -298,6 +333,11 @@ class Checkpoint(Section):
     keep_best: str | None = key(
         None, "metric, such as val/top1, whose best step so far is saved and kept; None: off"
     )
+
+    def check(self) -> list[str]:
+        folder = self.memory_dir
+        text = f"memory_dir={folder!r}: must be an absolute path of a folder on each host"
+        return [] if os.path.isabs(folder) else [text]
 
 
 class Stop(Section):
@@ -312,7 +352,7 @@ class Stop(Section):
 class Log(Section):
     """What is logged."""
 
-    every: str = key("50 steps", "between two rows of metrics", form="interval")
+    every: int = key("50 steps", "between two rows of metrics", form="interval")
     metrics: Texts | None = key(
         None, "of labels, in training; None: top1, where images have one label"
     )
@@ -336,7 +376,7 @@ class Job(Section):
     save_deadline_s: float = key(
         3600.0, "each save, and stopping the threads that read ahead", within=POSITIVE
     )
-    replay_every: str | None = key(
+    replay_every: int | None = key(
         None,
         "between two replays: steps whose gradients are computed twice, on two devices, and "
         "compared bit by bit; None: off",
@@ -346,6 +386,15 @@ class Job(Section):
         None,
         "faults on purpose, for tests: kill:process=1:step=12,cut:process=0:step=20; None: off",
     )
+
+    def check(self) -> list[str]:
+        step_s, heartbeat_s = self.step_deadline_s, self.heartbeat_s
+        if step_s is None or step_s <= 0.75 * heartbeat_s:
+            return []
+        return [
+            f"step_deadline_s={step_s}: must be at most 0.75 * job.heartbeat_s={heartbeat_s}, when "
+            "JAX ends the run without saying why"
+        ]
 
 
 class Study(Section):

@@ -97,7 +97,7 @@ class StoredConfig(NamedTuple):
 
     asked: what the config file and the command gave.
     resolved: what the run does, with all that its data, its source and its devices decide.
-    decided_by: {key: who decided it}; see `run.resolve`.
+    decided_by: {key: who decided it}; see `run.setup.resolve`.
     """
 
     asked: ConfigDict

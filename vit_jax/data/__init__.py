@@ -13,7 +13,14 @@ from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
-from vit_jax.data.mixture import concatenate, held_alike, mixed_keys, parse_mix
+from vit_jax.data.mixture import (
+    concatenate,
+    held_alike,
+    mixed_keys,
+    parse_mix,
+    share_images,
+    without_places,
+)
 from vit_jax.data.ops import at_full_size, check_crops, parse_ops
 from vit_jax.data.order import Order, make_order, resolve_chunk_size, resolve_order
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches

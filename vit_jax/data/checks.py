@@ -1,29 +1,37 @@
 """The first check of the section `data` of a config, before any file is touched."""
 
-from ml_collections import ConfigDict
+from collections.abc import Mapping
 
 from vit_jax.base.errors import Faults
-from vit_jax.config import SOURCES, image_hw
+from vit_jax.config import SOURCES, Evaluator, image_hw
+from vit_jax.config.sections import Data
 from vit_jax.data.mixture import mixed_keys
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
-from vit_jax.data.preprocessing import VIEWS, parse_view_ops
+from vit_jax.data.preprocessing import parse_view_ops
 from vit_jax.data.subset import check_classes, subset_size
 
 _ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
 
 
-def check_config(config: ConfigDict, faults: Faults) -> None:
+def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     """Check everything that needs no data; crops are checked once the data are known."""
-    d = config.data
+    d = data
     ops = faults.check(parse_ops, d.ops, _ANY_SIZE, key="data.ops")
-    of_views = {f"data.{kind}_ops": _check_views(config, kind, faults) for kind in VIEWS.values()}
+    of_views = {
+        key: faults.check(parse_view_ops, strings, _ANY_SIZE, number, key) or []
+        for key, strings, number in (
+            ("data.global_ops", d.global_ops, d.num_global),
+            ("data.local_ops", d.local_ops, d.num_local),
+        )
+        if number
+    }
+    if d.num_local and d.local_size is None:
+        faults.check(image_hw, d.local_size, "data.local_size")
     faults.need(
         not d.num_local or d.num_global,
         f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",
     )
-    if config.objective.gram_size is not None:
-        faults.check(image_hw, config.objective.gram_size, "objective.gram_size")
     parsed = {"data.ops": [ops] if ops else []} | of_views
     for key, views in parsed.items():
         found = {op.name for view in views for kind in view for op in kind if op.of_colours}
@@ -36,7 +44,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         d.order,
         streams=d.streams,
         repeats=d.repeats,
-        global_batch_size=config.global_batch_size,
+        global_batch_size=global_batch_size,
         mixes=ops is not None and any(op.mixes for op in ops[1]),
     )
     faults.check(check_classes, d.classes)
@@ -46,43 +54,32 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         not (d.soft_labels and d.multi_label),
         "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",
     )
-    faults.check(mixed_keys, config)
+    faults.check(mixed_keys, d)
     if SOURCES.find(d.name).is_made:
         for key in ("classes", "subset", "mix"):
-            faults.need(not d[key], f"data.{key}={d[key]!r}: synthetic data take none")
-    _check_pixels(config, faults)
+            value = getattr(d, key)
+            faults.need(not value, f"data.{key}={value!r}: synthetic data take none")
+    _check_pixels(d, faults)
 
 
-def _check_views(config: ConfigDict, kind: str, faults: Faults) -> list:
-    """(host ops, device ops) of each view of a kind; [] if there are none, or faults."""
-    d, number = config.data, config.data[f"num_{kind}"]
-    if number < 1:
-        return []
-    if kind == "local":
-        faults.check(image_hw, d.local_size, "data.local_size")
-    key = f"data.{kind}_ops"
-    return faults.check(parse_view_ops, d[f"{kind}_ops"], _ANY_SIZE, number, key) or []
-
-
-def _check_pixels(config: ConfigDict, faults: Faults) -> None:
-    d = config.data
+def _check_pixels(d: Data, faults: Faults) -> None:
     faults.need(
         d.pixel_range is None or (len(d.pixel_range) == 2 and d.pixel_range[0] < d.pixel_range[1]),
         f"data.pixel_range={d.pixel_range}: needs LOW,HIGH with LOW < HIGH, such as 0,4095",
     )
-    for key in ("mean", "std"):
-        numbers = all(isinstance(v, int | float) for v in d[key])
-        alike = len(d[key]) in (1, 3) and len({*d[key]}) == 1  # as the defaults are
+    for key, values in {"mean": d.mean, "std": d.std}.items():
+        numbers = all(isinstance(v, int | float) for v in values)
+        alike = len(values) in (1, 3) and len({*values}) == 1  # as the defaults are
         faults.need(
-            numbers and (len(d[key]) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
-            f"data.{key}={d[key]}: needs {d.channels} numbers, one per channel, for pixels in "
+            numbers and (len(values) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
+            f"data.{key}={values}: needs {d.channels} numbers, one per channel, for pixels in "
             f"[0, 1]{', above 0' if key == 'std' else ''}",
         )
 
 
-def check_eval_ops(config: ConfigDict, faults: Faults) -> None:
+def check_eval_ops(evals: Mapping[str, Evaluator], faults: Faults) -> None:
     """Check that the ops of every evaluator run on the host."""
-    for name, entry in config.evals.items():
+    for name, entry in evals.items():
         key = f"evals.{name}.ops"
         ops = faults.check(parse_ops, entry.ops, _ANY_SIZE, key=key)
         names = ", ".join(op.text for op in ops[1]) if ops else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from vit_jax.base.errors import InputError
-from vit_jax.config import SOURCES, own_keys
+from vit_jax.config import SOURCES
+from vit_jax.config.sections import Data
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
+from vit_jax.data.order import resolve_chunk_size, resolve_order
 from vit_jax.data.subset import subset_size
 from vit_jax.data.tfds import count_examples
 from vit_jax.data.vtab import TASKS
@@ -28,20 +28,19 @@ KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
 _VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.items()}
 
 
-def known_facts(config: ConfigDict) -> dict[str, int]:
-    """{"data.num_classes", "data.num_examples"} of the training data, which are not read.
+def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
+    """What the training data decide, {"data.num_classes": ..., ...}; they are not read.
 
     Raises:
       InputError: as `known_sizes`, or `data.classes` is set without `data.num_examples`.
     """
-    d = config.data
+    d, own = data, data.own
     num_classes = d.num_classes if d.classes is None else len(d.classes)
     if d.classes is not None and d.num_examples is None:
         raise InputError(
             f"data.num_examples: unknown for data.classes={d.classes}; set "
             "--config.data.num_examples=..."
         )
-    own = own_keys(config, "data")
     num_classes, num_examples = known_sizes(
         d.name, d.split, num_classes=num_classes, num_examples=d.num_examples, own=own
     )
@@ -52,7 +51,19 @@ def known_facts(config: ConfigDict) -> dict[str, int]:
         )
     elif d.num_examples is None and d.subset is not None:
         num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
-    return {"data.num_classes": num_classes, "data.num_examples": num_examples}
+    order, _ = resolve_order(
+        d.order,
+        d.streams,
+        num_examples=num_examples,
+        global_batch_size=global_batch_size,
+        repeats=d.repeats,
+    )
+    return {
+        "data.num_classes": num_classes,
+        "data.num_examples": num_examples,
+        "data.order": order,
+        "data.chunk_size": resolve_chunk_size(d.chunk_size, None),
+    }
 
 
 def known_sizes(

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, few
+from vit_jax.config.sections import Data
 from vit_jax.data.images.files import warn_once
 
 DIVIDED = ("folder", "list", "unlabelled")  # data sets whose images a run may hold out
@@ -245,17 +245,17 @@ class Divider:
         return found
 
 
-def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
-    """The division of the run of `config` in `workdir`; an empty one if it has none.
+def read_division(workdir: epath.Path, data: Data) -> Division:
+    """The division of the run in `workdir`, trained on `data`; an empty one if it has none.
 
     Raises: InputError if its file is damaged, or missing though the run trains on own images.
     """
-    path, d = workdir / FILE, config.data
-    divides = d.split == "train" and d.name in DIVIDED
+    path = workdir / FILE
+    divides = data.split == "train" and data.name in DIVIDED
     if not divides and not path.exists():
         return UNKNOWN
     try:
-        return Division.from_bytes(path.read_bytes())._replace(unlabelled=d.name == "unlabelled")
+        return Division.from_bytes(path.read_bytes())._replace(unlabelled=data.name == "unlabelled")
     except (OSError, EOFError, ValueError, zlib.error) as e:
         raise InputError(f"{path}: cannot be read ({e}); restore it") from None
 

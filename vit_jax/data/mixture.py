@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults, few
 from vit_jax.config import SOURCES, SplitKey, own_split
+from vit_jax.config.sections import Data
 from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
+from vit_jax.data.shards import WORD, canonical, parts_of
 from vit_jax.data.sources import Source, fingerprint
 
 logger = logging.getLogger("vit_jax")
@@ -36,6 +37,7 @@ _LIST_FORM = (
     "needs a dict with name, a weight between 0 and 1, and if needed data_dir and split, such as "
     "{'name': 'tar', 'data_dir': 'DIR', 'weight': 0.3}"
 )
+_MANY = 1_000_000  # records of a split whose parts are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +60,7 @@ def parse_mix(text: str) -> tuple[Part, ...]:
     Raises: InputError if the text has another form, a weight is not between 0 and 1, or the weights
       leave nothing to the first data set, `data.name`.
     """
-    parts, faults = [], []
-    is_list = text.strip()[:1] in ("[", "(")
+    parts, faults, is_list = [], [], _is_list(text)
     entries = _read_list(text) if is_list else [entry.strip() for entry in text.split(",")]
     for entry in filter(None, entries):
         part = _part_of(entry) if is_list else _parse_entry(entry)
@@ -77,6 +78,16 @@ def parse_mix(text: str) -> tuple[Part, ...]:
         )
     collect_faults(faults)
     return tuple(parts)
+
+
+def without_places(text: str) -> str:
+    """`data.mix` without the folders of a list of dicts, which may move while a run is stopped."""
+    parts = parse_mix(text)
+    return str([(p.name, p.split, p.weight) for p in parts]) if _is_list(text) else text
+
+
+def _is_list(text: str) -> bool:
+    return text.strip()[:1] in ("[", "(")
 
 
 def _parse_entry(entry: str) -> Part | None:
@@ -103,18 +114,18 @@ def _part_of(entry: Any) -> Part | None:
     return part if fits else None
 
 
-def mixed_keys(config: ConfigDict) -> list[SplitKey]:
+def mixed_keys(data: Data) -> list[SplitKey]:
     """The splits of a mixture: that of `data.name`, then those of `data.mix`.
 
     Raises: InputError if two of them are the same, or hold out images of different folders.
     """
-    own, d = own_split(config), config.data
+    own = own_split(data)
     keys, seen = [own], {_in_place(own)}
-    for part in parse_mix(d.mix):
+    for part in parse_mix(data.mix):
         # The classes of pseudo labels are the teacher's, which were chosen before.
         classes = None if part.name == "pseudo" else own.classes
         place = part.data_dir or own.data_dir
-        keys.append(SplitKey(part.name, part.split or d.split, place, classes))
+        keys.append(SplitKey(part.name, part.split or data.split, place, classes))
         if _in_place(keys[-1]) in seen:
             raise InputError(
                 f"data.mix: {part.name} {keys[-1].split} of data_dir={place!r} is there already; "
@@ -129,6 +140,21 @@ def mixed_keys(config: ConfigDict) -> list[SplitKey]:
             "others as tar or Parquet"
         )
     return keys
+
+
+def share_images(a: SplitKey, b: SplitKey) -> bool:
+    """Whether two splits of a data set overlap, if it has many images: train and train[:50%]."""
+    a, b = map(_in_place, (a, b))
+    if (a.data_name, a.data_dir) != (b.data_name, b.data_dir) or a.data_name == "pseudo":
+        return False
+    sizes = {canonical(word): _MANY for key in (a, b) for word in WORD.findall(key.split)}
+    try:
+        parts = itertools.product(*(parts_of(key.split, sizes, "data.mix") for key in (a, b)))
+    except InputError:
+        return False  # numbers beyond _MANY
+    return "all" in sizes or any(
+        p == q and max(first, begin) < min(last, end) for (p, first, last), (q, begin, end) in parts
+    )
 
 
 def _in_place(key: SplitKey) -> SplitKey:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import Batch
 from vit_jax.config import image_hw
-from vit_jax.config.parts import Part, find_faults, key
+from vit_jax.config.parts import Part, find_wrong, key
 from vit_jax.config.registries import OPS
 
 Size = int | tuple[int, int] | None
@@ -324,7 +324,7 @@ def make_op(
             if not _has_type(value, keys[k].kind)
         ]
         op = made(**values)
-        collect_faults(faults or find_faults(op))
+        collect_faults(faults or find_wrong(keys, values) or op.check())
     except (TypeError, InputError) as error:
         raise InputError(f"{key}: {text!r}: {error}; usage: {name}{made.signature()}") from error
     object.__setattr__(op, "text", text)

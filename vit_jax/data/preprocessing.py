@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
-
-from ml_collections import ConfigDict
+from typing import Any, NamedTuple, TypeVar
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import image_hw
+from vit_jax.config import Settings, image_hw
+from vit_jax.config.sections import Data
 from vit_jax.data.batch import BatchSpec, Crops
 from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 
 OpKind = TypeVar("OpKind", HostOp, DeviceOp)
+Hw = tuple[int, int]
 
 _FIRST_LOCAL = 512  # number of the first local view
-VIEWS = {"global_views": "global", "local_views": "local"}
 
 
 class Views(NamedTuple):
@@ -45,33 +44,33 @@ class Views(NamedTuple):
     device_ops: tuple[tuple[DeviceOp, ...], ...]
 
 
-def parse_views(config: ConfigDict) -> dict[str, Views]:
-    """{key of a batch: its views} for the kinds that `config` has.
+def parse_views(data: Data, further: Mapping[str, tuple[str, Hw]] = {}) -> dict[str, Views]:
+    """{key of a batch: its views} for the kinds that `data` has.
+
+    `further`: as `ObjectivePart.further_views`.
 
     Raises:
       InputError: the ops of one kind are wrong.
     """
     found = {}
-    for name, kind in VIEWS.items():
-        number = config.data[f"num_{kind}"]
-        if not number:
-            continue
-        key, own = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
-        sized = f"data.{own}"
-        size = image_hw(config.data[own], sized)
-        of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
-        host_ops, device_ops = zip(*of_views, strict=True)
-        first = _FIRST_LOCAL if kind == "local" else 0
-        found[name] = Views(Crops(key, size, host_ops, first, sized), device_ops)
-    gram_size, num_global = config.objective.gram_size, config.data.num_global
-    if gram_size and num_global:
-        key, sized = "data.global_ops", "objective.gram_size"
-        size = image_hw(gram_size, sized)
-        ops = parse_view_ops(config.data.global_ops, size, num_global, key)
+    kinds = (
+        ("global_views", "data.global_ops", data.global_ops, data.num_global, "image_size", 0),
+        ("local_views", "data.local_ops", data.local_ops, data.num_local, "local_size",
+         _FIRST_LOCAL),
+    )  # fmt: skip
+    for name, key, ops, number, sized, first in kinds:
+        if number:
+            size = image_hw(getattr(data, sized), f"data.{sized}")
+            host_ops, device_ops = zip(*parse_view_ops(ops, size, number, key), strict=True)
+            found[name] = Views(Crops(key, size, host_ops, first, f"data.{sized}"), device_ops)
+    for name, (own, size) in further.items() if data.num_global else ():
+        key, sized = "data.global_ops", f"objective.{own}"
+        of_views = parse_view_ops(data.global_ops, size, data.num_global, key)
         # They have the numbers of the global views, and so what is left of their ops draws alike.
-        left = [(_before_colours(host, key), _before_colours(device, key)) for host, device in ops]
+        left = [(_before_colours(host, key, sized), _before_colours(device, key, sized))
+                for host, device in of_views]  # fmt: skip
         host_ops, device_ops = zip(*left, strict=True)
-        found["gram_views"] = Views(Crops(key, size, host_ops, 0, sized), device_ops)
+        found[name] = Views(Crops(key, size, host_ops, 0, sized), device_ops)
     return found
 
 
@@ -79,14 +78,14 @@ def _keeps_colours(op: Op) -> bool:
     return not (op.of_colours or isinstance(op, ColourOp))
 
 
-def _before_colours(ops: Sequence[OpKind], key: str) -> tuple[OpKind, ...]:
+def _before_colours(ops: Sequence[OpKind], key: str, sized: str) -> tuple[OpKind, ...]:
     """The ops before the first one of colours; InputError if a later one may move pixels."""
     left = tuple(itertools.takewhile(_keeps_colours, ops))
     if moving := [op.text for op in ops[len(left) :] if not isinstance(op, ColourOp)]:
         raise InputError(
             f"{key}: {', '.join(moving)} may move pixels after colours have changed, so the crops "
-            "of objective.gram_size would show other places; write ops that move pixels first, or "
-            "set --config.objective.gram_size=None"
+            f"of {sized} would show other places; write ops that move pixels first, or "
+            f"set --config.{sized}=None"
         )
     return left
 
@@ -115,16 +114,14 @@ def parse_view_ops(
     return parsed + [parsed[-1]] * (number - len(parsed))
 
 
-def fingerprint_of_views(config: ConfigDict) -> list[str]:
-    """What decides the bytes of the views; [] if there are none."""
-    d, found = config.data, []
+def fingerprint_of_views(data: Data, further: Mapping[str, tuple[str, Hw]]) -> list[str]:
+    """What decides the bytes of the views; [] if there are none. `further`: as `parse_views`."""
+    d, found = data, []
     if d.num_global:
         found.append(f"{d.num_global} global views: {d.global_ops}")
-        if config.objective.gram_size:
-            found.append(f"and of {image_hw(config.objective.gram_size)}")
+        found += [f"and of {size}" for _, size in further.values()]
     if d.num_local:
-        size = image_hw(d.local_size, "data.local_size")
-        found.append(f"{d.num_local} local views of {size}: {d.local_ops}")
+        found.append(f"{d.num_local} local views of {d.local_size}: {d.local_ops}")
     return found
 
 
@@ -149,38 +146,36 @@ class Preprocessing(NamedTuple):
         return any(op.mixes for op in self.device_ops)
 
 
-def parse_preprocessing(config: ConfigDict) -> Preprocessing:
+def parse_preprocessing(settings: Settings) -> Preprocessing:
     """Parse the preprocessing of a config that has passed its first check."""
-    image_size = image_hw(config.data.image_size)
-    host_ops, device_ops = parse_ops(config.data.ops, image_size)
-    eval_ops = {
-        name: parse_ops(entry.ops, image_size, key=f"evals.{name}.ops")[0]
-        for name, entry in config.evals.items()
-    }
-    return Preprocessing(image_size, host_ops, device_ops, eval_ops, parse_views(config))
+    data, evals = settings.data, settings.evals.items()
+    image_size = image_hw(data.image_size)
+    host_ops, device_ops = parse_ops(data.ops, image_size)
+    eval_ops = {name: parse_ops(e.ops, image_size, key=f"evals.{name}.ops")[0] for name, e in evals}
+    views = parse_views(data, settings.objective.further_views)
+    return Preprocessing(image_size, host_ops, device_ops, eval_ops, views)
 
 
-def describe_batch(config: ConfigDict, preprocessing: Preprocessing) -> BatchSpec:
-    """The training batches of a resolved config: `image`, made by `data.ops`, views, or both."""
-    d, (image_size, host_ops, device_ops, _, views) = config.data, preprocessing
+def describe_batch(data: Data, size: int, preprocessing: Preprocessing) -> BatchSpec:
+    """The training batches of `size` rows: `image`, made by `data.ops`, views, or both."""
+    d, (image_size, host_ops, device_ops, _, views) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if host_ops or device_ops or not views:
         crops["image"] = Crops("data.ops", image_size, (host_ops,))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
-    return BatchSpec(config.global_batch_size, crops, d.channels, label_size)
+    return BatchSpec(size, crops, d.channels, label_size)
 
 
-def make_transform(config: ConfigDict, preprocessing: Preprocessing) -> DeviceTransform:
-    """The device part of the preprocessing of a resolved config.
+def make_transform(data: Data, size: int, preprocessing: Preprocessing) -> DeviceTransform:
+    """The device part of the preprocessing of batches of `size` rows.
 
     Raises:
       InputError: an op mixes images, and the order of the data has no pairs for it.
     """
-    d, ops = config.data, preprocessing.device_ops
-    rows = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
+    d, ops = data, preprocessing.device_ops
+    rows: dict[str, Any] = {"global_batch_size": size, "repeats": d.repeats}
     order, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **rows)
-    mixes = preprocessing.mixes
-    check_order(order, streams=streams, **rows, mixes=mixes)
+    check_order(order, streams=streams, **rows, mixes=preprocessing.mixes)
     return make_device_transform(
         ops,
         d.mean,

@@ -40,7 +40,7 @@ from vit_jax.data.tfds import find_parts
 
 T = TypeVar("T")
 
-_WORD = re.compile(r"(?<!\w)[A-Za-z]\w*")  # the name of a split in TFDS notation, not a unit
+WORD = re.compile(r"(?<!\w)[A-Za-z]\w*")  # the name of a split in TFDS notation, not a unit
 _NUMBERED = re.compile(r"(.*)(\d{5})-of-(\d{5})(.*)")
 _CLASSES = "classes.txt"
 
@@ -97,7 +97,7 @@ def take_asked(files: Files, split: str) -> Files:
 
     Raises: InputError if it asks for one that does not exist.
     """
-    asked = {_canonical(word[0]) for word in _WORD.finditer(split)}
+    asked = {canonical(word[0]) for word in WORD.finditer(split)}
     if "all" in asked:
         return files
     if missing := sorted(asked - {*files.by_split}):
@@ -190,7 +190,7 @@ def _split_named(path: str) -> str:
     return next(filter(None, map(split_of, words)), "")
 
 
-def _canonical(word: str) -> str:
+def canonical(word: str) -> str:
     """`val` for `validation`, and so on."""
     return split_of(word) or word
 
@@ -407,7 +407,7 @@ def _choose(split: str, splits: Mapping[str, Sequence[Shard]], where: str) -> li
 
 def parts_of(split: str, sizes: Mapping[str, int], where: str) -> list[tuple[str, int, int]]:
     """`tfds.find_parts` of splits with that many records, by any of their names."""
-    split = _WORD.sub(lambda word: _canonical(word[0]), split)
+    split = WORD.sub(lambda word: canonical(word[0]), split)
     if sizes.get(split):  # without importing TFDS
         return [(split, 0, sizes[split])]
     infos = {

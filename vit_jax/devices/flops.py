@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from vit_jax.devices.chips import CHIPS
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 
 # Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
 PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}
@@ -111,7 +111,7 @@ def forward_macs(model: nn.Module) -> int:
 
     Only matrix products and convolutions count, including the patch embedding and the head.
     """
-    model = with_known(model, scan=True, remat="none", constrain=unconstrained, forms=PLAIN)
+    model = with_known(model, scan=True, remat="none", constrain=unconstrained, ops=PLAIN)
     images = jax.ShapeDtypeStruct((1, *model.image_size, about(model).channels), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     return count_flops(model.apply, variables, images) // 2

@@ -1,4 +1,4 @@
-"""Which forms of its operations a model computes with, by the devices of its mesh.
+"""Which operations a model computes with, by the devices of its mesh.
 
 Kernels see the share of one device: they run under `jax.shard_map`, images over the batch axes and
 heads over `tensor`.
@@ -20,10 +20,12 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.cudnn import described_attention
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.models.block_ops import PLAIN, BlockOps, RowKernels, add_bias_on_tpu, multiply_on_cpu
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
-from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
+from vit_jax.models.fast_block import FastBlock
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
+from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
@@ -41,40 +43,44 @@ _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, co
 _VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v6 lite": 128,
              "TPU v6e": 128, "TPU7x": 64}  # fmt: skip
 
+# The fields of a model with kernels of rows. Recomputation is faster with separate products; a
+# kernel would compute the gradients that adapters spare.
+_WITH_ROWS = {"block_class": EncoderBlock, "remat": "none", "parallel": False, "lora_rank": None}
 
-def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
-    """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
+
+def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
+    """`model` with the ops that are fastest on the devices of `mesh`; `kernels` is the config's.
 
     With "plain", all is left to XLA. One line of the log says why attention has no kernel. Only on
     CPUs JAX's default generator draws the masks of dropout.
     """
     model = _in_dtype_of(mesh.devices.flat[0], model)
-    if "forms" not in field_names(type(model)):
+    if "ops" not in field_names(type(model)):
         return model
     platform = mesh.devices.flat[0].platform
-    forms = BlockOps(attend=choose_attention(platform))
+    ops = BlockOps(attend=choose_attention(platform))
     if kernels == "auto":
-        forms = _forms_on(platform, model, mesh)
+        ops = _ops_on(platform, model, mesh)
     if platform != "cpu":
-        forms = dataclasses.replace(forms, draw_bytes=partial(draw_bytes_by_device, mesh=mesh))
-    return model.clone(forms=forms)
+        ops = dataclasses.replace(ops, draw_bytes=partial(draw_bytes_by_device, mesh=mesh))
+    return model.clone(ops=ops)
 
 
-def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
+def _ops_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
     if platform == "tpu":
-        return tpu_forms(model, mesh)
+        return tpu_ops(model, mesh)
     if platform == "gpu":
-        return gpu_forms(model, mesh)
+        return gpu_ops(model, mesh)
     return BlockOps(attend=choose_attention(platform), multiply=multiply_on_cpu)
 
 
 def has_kernels(model: nn.Module) -> bool:
-    """Whether `choose_forms` gave the model a kernel."""
-    return getattr(model, "forms", PLAIN).attention_kernel is not None
+    """Whether `choose_ops` gave the model a kernel."""
+    return getattr(model, "ops", PLAIN).attention_kernel is not None
 
 
-def gpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
-    """The forms of `model` on GPUs; see `choose_forms`."""
+def gpu_ops(model: nn.Module, mesh: Mesh) -> BlockOps:
+    """The ops of `model` on GPUs; see `choose_ops`."""
     plain = BlockOps(attend=choose_attention("gpu"))
     without = _why_plain(model, mesh, on_tpu=False)
     is_here = isinstance(mesh.devices.flat[0], jax.Device)  # not a plan's description
@@ -99,21 +105,19 @@ def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     return model.clone(dtype=jnp.float32)
 
 
-def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
-    """The forms of `model` on TPUs; see `choose_forms`."""
+def tpu_ops(model: nn.Module, mesh: Mesh) -> BlockOps:
+    """The operations of `model` on TPUs; see `choose_ops`."""
     without = _why_plain(model, mesh, on_tpu=True)
     if without is not None:
         _say_plain(without)
         return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
-    of_rows = {}
-    if getattr(model, "remat", "none") == "none":  # recomputation is faster with separate products
-        of_rows = {
-            "find_mlp_kernel": partial(_find_mlp_kernel, mesh=mesh),
-            "find_projections_kernel": partial(_find_projections_kernel, mesh=mesh),
-        }
+    rows = None
+    if all(getattr(model, field, value) == value for field, value in _WITH_ROWS.items()):
+        finds = partial(_find_mlp_kernel, mesh=mesh), partial(_find_projections_kernel, mesh=mesh)
+        rows = RowKernels(FastBlock, *finds)
     return BlockOps(
         attention_kernel=partial(_tpu_attention, mesh=mesh),
-        **of_rows,
+        rows=rows,
         add_bias=add_bias_on_tpu,
         token_multiple=_MULTIPLE,
     )
@@ -126,7 +130,7 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return shape
     heads, width, tokens, dropout, relative = shape
     if relative:
-        return "model.pos_embed=relative adds to the logits"
+        return f"model.pos_embed={getattr(model, 'pos_embed', None)} adds to the logits"
     if dropout > 0:
         return f"model.attention_dropout={dropout} drops weights"
     if width % 8:
@@ -153,7 +157,7 @@ def _say_plain_once(reason: str) -> None:
 
 
 def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
-    """`forms.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
+    """`block_ops.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
     num_keys = tokens if num_keys is None else num_keys
     if tokens <= SHORT:
@@ -170,7 +174,7 @@ def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
 
 
 def _cudnn_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
-    """`forms.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
+    """`block_ops.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
 
     Queries of padding attend to the tokens that count, so that their outputs are finite.
     """
@@ -219,7 +223,7 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
 
 
 def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
-    """`forms.FindMlpKernel` on the devices of `mesh`."""
+    """`RowKernels.find_mlp` on the devices of `mesh`."""
     blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
     if blocks is None:
         return None
@@ -233,7 +237,7 @@ def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
 
 
 def _find_projections_kernel(x_BND, *, mesh: Mesh):
-    """`forms.FindProjectionsKernel` on the devices of `mesh`."""
+    """`RowKernels.find_projections` on the devices of `mesh`."""
     blocks = projections.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1])
     if blocks is None:
         return None

@@ -15,16 +15,14 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import InputError
 from vit_jax.devices.compiler import keep_programs
 
 logger = logging.getLogger("vit_jax")
 
 AXES = ("replica", "data", "fsdp", "tensor")
 BATCH_AXES = ("replica", "data", "fsdp")
-PLATFORMS = ("cpu", "gpu", "tpu")
 
 # Device files of accelerators; they exist even if JAX cannot use the accelerator.
 _DEVICE_FILES = {
@@ -162,9 +160,3 @@ def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
             f"global_batch_size={size}, which the mesh splits {ways} ways; choose other mesh "
             f"sizes, or, for a new run, optimizer.accum_steps={good}"
         )
-
-
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check the part of the section `mesh` that needs no device."""
-    if config.mesh.platform is not None:
-        faults.need_known("mesh.platform", config.mesh.platform, PLATFORMS)

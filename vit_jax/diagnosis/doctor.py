@@ -273,7 +273,7 @@ def remedy_of_path(path: str | os.PathLike) -> str:
 
 def check_workdir(workdir: epath.Path) -> Finding:
     """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
-    from vit_jax.run.workdir import check_writable
+    from vit_jax.run.setup.workdir import check_writable
 
     check_writable(workdir)
     if not is_in_bucket(workdir):
@@ -350,7 +350,7 @@ def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["R
     with captured() as said:
         describe(run)
     attention = choose_attention(run.mesh.devices.flat[0].platform).__name__
-    order = f"order of data: {run.config.data.order}; attention: {attention}"
+    order = f"order of data: {run.settings.data.order}; attention: {attention}"
     return Finding("train would choose", OK, said.getvalue() + order)
 
 
@@ -368,7 +368,7 @@ def estimate_time(run: "Run") -> Finding:
 
     number, device = run.experiment.total_steps, run.mesh.devices.flat[0]
     with jax.set_mesh(run.mesh), Batches(run, 0) as batches:
-        take_steps, _, memory = compile_steps(run.experiment, run.config.data.num_classes)
+        take_steps, _, memory = compile_steps(run.experiment, run.settings.data.num_classes)
         free = (device.memory_stats() or {}).get("bytes_limit")
         free = free or psutil.virtual_memory().available // run.mesh.size
         if memory.total > free:
@@ -398,11 +398,11 @@ def check_images(run: "Run") -> Finding:
     from vit_jax.data.loading import why_masked
     from vit_jax.data.preprocessing import parse_preprocessing
 
-    config, made = run.config, parse_preprocessing(run.config)
-    specs = {train_split(config): run.experiment.batch}
-    for name, entry in config.evals.items():
+    settings, made = run.settings, parse_preprocessing(run.settings)
+    specs = {train_split(settings.data): run.experiment.batch}
+    for name, entry in settings.evals.items():
         spec = image_batch(_IMAGES, made.image_size, made.eval_ops[name], "ops")
-        specs |= {key: specs.get(key, spec) for key in eval_splits(config, entry).values()}
+        specs |= {key: specs.get(key, spec) for key in eval_splits(settings.data, entry).values()}
     lines = []
     with captured():  # each is named below
         for key, spec in specs.items():

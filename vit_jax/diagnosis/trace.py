@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 
 from vit_jax.base import tree
 from vit_jax.evaluators import evaluate
-from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.run.build import Run, prepare
 from vit_jax.run.loop import Batches, compile_step
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
+from vit_jax.run.watch.layer_norms import layer_norms_program, norms_by_group
 
 FIRST_STEPS = 20
 _POINTS = 10  # of the curve of the loss
@@ -76,7 +76,7 @@ def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, f
     state, _ = start_state(run)
     frozen = place_teachers(run.teachers, e.abstract_frozen)
     num_detailed = FIRST_STEPS if run is first else 0
-    gradient_norms = e.layer_norms.lower(*e.arguments).compile() if num_detailed else None
+    gradient_norms = layer_norms_program(e).lower(*e.arguments).compile() if num_detailed else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
     with Batches(run, 0) as batches:

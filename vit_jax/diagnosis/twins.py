@@ -19,7 +19,7 @@ from vit_jax.base.files import write_whole
 from vit_jax.config import text as config_text
 from vit_jax.diagnosis.trace import Place, trace_runs
 from vit_jax.job.software import software
-from vit_jax.run.validation import validate
+from vit_jax.run.setup.validation import validate
 
 FOLDER = pathlib.Path(__file__).parent / "reference_curves"
 SEEDS = (0, 1, 2, 3, 4)  # of the band; the first is the one that is run again

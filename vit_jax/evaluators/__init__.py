@@ -15,18 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import EVALUATORS, SplitKey, eval_splits
-from vit_jax.config.evals import evaluator_of
+from vit_jax.config import EVALUATORS, Evaluator, Settings, SplitKey, eval_splits
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.metric_names import is_named
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 
 logger = logging.getLogger("vit_jax")
 
@@ -58,7 +56,7 @@ def evaluate(name: str, measure: Measure, state: TrainState) -> dict[str, float]
 
 
 def make_evaluators(
-    config: ConfigDict,
+    settings: Settings,
     preprocessing: Preprocessing,
     model: nn.Module,
     mesh: Mesh,
@@ -66,7 +64,7 @@ def make_evaluators(
     folder: epath.Path | None = None,
     see: Callable[[str, Any], Any] | None = None,
 ) -> dict[str, Measure]:
-    """Bind the evaluators of `config.evals`: {name: what `evaluate` runs}.
+    """Bind the evaluators of `settings.evals`: {name: what `evaluate` runs}.
 
     `sources` come from `open_sources`. `folder`: the workdir of a run that trains, where evaluators
     may write files; None: they write none. `see` gets an evaluator's name and its predictions at
@@ -77,24 +75,23 @@ def make_evaluators(
     """
     faults = Faults()
     evaluators: dict[str, Measure] = {}
-    for name, entry in config.evals.items():
+    for name, evaluator in settings.evals.items():
         inputs = EvalInputs(
             name=name,
-            config=config,
+            settings=settings,
             model=model,
             mesh=mesh,
-            sources={k: sources[key] for k, key in eval_splits(config, entry).items()},
+            sources={k: sources[key] for k, key in eval_splits(settings.data, evaluator).items()},
             host_ops=preprocessing.eval_ops[name],
             image_size=preprocessing.image_size,
             folder=folder,
             see=see and functools.partial(see, name),
         )
-        evaluator = evaluator_of(config, name)
         of_labels = evaluator.multi_label
         several = [k for k, s in inputs.sources.items() if of_labels not in (None, s.multi_label)]
         if several:
             faults.append(
-                f"evals.{name}.type={entry.type!r}: {several[0]} has "
+                f"evals.{name}.type={EVALUATORS.name_of(evaluator)!r}: {several[0]} has "
                 f"{'one label' if of_labels else 'several labels'} an image; needs "
                 f"{'classification' if of_labels else 'multilabel'}"
             )
@@ -120,17 +117,20 @@ def _warned(name: str, declared: Mapping[str, Any] | None, measure: Measure) -> 
     return measure_and_warn
 
 
-def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, int]) -> None:
-    """Checks by shapes that `model` gives every evaluator of `config.evals` the output it needs.
+def check_outputs(
+    evals: Mapping[str, Evaluator], model: nn.Module, image_size: tuple[int, int]
+) -> None:
+    """Checks by shapes that `model` gives every evaluator of `evals` the output it needs.
 
     Raises:
       InputError: naming each evaluator that it cannot serve.
     """
     find_fault = functools.cache(functools.partial(_find_output_fault, model, image_size))
     faults = Faults()
-    for name, entry in config.evals.items():
-        fault = find_fault(EVALUATORS.find(entry.type).output)
-        faults.need(not fault, f"evals.{name}.type={entry.type!r}: {fault}; leave it out")
+    for name, evaluator in evals.items():
+        if fault := find_fault(evaluator.output):
+            kind = EVALUATORS.name_of(evaluator)
+            faults.append(f"evals.{name}.type={kind!r}: {fault}; leave it out")
     collect_faults(faults)
 
 
@@ -138,7 +138,7 @@ def _find_output_fault(model: nn.Module, image_size: tuple[int, int], method: st
     """Why no evaluator can use what `method` of the model gives, found by shapes; "" if it can."""
     family = type(model).__name__
     # Scanned layers are traced in a fraction of the time.
-    plain = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
+    plain = with_known(model, scan=True, constrain=unconstrained, ops=PLAIN)
     images = jax.ShapeDtypeStruct((1, *image_size, about(model).channels), jnp.float32)
     needs = "logits (B, C)" if method == "__call__" else f"{method} (B, D)"
     init = functools.partial(plain.init_with_output, method=method)

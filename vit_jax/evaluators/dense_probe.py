@@ -50,7 +50,7 @@ class DenseProbe(FeatureEvaluator):
 
     multi_label = None
 
-    def read(self, path: pathlib.Path) -> np.ndarray:
+    def read_target(self, path: pathlib.Path) -> np.ndarray:
         """The target (H, W) in a file, float; NaN where a pixel does not count.
 
         Raises: ValueError if the file has another form.
@@ -131,7 +131,7 @@ class DenseProbe(FeatureEvaluator):
     def _read(self, file: pathlib.Path) -> np.ndarray:
         """As `read`; raises InputError, which names the file."""
         try:
-            return retried(lambda: self.read(file), file)
+            return retried(lambda: self.read_target(file), file)
         except (OSError, ValueError) as e:  # Pillow's are OSErrors
             raise InputError(f"targets: {shown(file)}: {e}") from None
 
@@ -156,7 +156,7 @@ class Segmentation(DenseProbe):
     def reports(self):
         return {"miou": "higher", "pixel_accuracy": "higher"}
 
-    def read(self, path):
+    def read_target(self, path):
         mask_HW = np.asarray(Image.open(path))
         if mask_HW.ndim != 2 or mask_HW.dtype != np.uint8:
             found = f"{mask_HW.dtype} {mask_HW.shape}"
@@ -213,7 +213,7 @@ class Depth(DenseProbe):
     def reports(self):
         return {"rmse": "lower", "abs_rel": "lower", "delta1": "higher"}
 
-    def read(self, path):
+    def read_target(self, path):
         if path.suffix == ".npy":
             depth_HW = np.load(path, allow_pickle=False).astype(np.float64)
         else:

@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from vit_jax.base.tree import Batch, PyTree
+from vit_jax.config.settings import Settings, warn_of_config
 from vit_jax.data import Source, eval_batches, image_batch, order, to_value_range
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
@@ -28,10 +28,10 @@ _RESULTS_BEHIND = 2  # each may hold its batch on the devices
 
 @dataclasses.dataclass(frozen=True)
 class EvalInputs:
-    """The data of one entry of `config.evals`, and the model.
+    """The data of one entry of `evals`, and the model.
 
     name: of the entry.
-    config: of the run.
+    settings: of the run.
     sources: {key of the entry: source} for the splits that it names.
     host_ops: ops applied to its images.
     image_size: (height, width) after the ops.
@@ -40,7 +40,7 @@ class EvalInputs:
     """
 
     name: str
-    config: ConfigDict
+    settings: Settings
     model: nn.Module
     mesh: Mesh
     sources: Mapping[str, Source]
@@ -50,9 +50,15 @@ class EvalInputs:
     see: Callable[[Any], Any] | None = None
 
     @property
+    def config(self) -> Any:
+        """The config of the run, for plug-ins of earlier versions."""
+        warn_of_config("inputs.config", "inputs.settings")
+        return self.settings.config
+
+    @property
     def batch_size(self) -> int:
         """Images of a batch, over all devices."""
-        return self.config.evals[self.name].batch_size or self.config.global_batch_size
+        return self.settings.evals[self.name].batch_size or self.settings.run.global_batch_size
 
     @property
     def replicated(self) -> jax.sharding.Sharding:
@@ -62,7 +68,7 @@ class EvalInputs:
     def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
         """Output of a method of the model for uint8 images (B, H, W, 3); to be jitted."""
         variables = {"params": state.params, **state.model_state}
-        values = to_value_range(images, self.config.data.mean, self.config.data.std)
+        values = to_value_range(images, self.settings.data.mean, self.settings.data.std)
         output = self.model.apply(variables, values, train=False, method=method)
         assert isinstance(output, jax.Array)
         return output

@@ -56,7 +56,7 @@ class LabelEvaluator(SplitEvaluator):
         source = inputs.source()
         left_out = {*self.own, *(self.lacking({"split": source}) if self.metrics is None else ())}
         names = [name for name in self.chosen if name not in left_out]
-        return make_metrics(names, inputs.config.loss, bool(self.multi_label), source.num_classes)
+        return make_metrics(names, inputs.settings.loss, bool(self.multi_label), source.num_classes)
 
 
 class ClassEvaluator(LabelEvaluator):

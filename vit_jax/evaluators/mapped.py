@@ -57,7 +57,7 @@ class Mapped(SplitEvaluator):
             raise InputError(
                 "type='mapped': the model has no classes; use fewshot, knn or linear_probe"
             )
-        metrics = make_metrics(("top1", "top5"), inputs.config.loss, False)
+        metrics = make_metrics(("top1", "top5"), inputs.settings.loss, False)
         measure = functools.partial(measure_by_labels, inputs, metrics)
         if self.class_map:
             names = source.class_names or tuple(map(str, range(source.num_classes)))

@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from ml_collections import ConfigDict
-
 from vit_jax.base.errors import Faults, collect_faults, nearest
-from vit_jax.config import SplitKey, eval_splits, has_average
-from vit_jax.config.evals import Better, evaluator_of
+from vit_jax.config import Evaluator, Settings, SplitKey, eval_splits
+from vit_jax.config.evals import Better
+from vit_jax.config.sections import Checkpoint, Stop
 from vit_jax.data import Source
 
 logger = logging.getLogger("vit_jax")
@@ -25,27 +24,26 @@ KEYS_OF_METRICS = ("checkpoint.keep_best", "stop.metric")
 _LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
 
 
-def chosen_metrics(config: ConfigDict) -> dict[str, str]:
-    """{key: metric} for those of KEYS_OF_METRICS that the config sets."""
-    values = config.checkpoint.keep_best, config.stop.metric
+def chosen_metrics(checkpoint: Checkpoint, stop: Stop) -> dict[str, str]:
+    """{key: metric} for those of KEYS_OF_METRICS that are set."""
+    values = checkpoint.keep_best, stop.metric
     return {k: v for k, v in zip(KEYS_OF_METRICS, values, strict=True) if v is not None}
 
 
-def declared_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
+def declared_metrics(
+    name: str, evaluator: Evaluator, has_average: bool
+) -> dict[str, Better] | None:
     """{"name/metric": which is better} that the evaluator `name` may report; None: unknown.
 
-    "name/accuracy/*" stands for a metric of each class. Also those of the raw weights if the config
-    averages weights.
-
-    Raises:
-      InputError: a key of the entry is wrong.
+    "name/accuracy/*" stands for a metric of each class. Also those of the raw weights if the run
+    `has_average`.
     """
-    metrics = evaluator_of(config, name).reports()
+    metrics = evaluator.reports()
     if metrics is None:
         return None
     assert {*metrics.values()} <= {*get_args(Better)}, f"evals.{name} declares {metrics}"
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
-    if not has_average(config):
+    if not has_average:
         return found
     return found | {f"{metric}_raw": better for metric, better in found.items()}
 
@@ -55,9 +53,10 @@ def guess_direction(metric: str) -> Better:
     return "lower" if _LOWER_IS_BETTER.search(metric) else "higher"
 
 
-def find_direction(config: ConfigDict, metric: str) -> Better:
+def find_direction(evals: Mapping[str, Evaluator], metric: str) -> Better:
     """Which values of the metric "name/metric" are better: as declared, else by its name."""
-    found = declared_metrics(config, metric.partition("/")[0]) or {}
+    name = metric.partition("/")[0]
+    found = declared_metrics(name, evals[name], has_average=True) or {}
     declared = (better for pattern, better in found.items() if is_named(metric, [pattern]))
     return next(declared, None) or guess_direction(metric)
 
@@ -82,7 +81,7 @@ def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int |
     return best, sum(best is None or step > best for step in values)
 
 
-def check_metrics(config: ConfigDict, sources: Mapping[SplitKey, Source]) -> None:
+def check_metrics(settings: Settings, sources: Mapping[SplitKey, Source]) -> None:
     """Check that the metrics by which a run decides are ones that its evaluators report.
 
     Warns if the evaluator of such a metric declares none. `sources` come from `open_sources`.
@@ -91,17 +90,18 @@ def check_metrics(config: ConfigDict, sources: Mapping[SplitKey, Source]) -> Non
       InputError: names the key, and the nearest metric or those that can be chosen.
     """
     faults = Faults()
-    for key, metric in chosen_metrics(config).items():
+    for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items():
         name = metric.partition("/")[0]
-        found = declared_metrics(config, name)
+        evaluator = settings.evals[name]
+        found = declared_metrics(name, evaluator, settings.has_average)
         if found is None:
             logger.warning(
                 "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "
                 "better one", key, metric, name, guess_direction(metric),
             )  # fmt: skip
             continue
-        splits = {k: sources[split] for k, split in eval_splits(config, config.evals[name]).items()}
-        why = evaluator_of(config, name).lacking(splits)
+        splits = eval_splits(settings.data, evaluator)
+        why = evaluator.lacking({k: sources[split] for k, split in splits.items()})
         lacking = {f"{name}/{leaf}{end}": why[leaf] for leaf in why for end in ("", "_raw")}
         known = [m for m, better in found.items() if better != "neither" and m not in lacking]
         unknown = f"is not reported by evals.{name}, or no value of it is better than another"

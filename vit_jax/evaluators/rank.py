@@ -46,6 +46,7 @@ class Rank(SplitEvaluator):
     learns_classes = True
     output = "features"
     multi_label = None
+    measures_rank = True
 
     def reports(self):
         return {"rank": "neither", "share": "higher"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Params
-from vit_jax.config import FROM_0, OBJECTIVES, SplitEvaluator, key
+from vit_jax.config import FROM_0, SplitEvaluator, key
 from vit_jax.data.device_ops import per_channel, to_value_range
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.image_table import TableWriter
@@ -20,7 +20,6 @@ from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import about
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.patches import Reconstruction, as_pixels
 
 FOLDER = "reconstructions"  # in the workdir
@@ -81,12 +80,12 @@ class ReconstructionLoss(SplitEvaluator):
 def _reconstruct_of(inputs: EvalInputs) -> Reconstruct:
     """How the objective of the run reconstructs; raises InputError if it hides no patches."""
     channels = about(inputs.model).channels
-    data, own = inputs.config.data, inputs.config.objective
+    data, own = inputs.settings.data, inputs.settings.objective
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     reconstruct = None
-    if own.teacher is None:
-        loss = make_loss(**inputs.config.loss)
-        reconstruct = OBJECTIVES.make(own).bind(inputs.model, loss, RunFacts(mean, std)).reconstruct
+    if not own.teachers:
+        loss = inputs.settings.loss.bind()
+        reconstruct = own.bind(inputs.model, loss, RunFacts(mean, std)).reconstruct
     if reconstruct is None:
         raise InputError(
             f"type='reconstruction': objective.name={own.name!r} hides no patches; leave the "

@@ -18,19 +18,24 @@ class Upright:
 
     A target with an EXIF orientation of its own follows that. Any other is turned with its image if
     it is tall where the turned image is wide, or the reverse. Where its shape cannot show this (a
-    square, a mirrored image, one on its head) it stays as it is, and `warn` counts it.
+    square, a mirrored image, one on its head) it stays as it is, and `warn` counts it. So does it
+    with `data.exif=false`, where `warn` counts those that are upright beside stored pixels.
     """
 
     def __init__(self, inputs: EvalInputs):
-        self._exif = inputs.config.data.exif
+        self._exif = inputs.settings.data.exif
         self._turns = {key: functools.cache(s.turn) for key, s in inputs.sources.items()}
         self._unsure: set[pathlib.Path] = set()
+        self._upright: set[pathlib.Path] = set()
 
     def __call__(
         self, target_HW: np.ndarray, file: pathlib.Path, split_key: str, record: int
     ) -> np.ndarray:
         """The target in `file` as its image, a record of a split, is shown."""
         if not self._exif:
+            turn = self._turns[split_key](record)
+            if turn and turn.swaps and _tallness(target_HW.shape) * _tallness(turn.size) > 0:
+                self._upright.add(file)
             return target_HW
         content = retried(file.read_bytes, file) if file.suffix.lower() == ".png" else b""
         own = turn_of(content) if b"eXIf" in content else None
@@ -38,19 +43,24 @@ class Upright:
         if turn is None or turn.transpose is None:
             return target_HW
         if own is None:
-            # 0 for a square; of opposite signs where only one of the two is tall.
-            shape, image = (np.sign(height - width)
-                            for height, width in (target_HW.shape, turn.size))  # fmt: skip
-            if not (turn.swaps and shape * image):
+            alike = _tallness(target_HW.shape) * _tallness(turn.size)
+            if not (turn.swaps and alike):
                 self._unsure.add(file)
-            if not turn.swaps or shape * image >= 0:
+            if not turn.swaps or alike >= 0:
                 return target_HW
         places = np.arange(target_HW.size, dtype=np.int32).reshape(target_HW.shape)
         turned = Image.fromarray(places).transpose(Image.Transpose(turn.transpose))
         return target_HW.ravel()[np.asarray(turned)]
 
     def warn(self) -> None:
-        """Warn, once, of the targets whose shape does not show whether they need a turn."""
+        """Warn, once, of the targets that do not fit, or whose shape does not show it."""
+        if self._upright:
+            names = few(map(shown, sorted(self._upright)))
+            warn_once(
+                f"targets: with data.exif=false {len(self._upright):,} images are wide where their "
+                f"targets are tall, or the reverse: {names}; leave out data.exif=false, or turn "
+                "the targets to the stored pixels"
+            )
         if self._unsure:
             names = few(map(shown, sorted(self._unsure)))
             warn_once(
@@ -59,3 +69,8 @@ class Upright:
                 "upright. If they show the stored pixels, give them the EXIF orientation of their "
                 "images, or set --config.data.exif=false"
             )
+
+
+def _tallness(shape: tuple[int, ...]) -> int:
+    """1 for tall, -1 for wide, 0 for a square; `shape`: (height, width)."""
+    return int(np.sign(shape[0] - shape[1]))

@@ -32,8 +32,7 @@ def accumulate(
     """The gradients of the loss of a batch, and the objective's sums.
 
     Args:
-      sums_of: (params, state, batch, key) -> the objective's sums.
-      state, batch, key: its arguments.
+      sums_of: (params, state, batch, key) -> the objective's sums; state to key are its arguments.
       accum_steps: A; must divide the rows of each device.
       join: adds the sums of devices that each compute their own rows (`exchange`), for objectives
         without further terms that leave the state as it is; None: the compiler decides.

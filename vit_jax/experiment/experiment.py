@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
-from vit_jax.config import num_microbatches
+from vit_jax.config import Settings
 from vit_jax.data.batch import BatchSpec
+from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.data.preprocessing import (
     Preprocessing,
     describe_batch,
@@ -27,30 +27,37 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import program_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import gradient_shardings, state_shardings
-from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.accumulation import Sums
 from vit_jax.experiment.exchange import choose_exchange
-from vit_jax.experiment.layer_norms import make_layer_norms, watched
 from vit_jax.experiment.model import (
     in_plain_form,
     make_model,
     on_mesh,
 )
-from vit_jax.experiment.objective import make_config_objective
-from vit_jax.experiment.optimizers import make_config_average, make_config_optimizer
-from vit_jax.experiment.replay import make_replay
-from vit_jax.experiment.row_losses import make_row_losses
-from vit_jax.experiment.schedules import Schedule, make_config_schedule
+from vit_jax.experiment.objective import make_objective
+from vit_jax.experiment.optimizers import make_average, make_optimizer
+from vit_jax.experiment.schedules import Schedule, schedule_of
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import (
     AbstractBatch,
     Step,
-    make_inputs,
     make_train_step,
-    skip_step,
 )
 from vit_jax.objectives.contract import Objective, Teacher, TokenPass
 
 Tree = TypeVar("Tree")
+
+
+class StepParts(NamedTuple):
+    """What each training step of an experiment has; see `make_train_step`."""
+
+    transform: DeviceTransform
+    seed: int
+    freeze: str | None
+    sam_radius: float | None
+    accum_steps: int
+    join: Callable[[Sums], Sums] | None
+    shardings: tree.PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,55 +67,70 @@ class Experiment:
     Use it under `jax.set_mesh(mesh)`.
 
     model, schedule: as configured.
-    durations: {key: steps} for every duration that the config sets.
+    total_steps: number of steps in the whole run.
     batch: what every batch holds.
+    objective: what the step minimises.
+    plain: the same without kernels and what is recomputed, to count its FLOPs.
+    tx: the optimizer.
+    parts: what every step has, whatever its optimizer.
+    arguments: shapes, dtypes and shardings of the arguments of a step: the state, the batch, and
+      the frozen arrays if the objective has any, as one tree.
+    jit: `jax.jit` with the options of the compiler.
     init: () -> TrainState, jitted and sharded.
     train_step: (state, batch, *frozen) -> (state, metrics), jitted; donates the state.
-    layer_norms: (state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state.
-    inputs: as `step.make_inputs` makes, jitted; keeps the state.
-    replay: (digest, flip) -> as `make_replay` makes, of these inputs, jitted; keeps the state.
-    row_losses: as `make_row_losses` makes, jitted; keeps the state.
-    skip_step: as `step.skip_step`, jitted; donates the state.
-    abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
-    abstract_frozen: the same for the frozen arrays, the step's third argument: a tuple of one tree;
-      () if the objective has none.
-    freeze: regex over the names of parameters that do not change; None: all change.
-    num_gradients: how often a step computes the gradients of its batch.
-    objective: what the step minimises.
-    watched_step: the training step with its optimizer `watched`, not jitted.
-    plain_step: freeze -> the step without optimizer, kernels, microbatches and what is recomputed,
-      to count its FLOPs.
     """
 
     model: nn.Module
     schedule: Schedule
-    durations: Mapping[str, int]
+    total_steps: int
     batch: BatchSpec
+    objective: Objective
+    plain: Objective
+    tx: optax.GradientTransformation
+    parts: StepParts
+    arguments: tuple[TrainState, AbstractBatch, *tuple[tree.PyTree, ...]]
+    jit: Callable[..., jax.stages.Wrapped]
     init: Callable[[], TrainState]
     train_step: jax.stages.Wrapped
-    layer_norms: jax.stages.Wrapped
-    abstract_state: TrainState
-    abstract_batch: AbstractBatch
-    inputs: jax.stages.Wrapped
-    replay: Callable[..., jax.stages.Wrapped]
-    row_losses: jax.stages.Wrapped
-    skip_step: jax.stages.Wrapped
-    objective: Objective
-    watched_step: Step
-    plain_step: Callable[[str | None], Step]
-    freeze: str | None = None
-    num_gradients: int = 1
-    abstract_frozen: tuple[tree.PyTree, ...] = ()
 
     @property
-    def arguments(self) -> tuple[TrainState, AbstractBatch, *tuple[tree.PyTree, ...]]:
-        """Shapes, dtypes and shardings of all arguments of a step."""
-        return self.abstract_state, self.abstract_batch, *self.abstract_frozen
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return self.arguments[0]
+
+    @property
+    def abstract_batch(self) -> AbstractBatch:
+        """Shapes, dtypes and shardings of a batch."""
+        return self.arguments[1]
+
+    @property
+    def abstract_frozen(self) -> tuple[tree.PyTree, ...]:
+        """The same for the frozen arrays; () if the objective has none."""
+        return self.arguments[2:]
+
+    @property
+    def freeze(self) -> str | None:
+        """Regex over the names of parameters that do not change; None: all change."""
+        return self.parts.freeze
+
+    @property
+    def num_gradients(self) -> int:
+        """How often a step computes the gradients of its batch."""
+        return 1 if self.parts.sam_radius is None else 2
+
+    def step_with(self, tx: optax.GradientTransformation) -> Step:
+        """The training step with another optimizer and no average; not jitted."""
+        return make_train_step(self.objective, tx, **self.parts._asdict())
+
+    @property
+    def in_shardings(self) -> tuple[tree.PyTree, ...]:
+        """The sharding of every leaf of the arguments."""
+        return jax.tree.map(lambda x: x.sharding, self.arguments)
 
     @property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
-        return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        return self.in_shardings[0]
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the training step for the devices of its mesh, which need not be present.
@@ -130,11 +152,6 @@ class Experiment:
     def passes(self) -> tuple[TokenPass, ...]:
         """The images of one example that pass through a model, or blocks, in a step."""
         return self.objective.passes or (TokenPass(self.model),)
-
-    @property
-    def total_steps(self) -> int:
-        """Number of steps in the whole run."""
-        return self.durations["duration"]
 
     @property
     def num_params(self) -> int:
@@ -170,17 +187,19 @@ class Experiment:
 
     def _count_per_image(self, freeze: str | None) -> int:
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arguments)
-        traced = jax.make_jaxpr(self.plain_step(freeze))(*args)
+        parts = self.parts._replace(freeze=freeze, accum_steps=1, join=None, shardings=None)
+        step = make_train_step(self.plain, optax.identity(), **parts._asdict())
+        traced = jax.make_jaxpr(step)(*args)
         return program_flops(traced.jaxpr) // len(args[1]["mask"])
 
 
 def make_experiment(
-    config: ConfigDict,
+    settings: Settings,
     mesh: Mesh,
     preprocessing: Preprocessing | None = None,
     teachers: Sequence[Teacher] = (),
 ) -> Experiment:
-    """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
+    """Build the experiment of a resolved config.
 
     `preprocessing`: the config's, if it has been parsed already. `teachers`: the teachers
     of the objective, with arrays or their shapes.
@@ -188,23 +207,21 @@ def make_experiment(
     Raises:
       InputError: for faults that `validation.validate` cannot find.
     """
-    assert None not in (config.data.num_classes, config.data.num_examples), "not resolved"
-    preprocessing = preprocessing or parse_preprocessing(config)
-    image_size, batch = preprocessing.image_size, describe_batch(config, preprocessing)
-    durations, o = parse_durations(config), config.optimizer
-    total_steps = durations["duration"]
+    run, data, o = settings.run, settings.data, settings.optimizer
+    preprocessing = preprocessing or parse_preprocessing(settings)
+    batch = describe_batch(data, run.global_batch_size, preprocessing)
 
-    model = make_model(config, image_size, mesh)
-    objective_of = partial(make_config_objective, config, batch, durations, teachers)
-    to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
+    model = make_model(settings.model, data, mesh)
+    objective_of = partial(make_objective, settings, batch, teachers)
+    to_mesh = partial(on_mesh, mesh=mesh, kernels=settings.model.kernels)
     objective = objective_of(model, to_mesh)
     exchange = choose_exchange(model, objective, mesh, o.freeze)
 
-    schedule = make_config_schedule(config, durations)
-    tx = make_config_optimizer(config, schedule, total_steps)
-    ema_decay = make_config_average(config, total_steps)
+    schedule = schedule_of(settings)
+    tx = make_optimizer(o, schedule, run.duration)
+    ema_decay = make_average(o, run.duration)
 
-    init = partial(init_state, model, tx, image_size, config.seed)
+    init = partial(init_state, model, tx, data.image_size, run.seed)
     init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
         state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
@@ -212,62 +229,37 @@ def make_experiment(
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
-    transform = make_transform(config, preprocessing)
-    drawn: dict[str, Any] = {"transform": transform, "seed": config.seed}
-    make_step = partial(
-        make_train_step, transform=transform, seed=config.seed, sam_radius=o.sam_radius
-    )
-    in_parts: dict[str, Any] = {"freeze": o.freeze, "accum_steps": num_microbatches(config)}
-    step_with = partial(
-        make_step,
-        objective,
-        **in_parts,
+    parts = StepParts(
+        transform=make_transform(data, run.global_batch_size, preprocessing),
+        seed=run.seed,
+        freeze=o.freeze,
+        sam_radius=o.sam_radius,
+        accum_steps=o.accum_steps,
         join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
         shardings=gradient_shardings(shardings[0].params, mesh),
     )
-
-    plain = objective_of(in_plain_form(model), in_plain_form)
-
-    def plain_step(freeze: str | None) -> Step:
-        return make_step(plain, optax.identity(), freeze=freeze)
-
-    def replay(**how: Any) -> jax.stages.Wrapped:
-        function = make_replay(objective, mesh, **in_parts, **how)
-        return whole(function, in_shardings=(*shardings[:1], *of_inputs, None, *shardings[2:]))
-
-    jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
-    of_inputs = batch_sharding(mesh), NamedSharding(mesh, P())
-    whole = partial(jit, out_shardings=NamedSharding(mesh, P()))
+    train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
     # Of sums over classes every process needs the whole.
-    out_shardings = shardings[0], of_inputs[1] if config.log.metrics else None
-    train_step, watched_step = step_with(tx, ema_decay=ema_decay), step_with(watched(tx))
+    whole = NamedSharding(mesh, P()) if settings.log.metrics else None
+    jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
     return Experiment(
         model=model,
         schedule=schedule,
-        durations=durations,
+        total_steps=run.duration,
         batch=batch,
+        objective=objective,
+        plain=objective_of(in_plain_form(model), in_plain_form),
+        tx=tx,
+        parts=parts,
+        arguments=arguments,
+        jit=jit,
         init=jit(init, out_shardings=shardings[0]),
         train_step=jit(
-            train_step, in_shardings=shardings, out_shardings=out_shardings, donate_argnums=0
-        ),
-        layer_norms=jit(make_layer_norms(watched_step), in_shardings=shardings),
-        inputs=jit(make_inputs(**drawn), in_shardings=shardings[:2], out_shardings=of_inputs),
-        replay=replay,
-        row_losses=whole(
-            make_row_losses(objective, **drawn, accum_steps=num_microbatches(config)),
+            train_step,
             in_shardings=shardings,
+            out_shardings=(shardings[0], whole),
+            donate_argnums=0,
         ),
-        skip_step=jit(
-            partial(skip_step, objective), out_shardings=(shardings[0], None), donate_argnums=0
-        ),
-        abstract_state=state,
-        abstract_batch=arguments[1],
-        objective=objective,
-        watched_step=watched_step,
-        plain_step=plain_step,
-        freeze=o.freeze,
-        num_gradients=1 if o.sam_radius is None else 2,
-        abstract_frozen=frozen,
     )
 
 

@@ -4,41 +4,33 @@ import logging
 
 import flax.linen as nn
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import model_fields
-from vit_jax.devices.kernels import choose_forms
+from vit_jax.config import sections
+from vit_jax.devices.kernels import choose_ops
 from vit_jax.devices.sharding import constrain
-from vit_jax.models import create_model
+from vit_jax.models import model_of
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 
 logger = logging.getLogger("vit_jax")
 
 
-def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> nn.Module:
-    """The model of a resolved config, sharded over `mesh`, in the fastest forms for it."""
-    model = create_model(
-        config.model.name,
-        config.data.num_classes,
-        image_size,
-        channels=config.data.channels,
-        **model_fields(config),
-    )
-    model = on_mesh(model, mesh, config.model.kernels)
-    _warn_of_uneven_split(model, mesh)
-    return model
+def make_model(model: sections.Model, data: sections.Data, mesh: Mesh) -> nn.Module:
+    """The model of a resolved config, sharded over `mesh`, in the fastest form for it."""
+    made = on_mesh(model_of(model, data, data.num_classes), mesh, model.kernels)
+    _warn_of_uneven_split(made, mesh)
+    return made
 
 
 def on_mesh(model: nn.Module, mesh: Mesh, kernels: str) -> nn.Module:
-    """`model` sharded over `mesh`, in the fastest forms for it; `kernels` is the config's."""
-    return choose_forms(with_known(model, constrain=constrain), mesh, kernels)
+    """`model` sharded over `mesh`, in the fastest form for it; `kernels` is the config's."""
+    return choose_ops(with_known(model, constrain=constrain), mesh, kernels)
 
 
 def in_plain_form(model: nn.Module) -> nn.Module:
     """`model` on one device, without kernels; nothing is computed twice."""
-    return with_known(model, constrain=unconstrained, forms=PLAIN, remat="none")
+    return with_known(model, constrain=unconstrained, ops=PLAIN, remat="none")
 
 
 def check_microbatches(model: nn.Module, name: str, accum_steps: int) -> None:

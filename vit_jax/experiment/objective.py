@@ -1,17 +1,14 @@
 """The objective of a config, with what it learns from: labels, views, teachers, an average."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import flax.linen as nn
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import num_microbatches
+from vit_jax.config import Settings, sections
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
-from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
-from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.metrics import training_metrics
 
 # Remedies for keys that a batch lacks.
@@ -22,10 +19,9 @@ _SETS = {
 }
 
 
-def make_config_objective(
-    config: ConfigDict,
+def make_objective(
+    settings: Settings,
     batch: BatchSpec,
-    durations: Mapping[str, int],
     teachers: Sequence[Teacher],
     model: nn.Module,
     in_form: InForm,
@@ -44,25 +40,28 @@ def make_config_objective(
         )
         for teacher in teachers
     )
-    mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
+    data = settings.data
+    mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    facts = RunFacts(mean, std, teachers, shapes, durations, training_metrics(config).rows, in_form)
-    objective = objective_of(config).bind(model, make_loss(**config.loss), facts)
-    _check_needs(objective, config, shapes)
+    rows = training_metrics(settings.log, settings.loss, data).rows
+    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form)
+    objective = settings.objective.bind(model, settings.loss.bind(), facts)
+    _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective
 
 
-def _check_needs(objective: Objective, config: ConfigDict, batch: Iterable[str]) -> None:
-    """Raise InputError if the objective needs what batches or the state do not hold."""
-    name = config.objective.name
-    unset = [key for key in ("ema_decay", "ema_decay_end") if config.optimizer[key] is None]
+def _check_needs(
+    objective: Objective, name: str, optimizer: sections.Optimizer, batch: Iterable[str]
+) -> None:
+    """Raise InputError if the objective `name` needs what batches or the state do not hold."""
+    unset = [key for key in ("ema_decay", "ema_decay_end") if getattr(optimizer, key) is None]
     if objective.needs_average and unset:
         raise InputError(
             f"optimizer.{unset[0]}=None: the teacher of objective.name={name!r} is the running "
             "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
             "--config.optimizer.ema_decay_end=1.0, or the same for a constant decay"
         )
-    accum_steps = num_microbatches(config)
+    accum_steps = optimizer.accum_steps
     if objective.couples_rows and accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "

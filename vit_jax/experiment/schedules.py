@@ -32,11 +32,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SCHEDULES, SHARE, Part, key
-from vit_jax.experiment.durations import parse_milestones
+from vit_jax.config import SCHEDULES, SHARE, Part, Settings, key, sections
 
 # Number of the update, from 0 -> learning rate, a float32 scalar.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
@@ -45,19 +43,19 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
 Keep = Callable[..., jax.Array | float]
 
 
-class Decay(Part):
-    """The interface of a decay. Its keys are numbers, and durations that `factor` gets in steps."""
+class Decay(sections.Schedule, Part):
+    """The interface of a decay."""
 
     def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         """The factor of the peak rate, `since` steps after the end of the warm-up.
 
         Args:
           span: steps from there to the end of the run.
-          steps: {own key: steps, or its number}; milestones are counted from there too.
+          steps: {own key: value}, durations in steps; milestones are counted from there too.
         """
         raise NotImplementedError
 
-    def cooldown(self, left: jax.Array) -> jax.Array:
+    def fall(self, left: jax.Array) -> jax.Array:
         """What the rate is multiplied by when the share `left` of the cooldown is to come."""
         return left
 
@@ -75,7 +73,7 @@ class Wsd(Constant):
     Hu et al. 2024 (arXiv:2404.06395); this cooldown: Hägele et al. 2024 (arXiv:2405.18392).
     """
 
-    def cooldown(self, left):
+    def fall(self, left):
         return 1 - jnp.sqrt(1 - left)
 
 
@@ -92,41 +90,43 @@ class Cosine(Decay):
     end_share: float = key(0.0, "the last learning rate / optimizer.peak_lr", within=SHARE)
 
     def factor(self, since, span, steps):
-        end = steps.get("end_share", 0.0)
+        end = self.end_share
         return end + (1 - end) * 0.5 * (1 + jnp.cos(jnp.pi * since / span))
 
 
 class Rsqrt(Decay):
     """sqrt(timescale / (timescale + t)) (Zhai et al. 2021, section 3.5)."""
 
-    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+    timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
     def factor(self, since, span, steps):
-        return jnp.sqrt(steps["timescale"] / (steps["timescale"] + since))
+        return jnp.sqrt(self.timescale / (self.timescale + since))
 
 
 class Power(Decay):
     """max(1, t / timescale)^-0.51 (Shen et al. 2024, arXiv:2408.13359, without its cooldown)."""
 
-    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+    timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
     def factor(self, since, span, steps):
-        return jnp.maximum(since / steps["timescale"], 1) ** -0.51
+        return jnp.maximum(since / self.timescale, 1) ** -0.51
 
 
 class Exponential(Decay):
     """0.97^floor(t / timescale) (Tan & Le 2019, section 5.2)."""
 
-    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+    timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
     def factor(self, since, span, steps):
-        return 0.97 ** jnp.floor(since / steps["timescale"])
+        return 0.97 ** jnp.floor(since / self.timescale)
 
 
 class Multistep(Decay):
     """0.1^(number of milestones reached) (Kolesnikov et al. 2019, section 3.3)."""
 
-    milestones: str = key("", '"200 steps, 300 steps"; each divides the rate by 10', form="list")
+    milestones: tuple[int, ...] = key(
+        "", '"200 steps, 300 steps"; each divides the rate by 10', form="list"
+    )
 
     def check(self):
         faults = ["milestones='': multistep needs them, e.g. '3000 steps, 6000 steps'"]
@@ -136,72 +136,44 @@ class Multistep(Decay):
         return 0.1 ** sum(1.0 * (since >= at) for at in steps["milestones"])
 
 
-def make_schedule(
-    name: str,
-    *,
-    peak_lr: float,
-    total_steps: int,
-    start: int = 0,
-    warmup_steps: int = 0,
-    cooldown_steps: int = 0,
-    milestones: Sequence[int] = (),
-    **durations: Any,
-) -> Schedule:
+def make_schedule(decay: Decay, peak_lr: float, total_steps: int) -> Schedule:
     """Make the learning rate as a function of the step: a float32 scalar, usable under jit.
 
-    The equations are at the top of this module.
+    The equations are at the top of this module. The rate is multiplied by the optimizer's factor
+    LOWERED, which is `schedule.lowered` at the start, and which `peak_lr` includes.
 
     Args:
-      name: a key of `SCHEDULES`, the decay.
+      decay: the section `schedule` of a resolved config.
       peak_lr: learning rate at the end of the warm-up.
       total_steps: length of the run, including warm-up and cooldown.
-      start: the step at which the warm-up, or the decay, begins.
-      warmup_steps: the rate rises linearly from 0.
-      cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
-      milestones: for `Multistep`, in steps from the start of the run; each divides the rate by 10.
-      **durations: other keys of the decay, in steps, and its numbers.
 
     Raises:
-      InputError: there is no such decay, or the numbers do not fit together.
+      InputError: the durations do not fit together.
     """
-    _check_spans(total_steps, start, warmup_steps, cooldown_steps, milestones)
-    risen = start + warmup_steps
+    start, warmup, cooldown = decay.start, decay.warmup, decay.cooldown
+    steps = {k: getattr(decay, k) for k in SCHEDULES.keys_of(type(decay))}
+    milestones = steps.get("milestones", ())
+    _check_spans(total_steps, start, warmup, cooldown, milestones)
+    risen, peak_lr = start + warmup, peak_lr / decay.lowered
     span = max(total_steps - risen, 1)  # avoids 0 / 0 if the run is all warm-up
-    decay = SCHEDULES.find(name)()
-    steps = durations | {"milestones": [at - risen for at in milestones]}
+    steps["milestones"] = [at - risen for at in milestones]
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array | float:
         step = jnp.minimum(jnp.asarray(count, jnp.float32), total_steps)
         lr = peak_lr * decay.factor(jnp.maximum(step - risen, 0), span, steps)
-        if warmup_steps:
+        if warmup:
             since = jnp.maximum(step - start, 0) if start else step
-            lr *= jnp.minimum(since / warmup_steps, 1)
-        if cooldown_steps:
-            lr *= decay.cooldown(jnp.minimum((total_steps - step) / cooldown_steps, 1))
+            lr *= jnp.minimum(since / warmup, 1)
+        if cooldown:
+            lr *= decay.fall(jnp.minimum((total_steps - step) / cooldown, 1))
         return lr
 
     return schedule
 
 
-def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
-    """The learning rate of a resolved config, whose durations in steps are `durations`.
-
-    It is multiplied by the optimizer's factor LOWERED, which is `schedule.lowered` at the start.
-    """
-    keys = SCHEDULES.find(config.schedule.name).declared()
-    numbers = {k: config.schedule[k] for k, declared in keys.items() if not declared.form}
-    own: dict[str, Any] = {k: number for k, number in numbers.items() if number is not None}
-    own |= {k: durations[f"schedule.{k}"] for k in keys if f"schedule.{k}" in durations}
-    return make_schedule(
-        config.schedule.name,
-        peak_lr=config.optimizer.peak_lr / config.schedule.lowered,
-        total_steps=durations["duration"],
-        start=durations["schedule.start"],
-        warmup_steps=durations["schedule.warmup"],
-        cooldown_steps=durations["schedule.cooldown"],
-        milestones=parse_milestones(config),
-        **own,
-    )
+def schedule_of(settings: Settings) -> Schedule:
+    """The learning rate of a resolved config; see `make_schedule`."""
+    return make_schedule(settings.schedule, settings.optimizer.peak_lr, settings.run.duration)
 
 
 def make_ema_decay(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base.tree import OBJECTIVE, ModelState, Params
+from vit_jax.models.block_ops import PLAIN
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -54,7 +54,7 @@ def init_state(
     `init_objective`: `Objective.init`.
     """
     images = jnp.zeros((1, *image_size, about(model).channels))
-    model = with_known(model, forms=PLAIN)  # kernels would split the image over devices
+    model = with_known(model, ops=PLAIN)  # kernels would split the image over devices
     model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")
     objective_state: ModelState = {}

@@ -1,6 +1,6 @@
 """Evaluation without training: of a run in its workdir, and of a model from any source."""
 
-import copy
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,13 +19,22 @@ from vit_jax import transfer
 from vit_jax.base import files, tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.checkpoints import restore
-from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, SOURCES, with_values
+from vit_jax.config import (
+    EVALUATORS,
+    LOSSES,
+    REQUIRED_TO_EVALUATE,
+    SOURCES,
+    Evaluator,
+    Settings,
+    sections,
+    with_values,
+)
 from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.arrays import give
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
-from vit_jax.devices.kernels import choose_forms
+from vit_jax.devices.kernels import choose_ops
 from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.evaluators import check_outputs, make_evaluators
@@ -37,23 +46,24 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.fields import check_fields
-from vit_jax.run.agreement import compare_findings, compare_requests
-from vit_jax.run.opener import check_mesh
-from vit_jax.run.sources import (
+from vit_jax.objectives.supervised import Supervised
+from vit_jax.run.setup.agreement import compare_findings, compare_requests
+from vit_jax.run.setup.opener import check_mesh
+from vit_jax.run.setup.sources import (
     check_evaluated_images,
     find_absent,
     open_evaluated,
     say_other_names,
     say_places,
 )
-from vit_jax.run.validation import (
+from vit_jax.run.setup.validation import (
     as_pairs,
     check_evaluates_any,
     load_config,
     load_run,
     validate,
 )
-from vit_jax.run.workdir import check_store
+from vit_jax.run.setup.workdir import check_store
 from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import best_step, read_class_names
@@ -138,19 +148,20 @@ def evaluate_model(
     config = of.complete(config, by_user)
     mesh = of.make_mesh(config)
     compare_requests(config, of.facts)
-    config = with_values(config, find_absent(config, training=False))
+    config = with_values(config, find_absent(of.read(config), training=False))
     divider = Divider(of.division, of.source, class_names=of.class_names)
-    sources = open_evaluated(config, of.class_names, divider)
-    config = of.settle(config, sources)
-    preprocessing = parse_preprocessing(config)
-    check_evaluated_images(config, preprocessing, sources)
-    module, weights = of.build(config, mesh, preprocessing)
-    check_outputs(config, module, preprocessing.image_size)
+    settings = of.read(config)
+    sources = open_evaluated(settings.data, settings.evals, of.class_names, divider)
+    settings = of.settle(settings, sources)
+    preprocessing = parse_preprocessing(settings)
+    check_evaluated_images(settings.data, settings.evals, preprocessing, sources)
+    module, weights = of.build(settings, mesh, preprocessing)
+    check_outputs(settings.evals, module, preprocessing.image_size)
     seen: dict[str, Examples | Shown] = {}  # of the evaluator that ran last
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
-    evaluators = make_evaluators(config, preprocessing, module, mesh, sources, see=see)
-    _warn_of_other_classes(config, of.class_names, of.source, sources)
-    compare_findings(config, sources, weights)
+    evaluators = make_evaluators(settings, preprocessing, module, mesh, sources, see=see)
+    _warn_of_other_classes(settings, of.class_names, of.source, sources)
+    compare_findings(settings.job, sources, weights)
     with jax.set_mesh(mesh):
         state, results = of.load(mesh)
         logger.info("evaluating %s%s", of.source, f", step {results['step']}" if results else "")
@@ -158,7 +169,7 @@ def evaluate_model(
             with watchdog.phase("evaluation"):
                 results |= evaluate_one(name, measure, state)
             if on_predictions is not None and name in seen:
-                key = config_lib.eval_splits(config, config.evals[name])["split"]
+                key = config_lib.eval_splits(settings.data, settings.evals[name])["split"]
                 on_predictions(name, seen.pop(name), sources[key])
     return results
 
@@ -174,15 +185,19 @@ class StoredModel:
         check_store(workdir)
         self.source, self._trained = str(workdir), trained
         self._checkpoints = workdir / "checkpoints"
-        self._best = best_step(workdir, trained) if best else None
+        settings = Settings.read(trained)
+        self._best = best_step(workdir, settings) if best else None
         steps = restore.saved_steps(self._checkpoints)
         self.facts = {"checkpoints in --workdir": steps, "best step": self._best}
         names, number = read_class_names(workdir), trained.data.num_classes
         self.class_names = class_names_of(names, number, self.source)
-        self.division = read_division(workdir, trained)
+        self.division = read_division(workdir, settings.data)
 
     def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
-        return with_values(config, {"optimizer.accum_steps": None})  # it is of training only
+        return with_values(config, {"optimizer.accum_steps": 1})  # it is of training only
+
+    def read(self, config: ConfigDict) -> Settings:
+        return Settings.read(config)
 
     def make_mesh(self, config: ConfigDict) -> Mesh:
         """If it is open, these devices split parameters as far as the run did, if they can."""
@@ -192,16 +207,15 @@ class StoredModel:
         fsdp = math.gcd(mesh.shape["data"], self._trained.mesh.fsdp or 1)
         return make_mesh(replica=mesh.shape["replica"], fsdp=fsdp, tensor=mesh.shape["tensor"])
 
-    def settle(self, config: ConfigDict, sources: Sources) -> ConfigDict:
-        return config
+    def settle(self, settings: Settings, sources: Sources) -> Settings:
+        return settings
 
     def build(
-        self, config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing
+        self, settings: Settings, mesh: Mesh, preprocessing: Preprocessing
     ) -> tuple[nn.Module, Weights]:
-        if config.objective.teacher is not None:  # which is not read
-            config = copy.deepcopy(config)
-            config.objective.update(config_lib.default_config().objective.to_dict())
-        self._experiment = make_experiment(config, mesh, preprocessing)
+        if settings.objective.teachers:  # which are not read
+            settings = dataclasses.replace(settings, objective=Supervised())
+        self._experiment = make_experiment(settings, mesh, preprocessing)
         return self._experiment.model, {}
 
     def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
@@ -281,24 +295,30 @@ class _OfSource:
     def make_mesh(self, config: ConfigDict) -> Mesh:
         return check_mesh(config)
 
-    def settle(self, config: ConfigDict, sources: Sources) -> ConfigDict:
+    def read(self, config: ConfigDict) -> Settings:
+        return Settings.read_open(config)[0]  # a source has no keys of training
+
+    def settle(self, settings: Settings, sources: Sources) -> Settings:
         """Set the ops of evaluators without ops, and the loss of a source that is no run."""
-        fill_in_ops(config, self._pretrained, sources)
-        learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
-        is_open = config.loss.name == config_lib.default_config().loss.name
-        is_open = is_open and "loss.name" not in self._by_user
+        evals = with_ops(settings.data, settings.evals, self._pretrained, sources)
+        settings = dataclasses.replace(settings, evals=evals)
+        learn = [entry.learns_classes for entry in evals.values()]
+        is_open = settings.loss.name == sections.Loss().name and "loss.name" not in self._by_user
         if is_open and self._pretrained.run is None and not all(learn):
-            config.loss.name = loss_of(self._pretrained, config.loss.name)
-        return config
+            name = loss_of(self._pretrained, settings.loss.name)
+            common = {k: getattr(settings.loss, k) for k in sections.Loss.declared()}
+            settings = dataclasses.replace(settings, loss=LOSSES.make(common | {"name": name}))
+        return settings
 
     def build(
-        self, config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing
+        self, settings: Settings, mesh: Mesh, preprocessing: Preprocessing
     ) -> tuple[nn.Module, Weights]:
-        source, resize = self._pretrained, config.init_resize
-        family = type(source.model)
-        fields = check_fields(family, config_lib.model_fields(config), "config.model")
+        source, resize = self._pretrained, settings.run.init_resize
+        given = {"dtype": settings.model.dtype, **settings.model.own}
+        fields = check_fields(type(source.model), given, "config.model")
         model = source.model.clone(**fields, image_size=preprocessing.image_size)
-        model = choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
+        kernels = settings.model.kernels
+        model = choose_ops(with_known(model, constrain=constrain), mesh, kernels)
         variables = transfer.init_variables(source, model, resize, keep_head=True)
         self._params, self._model_state = variables
         return model, {**self._params, **self._model_state}
@@ -314,24 +334,27 @@ class _OfSource:
         return state, {} if run is None else {"step": run["step"]}
 
 
-def fill_in_ops(config: ConfigDict, pretrained: Pretrained, sources: Sources) -> None:
-    """Set the ops of evaluators without ops: a run's evaluation ops, else the source's."""
-    size = config_lib.image_hw(config.data.image_size)
-    for entry in config.evals.values():
+def with_ops(
+    data: sections.Data, evals: Mapping[str, Evaluator], pretrained: Pretrained, sources: Sources
+) -> dict[str, Evaluator]:
+    """`evals`, those without ops with a run's evaluation ops, else the source's."""
+    found, spec = dict(evals), pretrained.spec.at(data.image_size)
+    for name, entry in evals.items():
         if not entry.ops:
-            splits = config_lib.eval_splits(config, entry).values()  # one data set, one image shape
+            splits = config_lib.eval_splits(data, entry).values()  # one data set, one image shape
             shape = sources[next(iter(splits))].image_shape
-            entry.ops = ops_for(pretrained.spec.at(size), shape and shape[:2])
+            found[name] = dataclasses.replace(entry, ops=ops_for(spec, shape and shape[:2]))
+    return found
 
 
 def _warn_of_other_classes(
-    config: ConfigDict, names: Sequence[str] | None, model_source: str, sources: Sources
+    settings: Settings, names: Sequence[str] | None, model_source: str, sources: Sources
 ) -> None:
     """Log or warn of names of the data's classes that differ from the model's."""
-    for name, entry in config.evals.items():
-        if EVALUATORS.find(entry.type).learns_classes:
+    for name, entry in settings.evals.items():
+        if entry.learns_classes:
             continue
-        source = sources[config_lib.eval_splits(config, entry)["split"]]
+        source = sources[config_lib.eval_splits(settings.data, entry)["split"]]
         theirs = source.class_names
         if theirs and SOURCES.find(source.name).is_own and theirs != names:
             say_places(f"evals.{name}", theirs, model_source)

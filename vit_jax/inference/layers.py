@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import ModelState, Params
+from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.dot_product import dot_product_attention
-from vit_jax.models.forms import BlockOps
 from vit_jax.models.watched import watch
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def watch_attention(
         found.append(see(jax.nn.softmax(scores.astype(jnp.float32), axis=-1)))
         return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
 
-    watched = with_known(_unrolled(model), forms=BlockOps(attend=attend))
+    watched = with_known(_unrolled(model), ops=BlockOps(attend=attend))
     watched.apply({"params": params, **model_state}, images, method="tokens")
     return found
 

@@ -92,8 +92,7 @@ def predict(
     pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
     if image_size is not None:
         pretrained = transfer.with_image_size(pretrained, image_size)
-    spec = pretrained.spec
-    found = open_images(images, spec.reading)
+    found = open_images(images, pretrained.spec.reading)
     if batch_size is None:
         ways, needed = jax.device_count(), min(found.num_examples, _BATCH_SIZE)
         batch_size = -(-needed // ways) * ways
@@ -310,7 +309,7 @@ def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
         if 0 <= (number := float(given)) <= 1:
             return number
     try:
-        text = files.absolute(given).read_text()
+        text = files.absolute(given).read_text().removeprefix("\ufeff")  # as spreadsheets save it
     except OSError as e:
         needs = "needs a probability from 0 to 1, or a file"
         raise InputError(f"--thresholds={given}: {e.strerror}; {needs}") from None

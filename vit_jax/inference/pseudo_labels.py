@@ -14,6 +14,7 @@ Axes: n records, C classes.
 import io
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.data.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.predict import check_classes, outputs
-from vit_jax.run.sources import find_places, say_places
+from vit_jax.run.setup.sources import find_places, say_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.pretrained import ops_for
 
@@ -61,13 +62,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
     source, facts = _open_images(config, pretrained, divider)
     path, num_classes = workdir / "labels.json", pretrained.model.num_classes
-    before = json.loads(path.read_text()) if path.exists() else facts
-    for key in facts:
-        if key != "data_dir" and before.get(key) != facts[key]:
-            raise InputError(
-                f"--workdir={workdir}: holds labels with another {key}: {before.get(key)!r}, now "
-                f"{facts[key]!r}; use a new --workdir"
-            )
+    _check_same(facts, path)
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(facts, indent=2) + "\n")
     found = _label_parts(config, pretrained, source, workdir)
@@ -108,6 +103,17 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         summary["labels/top1"] = agreement(records, found["label"], true)
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _check_same(facts: Mapping[str, Any], path: epath.Path) -> None:
+    """Raise InputError if the workdir has labels of other images or another model."""
+    before = json.loads(path.read_text()) if path.exists() else facts
+    for key in facts:
+        if key != "data_dir" and before.get(key) != facts[key]:
+            raise InputError(
+                f"--workdir={path.parent}: holds labels with another {key}: {before.get(key)!r}, "
+                f"now {facts[key]!r}; use a new --workdir"
+            )
 
 
 def _true_labels(

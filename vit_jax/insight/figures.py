@@ -13,13 +13,14 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
-from vit_jax.base import files, tree
+from vit_jax.base import files
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
 from vit_jax.insight.tables import as_csv
-from vit_jax.models.contract import CONSTANTS, about
+from vit_jax.models.contract import about
+from vit_jax.transfer.fit import position_tables
 from vit_jax.transfer.pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -70,27 +71,12 @@ def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
         return why
     if image_size is None:
         return "the model takes images of any size; choose one with --image_size"
-    leaves = pretrained.params | {
-        name.removeprefix(f"{CONSTANTS}/"): leaf
-        for name, leaf in pretrained.model_state.items()
-        if name.startswith(f"{CONSTANTS}/")
-    }
-    positions = model.positions(image_size)
-    of_layer = [f"encoder/layer_{i}/" for i in range(model.depth)]
-    places = {f"layer {i}": place for i, place in enumerate(of_layer)}
-    if model.positions_at != "layers":
-        places = {"stem": ""}
-    found = {}
-    for name, place in places.items():
-        tables = {
-            leaf.removeprefix(place): value
-            for leaf, value in leaves.items()
-            if leaf.startswith(f"{place}pos_embedding")
-        }
-        given = tree.unflatten_names(tables).get("pos_embedding")
-        table_ND = np.asarray(positions.build(given))[0]
-        found[name] = table_ND[model.num_prefix_tokens :]
-    return found
+    found = position_tables({**pretrained.params, **pretrained.model_state})
+    tables = {"stem": next(iter(found.values()), None)}
+    if model.positions_at == "layers":
+        tables = {f"layer {i}": found[f"encoder/layer_{i}/"] for i in range(model.depth)}
+    build, prefix = model.positions(image_size).build, model.num_prefix_tokens
+    return {name: np.asarray(build(given))[0, prefix:] for name, given in tables.items()}
 
 
 def _filters(subject: Subject) -> Made | str:

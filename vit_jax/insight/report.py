@@ -24,7 +24,7 @@ from etils import epath
 import vit_jax
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.insight import plots
+from vit_jax.insight import charts, plots
 from vit_jax.insight.runs import (
     Run,
     choose_metrics,
@@ -33,7 +33,7 @@ from vit_jax.insight.runs import (
     group_seeds,
     short_names,
 )
-from vit_jax.run.ledger import add_up
+from vit_jax.run.watch.ledger import add_up
 
 if TYPE_CHECKING:
     import markupsafe
@@ -61,7 +61,7 @@ def write(
       InputError: if no run has one of `metrics`, or the packages for reports are not installed.
     """
     try:
-        import bokeh.embed  # noqa: F401 - used in `plots`
+        import bokeh.embed  # noqa: F401 - used in `charts`
         import jinja2
         from markupsafe import Markup
     except ImportError as e:
@@ -69,19 +69,14 @@ def write(
 
     known = choose_metrics(runs)
     chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]
-    curves = plots.chart_curves(runs, chosen)
+    curves = charts.chart_curves(runs, chosen)
     folders = dict(zip(dict.fromkeys(figures), short_names([*dict.fromkeys(figures)]), strict=True))
     present = [name for name in _SPEEDS if any(name in run.curves for run in runs)]
-    speeds = plots.chart_curves(runs, present)
+    speeds = charts.chart_curves(runs, present)
     times = {run.name: run.seconds for run in runs if any(run.seconds.values())}
     drawn = [*curves, *speeds]
-    divs, script, library = plots.embed(drawn)
-    loader = jinja2.PackageLoader("vit_jax.insight", "page")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"broken": break_name, "number": show_number}
+    divs, script, library = charts.embed(drawn)
+    environment, loader = _environment(jinja2)
     css, own_script = (loader.get_source(environment, f"page.{x}")[0] for x in ("css", "js"))
     scripts = [x.replace("</script", "<\\/script") for x in (library, script, own_script)]
     return environment.get_template("page.html").render(
@@ -101,13 +96,24 @@ def write(
         differences=differences(runs),
         figures=read_figures(runs, folders),
         classes=read_classes(runs, folders),
-        smoothed=plots.SMOOTHED,
+        smoothed=charts.SMOOTHED,
         css=Markup(css),
         scripts=[Markup(script) for script in scripts],
         digests=[_digest(script) for script in scripts],
         version=vit_jax.__version__,
         now=datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
     )
+
+
+def _environment(jinja2: Any) -> tuple[Any, Any]:
+    """What fills in the page, and what loads its files."""
+    loader = jinja2.PackageLoader("vit_jax.insight", "page")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"broken": break_name, "number": show_number}
+    return environment, loader
 
 
 def break_name(name: str) -> markupsafe.Markup:

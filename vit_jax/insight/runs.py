@@ -15,9 +15,9 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_values
 from vit_jax.evaluators.metric_names import guess_direction
-from vit_jax.run.ledger import add_up
+from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import is_accuracy, is_of_class
-from vit_jax.run.workdir import read_starts
+from vit_jax.run.watch.ledger import add_up
 
 logger = logging.getLogger("vit_jax")
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
     name: as short as it can be among the runs read.
     config: {key: value}, without the section `study`.
-    decided_by: {key: who decided it}; see `run.resolve`.
+    decided_by: {key: who decided it}; see `run.setup.resolve`.
     curves: {metric: [(step, value)]}, by step; None values (not finite) are left out.
     step: the last step with a row; 0 without rows.
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.

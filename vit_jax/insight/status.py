@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from vit_jax.insight.runs import Run, read_all
-from vit_jax.run import replay, spikes
-from vit_jax.run.workdir import count_steps, say_holder
+from vit_jax.run.setup.workdir import count_steps, say_holder
+from vit_jax.run.watch import replay, spikes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ def limit_arenas() -> None:
 
     Threads that allocate at the same time get arenas of their own, and an arena keeps most of the
     memory that they free. The threads that read, save and evaluate use all of them in turn, so with
-    many arenas the resident memory of a run grows; see docs/soak.py.
+    many arenas the resident memory of a run grows; see tools/soak.py.
 
     Call it before threads start, since arenas that exist stay. It changes nothing if the user has
     set MALLOC_ARENA_MAX or GLIBC_TUNABLES, or with another C library.

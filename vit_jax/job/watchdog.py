@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
-from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults
+from vit_jax.config.sections import Job
 from vit_jax.job import processes
 from vit_jax.job.exit_codes import FAILED
 
@@ -36,7 +35,7 @@ _STEP_SHARE = 0.6  # of the heartbeat timeout; the rest is for finding out who i
 _ALONE_S = 3600.0  # deadline of a step in a job of one process, which has no heartbeat
 
 
-def step_deadline(job: ConfigDict, num_processes: int) -> float:
+def step_deadline(job: Job, num_processes: int) -> float:
     """Longest allowed duration of a step, in seconds."""
     if job.step_deadline_s is not None:
         return job.step_deadline_s
@@ -269,8 +268,8 @@ _watchdog: Watchdog | None = None
 _has_spoken = threading.Event()  # set once the fault has been reported
 
 
-def start(job: ConfigDict) -> None:
-    """Start the watchdog of this process; `job` is that section of the config."""
+def start(job: Job) -> None:
+    """Start the watchdog of this process, with the deadlines of `job`."""
     global _watchdog
     num_processes = jax.process_count()
     compiling, saving = job.compile_deadline_s, job.save_deadline_s
@@ -376,15 +375,3 @@ def _coordinator_listens() -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
         return True
     return False
-
-
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check the deadlines of the section `job`."""
-    job = config.job
-    for key in ("heartbeat_s", "step_deadline_s", "compile_deadline_s", "evaluation_deadline_s",
-                "save_deadline_s"):  # fmt: skip
-        faults.need_positive(f"job.{key}", job[key])
-    step_s, heartbeat_s = job.step_deadline_s, job.heartbeat_s
-    faults.need(step_s is None or step_s <= 0.75 * heartbeat_s, f"job.step_deadline_s={step_s}: "
-                f"must be at most 0.75 * job.heartbeat_s={heartbeat_s}, when JAX ends the run "
-                "without saying why")  # fmt: skip

@@ -1,14 +1,14 @@
 """Model families: one file each, and one line in `config.registries.FAMILIES`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config import FAMILIES, image_hw, model_fields
+from vit_jax.config import FAMILIES, sections
+from vit_jax.config.parts import as_pair
 from vit_jax.models.contract import Model, about, as_family, field_names
 from vit_jax.models.fields import check_fields, field_defaults
 
@@ -70,14 +70,16 @@ def fields_of(name: str) -> list[str]:
     return field_names(find_family(name))
 
 
-def model_of(config: ConfigDict) -> Model:
-    """The model of `config`, with one class.
+def model_of(
+    model: sections.Model, data: sections.Data, num_classes: int | None = 1, **fields: Any
+) -> Model:
+    """The model of a config, on one device, with `num_classes` and some other `fields`.
 
     Raises:
       InputError: as `create_model`.
     """
-    fields = model_fields(config)
-    return about(create_model(config.model.name, 1, config.data.image_size, **fields))
+    fields = {"dtype": model.dtype, "channels": data.channels, **model.own, **fields}
+    return about(create_model(model.name, num_classes, data.image_size, **fields))
 
 
 SIZES = (
@@ -173,28 +175,26 @@ def tiny_fields(name: str) -> dict[str, Any]:
     return as_family(find_family(name)).tiny_fields(name)  # type: ignore[arg-type] # mypy wants a hash of types
 
 
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check the section `model` together with `data.image_size`."""
-    faults.extend(_find_remat_faults(config))
-    sizes = {"data.image_size": config.data.image_size, "model.patch_size": config.model.patch_size}
-    given = {key: size for key, size in sizes.items() if size is not None}
-    sizes_are_good = all([faults.check(image_hw, size, key) for key, size in given.items()])
-    if sizes_are_good and None not in (config.data.image_size, config.model.name):
-        size, fields = config.data.image_size, model_fields(config)
-        faults.check_in("model.", create_model, config.model.name, 1, size, **fields)
+def check_model(model: sections.Model, data: sections.Data, faults: Faults) -> None:
+    """Check the section `model` together with `data.image_size`, as far as both are known."""
+    faults.extend(_find_remat_faults(model.own))
+    sizes = {"data.image_size": data.image_size, "model.patch_size": model.own.get("patch_size")}
+    wrong = [size for size in sizes.values() if size is not None and as_pair(size) is None]
+    if not wrong and data.image_size is not None and model.name is not None:
+        faults.check_in("model.", model_of, model, data)
 
 
-def _find_remat_faults(config: ConfigDict) -> list[str]:
+def _find_remat_faults(fields: Mapping[str, Any]) -> list[str]:
     """A fault if `model.remat_layers` would change nothing."""
-    layers = config.model.remat_layers
+    layers, remat = fields.get("remat_layers"), fields.get("remat")
     if layers is None:
         return []
-    if config.model.remat in (None, "none"):
+    if remat in (None, "none"):
         return [
-            f"model.remat_layers={layers}: model.remat={config.model.remat} recomputes nothing; "
+            f"model.remat_layers={layers}: model.remat={remat} recomputes nothing; "
             "set --config.model.remat=full"
         ]
-    if config.model.scan:
+    if fields.get("scan"):
         return [
             f"model.remat_layers={layers}: a scan recomputes all layers; set "
             "--config.model.scan=false or --config.model.remat_layers=None"

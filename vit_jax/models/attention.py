@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.models.dense import Dense, LoraProduct, Product, ProductParams
+from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
+from vit_jax.models.dense import Dense, LoraProduct, Product
 from vit_jax.models.dropout import draw_kept
-from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.position import Relative
 from vit_jax.models.rotary import turn
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     key_bias: bool = True
     lora_rank: int | None = None
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -70,10 +70,10 @@ class Attention(nn.Module):
         if train and self.dropout > 0:
             B, N, H, _ = q_BNHK.shape
             shape, axes = (B, H, N, k_BMHK.shape[1]), ("batch", "tensor", None, None)
-            key, draw = self.make_rng("dropout"), self.forms.draw_bytes
+            key, draw = self.make_rng("dropout"), self.ops.draw_bytes
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
             dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
-        out_BNHK = self.forms.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
+        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             x_BND.shape[-1],
             use_bias=self.qkv_bias and (self.key_bias or name != "key"),
             dtype=self.dtype,
-            multiply=self.forms.multiply,
+            multiply=self.ops.multiply,
             name=name,
         )(x_BND)
 
@@ -107,21 +107,17 @@ class Attention(nn.Module):
         return Dense(
             out_BND.shape[-1],
             dtype=self.dtype,
-            multiply=self.forms.multiply,
-            add_bias=self.forms.add_bias,
+            multiply=self.ops.multiply,
+            add_bias=self.ops.add_bias,
             name="out",
         )(out_BND, scale_D)
 
 
 class KernelAttention(Attention):
-    """`Attention` by a kernel: see `forms.AttentionKernel`. No dropout, no relative positions.
+    """`Attention` by a kernel: see `block_ops.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
     the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
-
-    With `by_rows`, the parameters of the norm before and a kernel of it and the projections, see
-    `forms.FindProjectionsKernel`, queries are not normalised, and are returned for the residual:
-    (B, N, D) -> (B, N, D), (B, N, D). Neither `qk_norm` nor `lora_rank` goes with it.
     """
 
     num_keys: int | None = None
@@ -130,45 +126,30 @@ class KernelAttention(Attention):
     def __call__(
         self, queries_BND, tokens_BMD, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train=False, by_rows=None,
+        scale_D: jax.Array | None = None, train=False,
     ):  # fmt: skip
-        assert self.forms.attention_kernel is not None
         assert self.dropout == 0 and relative is None
-
-        def with_all_heads(y_BND):
-            # Without it XLA multiplies head by head, forward and backward, with results that are
-            # copied into the order of the attention's kernel.
-            return self.constrain(y_BND, ("batch", None, "tensor"))
 
         def project(name, x_BND):
             y_BND, bias_D = self._project(name, x_BND)
             if self.qk_norm:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
-            y_BNHK = self._split_heads(name, with_all_heads(y_BND))
+            y_BNHK = self._split_heads(name, self._with_all_heads(y_BND))
             return y_BNHK, None if bias_D is None else bias_D.reshape(y_BNHK.shape[2:])
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
-        if by_rows is None:
-            qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        else:
-            *qkv, queries_BND = self._project_rows(queries_BND, *by_rows)
-            qkv = tuple(map(self._split_heads, inputs, qkv))
-            biases = (None,) * 3
-        out_BNHK = self.forms.attention_kernel(qkv, biases, turns, self.num_keys)
-        out_BND = with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
-        z_BND = self._project_out(out_BND, scale_D)
-        return z_BND if by_rows is None else (z_BND, queries_BND)
+        qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
+        return self._attend(qkv, biases, turns, scale_D)
 
     @nn.nowrap
-    def _project_rows(self, x_BND, norm_params, kernel):
-        """Queries, keys and values (B, N, D) by the kernel, and x."""
-        B, N, D = x_BND.shape
-        layers = []
-        for name in ("query", "key", "value"):
-            has_bias = self.qkv_bias and (self.key_bias or name != "key")
-            layer = ProductParams(D, use_bias=has_bias, dtype=self.dtype, name=name)
-            kernel_DD, bias_D = layer(D)
-            layers.append((kernel_DD, jnp.zeros(D) if bias_D is None else bias_D))
-        fields = {"norm": self.norm, "norm_eps": self.norm_eps}
-        outs = kernel(x_BND.reshape(B * N, D), norm_params, tuple(layers), **fields)
-        return [x_RD.reshape(B, N, D) for x_RD in outs]
+    def _attend(self, qkv, biases, turns, scale_D):
+        assert self.ops.attention_kernel is not None
+        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, self.num_keys)
+        out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+        return self._project_out(out_BND, scale_D)
+
+    @nn.nowrap
+    def _with_all_heads(self, y_BND):
+        # Without it XLA multiplies head by head, forward and backward, with results that are
+        # copied into the order of the attention's kernel.
+        return self.constrain(y_BND, ("batch", None, "tensor"))

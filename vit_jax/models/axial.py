@@ -85,7 +85,8 @@ class AxialViT(ViT):
             faults.append(f"pool={self.pool!r}: an Axial-ViT has no class token; choose gap or map")
         if self.class_token:
             faults.append("class_token=True: an Axial-ViT has none; choose None")
-        if self.pos_embed == "relative" or self.pos_embed_at == "layers":
+        acts_on = self.position_class.acts_on
+        if acts_on in ("logits", "turns") or self.pos_embed_at == "layers":
             faults.append(
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: the blocks "
                 "of an Axial-ViT have no tables of their own; choose stem or layers_shared, and "

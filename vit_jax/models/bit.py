@@ -16,9 +16,9 @@ from einops import rearrange
 from vit_jax.base.errors import InputError
 from vit_jax.config import key
 from vit_jax.models import fields
+from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.fields import check_image_shape
-from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,

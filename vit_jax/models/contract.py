@@ -163,9 +163,9 @@ class Model(nn.Module):
 
     @property
     def why_no_weights(self) -> str | None:
-        """Why it has no attention weights between all tokens; None: it has, by its `forms`."""
-        has_forms = "forms" in field_names(type(self))
-        return None if has_forms else f"a {type(self).__name__} has no attention"
+        """Why it has no attention weights between all tokens; None: it has, by its `ops`."""
+        has_ops = "ops" in field_names(type(self))
+        return None if has_ops else f"a {type(self).__name__} has no attention"
 
     @property
     def why_no_positions(self) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.models.forms import AddBias, Multiply, add_bias_plainly
+from vit_jax.models.block_ops import AddBias, Multiply, add_bias_plainly
 
 
 def adapter_update(lora_a, lora_b):
@@ -17,8 +17,8 @@ def adapter_update(lora_a, lora_b):
 class Product(nn.Module):
     """A dense layer that leaves its bias to the caller: x -> (x kernel, bias or None).
 
-    `multiply` is the form of the product; see `forms.Multiply`. `scale_F`, unless None, multiplies
-    the kernel and the bias, which costs less than to multiply the output.
+    `multiply` is the form of the product; see `block_ops.Multiply`. `scale_F`, unless None,
+    multiplies the kernel and the bias, which costs less than to multiply the output.
 
     Shapes: (..., C), (features,) -> (..., features), (features,).
     """

@@ -14,7 +14,7 @@ from jax.extend.random import threefry2x32_p
 
 _LEVELS = 256
 
-# draw(key, shape, axes) -> (...) uint8, random and uniform. `axes`: see `forms.Constrain`.
+# draw(key, shape, axes) -> (...) uint8, random and uniform. `axes`: see `block_ops.Constrain`.
 DrawBytes = Callable[[jax.Array, tuple[int, ...], tuple[str | None, ...]], jax.Array]
 
 

@@ -21,10 +21,10 @@ from vit_jax.base.errors import InputError, nearest
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape
-from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import CONVOLUTION_REMAT_POLICIES
 
 

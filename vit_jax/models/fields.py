@@ -88,7 +88,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     """
     known, family = field_names(module), module.__name__
     fields = {f: v for f, v in fields.items() if f in known or v != WITHOUT.get(f, _NOTHING)}
-    to_choose = [f for f in known if f not in ("num_classes", "image_size", "forms", "constrain")]
+    to_choose = [f for f in known if f not in ("num_classes", "image_size", "ops", "constrain")]
     collect_faults(
         [
             f"{f}: {family} has no such field; leave it at None; {nearest(f, to_choose)}"

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
+from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.contract import SplitLayer
-from vit_jax.models.dense import Dense, ProductParams
+from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
+from vit_jax.models.fields import field_names
 from vit_jax.models.gelu import GELU
-from vit_jax.models.position import Positions, Relative
+from vit_jax.models.position import PositionEmbedding
 
 REMAT_POLICIES = {
     "none": None,
@@ -49,7 +50,7 @@ class Mlp(nn.Module):
     norm_eps: float = NORM_EPS
     dropout: float = 0.0
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -58,89 +59,42 @@ class Mlp(nn.Module):
             Dense,
             dtype=self.dtype,
             bias_init=nn.initializers.normal(1e-6),
-            multiply=self.forms.multiply,
+            multiply=self.ops.multiply,
         )
         # TPUs sum the gradients of two biases best where the gate's gradients are computed.
-        add_bias = add_bias_plainly if self.gated else self.forms.add_bias
+        add_bias = add_bias_plainly if self.gated else self.ops.add_bias
         hidden = ("batch", None, "tensor")
         up = dense(self.mlp_dim, add_bias=add_bias, name="up")
         y_BNF, gated_BNF = self.constrain(up(x_BND), hidden), None
         if self.gated:
             gate, gated_BNF = dense(self.mlp_dim, add_bias=add_bias, name="gate"), y_BNF
             y_BNF = self.constrain(gate(x_BND), hidden)
-        dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
+        dropout = partial(Dropout, self.dropout, self.ops.draw_bytes)
         kept_BNF = dropout().draw_kept(y_BNF.shape, hidden, train=train)
         y_BNF = GELU[self.gelu](y_BNF, gated_BNF, kept_BNF, self.dropout)
         if self.norm is not None:
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             y_BNF = norm(y_BNF)
-        down = dense(x_BND.shape[-1], add_bias=self.forms.add_bias, name="down")
+        down = dense(x_BND.shape[-1], add_bias=self.ops.add_bias, name="down")
         y_BND = down(y_BNF, scale_D)
         return dropout()(y_BND, ("batch", None, None), train=train)
 
 
-class NormParams(nn.Module):
-    """The scale and the shift (D,) of a norm that a kernel computes; an RMSNorm's shift is 0.
-
-    Shapes: D -> (D,), (D,), float32.
-    """
-
-    norm: str
-
-    @nn.compact
-    def __call__(self, width: int):
-        scale_D = self.param("scale", nn.initializers.ones, (width,))
-        if self.norm == "rms":
-            return scale_D, jnp.zeros(width)
-        return scale_D, self.param("bias", nn.initializers.zeros, (width,))
-
-
-class KernelMlp(Mlp):
-    """x plus its `Mlp` by a kernel, which also computes the norm before, by its `NormParams`.
-
-    `norm` is that norm, and `kernel` is one of `forms.FindMlpKernel`. `factor_B11`, unless None,
-    multiplies the branch of each image.
-
-    Shapes: (B, N, D) -> (B, N, D).
-    """
-
-    @nn.compact
-    def __call__(
-        self, x_BND, *, scale_D=None, train=False, norm_params=(), kernel=None, factor_B11=None
-    ):  # fmt: skip
-        (B, N, D), F = x_BND.shape, self.mlp_dim
-
-        def draw(columns, axis):
-            dropout = Dropout(self.dropout, self.forms.draw_bytes)
-            drawn = dropout.draw_bytes((B, N, columns), ("batch", None, axis), train=train)
-            return None if drawn is None else drawn.reshape(B * N, columns)
-
-        layer = partial(ProductParams, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
-        params = *norm_params, *layer(F, name="up")(D), *layer(D, name="down")(F, scale_D)
-        if self.gated:
-            params += layer(F, name="gate")(D)
-        drawn = [draw(F, "tensor"), draw(D, None)]
-        if factor_B11 is not None:
-            factor_BN1 = jnp.broadcast_to(factor_B11.astype(jnp.float32), (B, N, 1))
-            drawn.append(factor_BN1.reshape(B * N, 1))
-        fields = {"gelu": self.gelu, "dropout": self.dropout, "norm": self.norm}
-        x_RD = x_BND.reshape(B * N, D)
-        return kernel(x_RD, params, drawn, **fields, norm_eps=self.norm_eps).reshape(B, N, D)
-
-
 class LayerScale(nn.Module):
-    """A learned factor for each channel of a branch, initialised to `initial`.
+    """A learned factor for each channel of a branch, initialised to `initial`; None: no factor.
 
     The branch's last layer multiplies its kernel and its bias by it, to the same effect.
 
-    Shapes: -> (D,), float32.
+    Shapes: -> (D,), float32; or None.
     Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
     """
 
-    initial: float
+    initial: float | None
 
     @nn.compact
     def __call__(self, width: int):
+        if self.initial is None:
+            return None
         return self.param("scale", nn.initializers.constant(self.initial), (width,))
 
 
@@ -172,24 +126,29 @@ class BlockFields:
     )  # fmt: skip
     lora_rank: int | None = key(None, "rank of the LoRA adapters on query and value; None: none")
     dtype: Any = jnp.float32
-    forms: BlockOps = PLAIN
+    ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.nowrap
-    def block_fields(self) -> dict[str, Any]:
-        """The fields of this class as {name: value}, to pass to a submodule."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockFields)}
+    def block_fields(self, module: type[nn.Module] | None = None) -> dict[str, Any]:
+        """The fields of this class that `module` has too (None: all), as {name: value}."""
+        names = [f.name for f in dataclasses.fields(BlockFields)]
+        known = names if module is None else field_names(module)
+        return {name: getattr(self, name) for name in names if name in known}
 
 
 class EncoderBlock(BlockFields, nn.Module):
     """Pre-norm block: attention, then MLP, each with a residual; or both at once (`parallel`).
 
+        z' = MSA(LN(z)) + z
+        z = MLP(LN(z')) + z'
+
     With `stochastic_depth`, training drops each residual branch of an example with probability
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
-    `shared`, from `Positions.build`, comes from tables that all blocks share. Positions are added
-    to the block's input; relative positions to the attention logits; `turns`, from
-    `RotaryFields.turns`, turns queries and keys. Only the first `num_tokens` tokens count, the
-    others are padding; None: all count.
+    `shared`, from `PositionEmbedding.build`, comes from tables that all blocks share. Positions are
+    added to the block's input; relative positions to the attention logits; `turns`, see
+    `rotary.turn`, turn queries and keys. Only the first `num_tokens` tokens count, the others are
+    padding; None: all count.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -197,99 +156,67 @@ class EncoderBlock(BlockFields, nn.Module):
     """
 
     stochastic_depth: bool = False
-    positions: Positions | None = None
+    positions: PositionEmbedding | None = None
     num_tokens: int | None = None
 
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+        x_BND, relative = self.place(x_BND, shared)
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
+        add = partial(self.add, drop_rate=drop_rate, train=train)
+
         def scale(name):
-            if self.layer_scale is None:
-                return None
             return LayerScale(self.layer_scale, name=name)(x_BND.shape[-1])
 
-        def draw_depth():
-            if not (train and self.stochastic_depth):
-                return None
-            keep_rate = 1.0 - drop_rate
-            kept = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, (x_BND.shape[0], 1, 1))
-            return kept / keep_rate  # small: TPUs divide slowly
+        def msa(y_BND):
+            attention_class: Callable[..., nn.Module] = Attention
+            if self.ops.attention_kernel is not None:
+                attention_class = partial(KernelAttention, num_keys=self.num_tokens)
+            fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
+            attention = attention_class(**fields, name="attention")
+            last = {"scale_D": scale("scale_attention"), "train": train}
+            y_BND = self.mix(attention, y_BND, relative=relative, turns=turns, **last)
+            dropout = Dropout(self.dropout, self.ops.draw_bytes)
+            return dropout(y_BND, ("batch", None, None), train=train)
 
-        def add(x_BND, branch_BND):
-            scale_B11 = draw_depth()
-            if scale_B11 is not None:
-                branch_BND = (branch_BND * scale_B11).astype(branch_BND.dtype)
-            return self.constrain(x_BND + branch_BND, ("batch", None, None))
+        def mlp(y_BND):
+            fields = self.block_fields(Mlp) | {"gated": self.gated_mlp}
+            fields |= {"norm": self.norm if self.mlp_norm else None}
+            return Mlp(**fields, name="mlp")(y_BND, scale_D=scale("scale_mlp"), train=train)
 
-        positions = shared
+        if self.parallel:
+            y_BND = norm(name="norm")(x_BND)
+            return add(add(x_BND, msa(y_BND)), mlp(y_BND)), None
+        x_BND = add(x_BND, msa(norm(name="norm_attention")(x_BND)))  # Eq. 2
+        x_BND = add(x_BND, mlp(norm(name="norm_mlp")(x_BND)))  # Eq. 3
+        return x_BND, None
+
+    @nn.nowrap
+    def place(self, x_BND, positions):
+        """x with the block's positions, or those that all share; and relative ones, or None."""
         if self.positions is not None:
-            tables = self.param("pos_embedding", self.positions.init)
-            positions = self.positions.build(tables)
-        relative = positions if isinstance(positions, Relative) else None
-        if positions is not None and relative is None:
-            padding = x_BND.shape[1] - positions.shape[1]
-            x_BND += jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0)))
-
-        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
-        common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
-        y_BND, kernel = x_BND, self._find_projections_kernel(x_BND)
-        if kernel is None:
-            y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
-        attention_class: Callable[..., nn.Module] = Attention
-        if self.forms.attention_kernel is not None:
-            attention_class = partial(KernelAttention, num_keys=self.num_tokens)
-        attention = attention_class(
-            self.num_heads,
-            dropout=self.attention_dropout,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            qk_norm=self.qk_norm,
-            qkv_bias=self.qkv_bias,
-            key_bias=self.key_bias,
-            lora_rank=self.lora_rank,
-            name="attention",
-            **common,
-        )
-        fields = {"turns": turns, "scale_D": scale("scale_attention"), "train": train}
-        if kernel is None:
-            z_BND = self.mix(attention, y_BND, relative=relative, **fields)
-        else:
-            params = NormParams(self.norm, name="norm_attention")(x_BND.shape[-1])
-            z_BND, x_BND = attention(x_BND, x_BND, by_rows=(params, kernel), **fields)
-        dropout = Dropout(self.dropout, self.forms.draw_bytes)
-        z_BND = dropout(z_BND, ("batch", None, None), train=train)
-        x_BND = add(x_BND, z_BND)
-        mlp_fields = common | {
-            "gelu": self.gelu,
-            "gated": self.gated_mlp,
-            "norm_eps": self.norm_eps,
-            "dropout": self.dropout,
-            "name": "mlp",
-        }
-        last = {"scale_D": scale("scale_mlp"), "train": train}
-        kernel = self._find_mlp_kernel(x_BND)
-        if kernel is not None:
-            params = NormParams(self.norm, name="norm_mlp")(x_BND.shape[-1])
-            branch = {"norm_params": params, "kernel": kernel, "factor_B11": draw_depth()}
-            mlp: Mlp = KernelMlp(self.mlp_dim, norm=self.norm, **mlp_fields)
-            return mlp(x_BND, **branch, **last), None
-        if not self.parallel:
-            y_BND = norm(name="norm_mlp")(x_BND)
-        mlp = Mlp(self.mlp_dim, norm=self.norm if self.mlp_norm else None, **mlp_fields)
-        return add(x_BND, mlp(y_BND, **last)), None
+            positions = self.positions.build(self.param("pos_embedding", self.positions.init))
+        if positions is None or hasattr(positions, "logits"):
+            return x_BND, positions
+        padding = x_BND.shape[1] - positions.shape[1]
+        return x_BND + jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0))), None
 
     @nn.nowrap
-    def _find_projections_kernel(self, x_BND):
-        is_other = type(self).mix is not EncoderBlock.mix or self.forms.attention_kernel is None
-        if is_other or self.parallel or self.qk_norm or self.lora_rank is not None:
+    def draw_depth(self, num_images, drop_rate, train):
+        """The factor of each image's branch by stochastic depth, (B, 1, 1); None: it is 1."""
+        if not (train and self.stochastic_depth):
             return None
-        return self.forms.find_projections_kernel(x_BND)
+        keep_rate = 1.0 - drop_rate
+        kept = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, (num_images, 1, 1))
+        return kept / keep_rate  # small: TPUs divide slowly
 
     @nn.nowrap
-    def _find_mlp_kernel(self, x_BND):
-        # A kernel would compute the gradients that the adapters of attention spare.
-        if self.parallel or self.mlp_norm or self.lora_rank is not None:
-            return None
-        return self.forms.find_mlp_kernel(x_BND, self.mlp_dim, self.gated_mlp)
+    def add(self, x_BND, branch_BND, drop_rate, train):
+        """x plus its branch, by stochastic depth."""
+        factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
+        if factor_B11 is not None:
+            branch_BND = (branch_BND * factor_B11).astype(branch_BND.dtype)
+        return self.constrain(x_BND + branch_BND, ("batch", None, None))
 
     @nn.nowrap
     def mix(self, attention, y_BND, **kwargs):
@@ -307,7 +234,7 @@ class Encoder(BlockFields, nn.Module):
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
     in all. `positions`, `shared`, `turns` and, unless None, the `grid` of the tokens go to every
-    block, a `block_class`.
+    block, a `block_class` or, with kernels of rows, the block of `ops.rows`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -315,7 +242,7 @@ class Encoder(BlockFields, nn.Module):
     depth: int
     stochastic_depth: float = 0.0
     uniform_depth: bool = False
-    positions: Positions | None = None
+    positions: PositionEmbedding | None = None
     final_norm: bool = True
     scan: bool = False
     remat: str = "none"
@@ -325,15 +252,12 @@ class Encoder(BlockFields, nn.Module):
     @nn.compact
     def __call__(self, x_BND, *, grid=None, shared=None, turns=None, train=False):
         num_tokens = x_BND.shape[1]
-        padding = -num_tokens % self.forms.token_multiple
+        padding = -num_tokens % self.ops.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
         if turns is not None:
             turns = jnp.pad(turns, ((0, 0), (0, padding), (0, 0)))
-        fields = self.block_fields() | {
-            "stochastic_depth": self.stochastic_depth > 0,
-            "positions": self.positions,
-            "num_tokens": num_tokens,
-        }
+        fields = self.block_fields() | {"stochastic_depth": self.stochastic_depth > 0}
+        fields |= {"positions": self.positions, "num_tokens": num_tokens}
         if grid is not None:
             fields["grid"] = grid
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
@@ -361,10 +285,11 @@ class Encoder(BlockFields, nn.Module):
     def _block(self, layer: int) -> Callable[..., nn.Module]:
         """The class of block number `layer`, which may recompute in the backward pass."""
         num_layers = self.depth if self.remat_layers is None else self.remat_layers
+        block_class = getattr(self.ops.rows, "block", self.block_class)
         if self.remat == "none" or layer >= num_layers:
-            return self.block_class
+            return block_class
         return nn.remat(
-            self.block_class,
+            block_class,
             policy=REMAT_POLICIES[self.remat],
             prevent_cse=not self.scan,
             static_argnums=(3,),  # train; 0 is self
@@ -388,7 +313,7 @@ class MapHead(BlockFields, nn.Module):
     """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
 
     It ignores the block fields `dropout`, `attention_dropout`, `gated_mlp`, `mlp_norm`, `parallel`,
-    `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `forms`: it computes without kernels.
+    `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `ops`: it computes without kernels.
 
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019

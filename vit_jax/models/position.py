@@ -5,7 +5,9 @@ of a head.
 """
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,11 +16,18 @@ import numpy as np
 from einops import rearrange
 from flax import struct
 
-LEARNED = ("learned_1d", "learned_2d", "relative")
-POS_EMBEDS = (*LEARNED, "sincos_2d", "none")
+from vit_jax.base.errors import InputError
+from vit_jax.models.contract import CONSTANTS
+
 SINCOS_1D = "sincos_1d"  # of T2T-ViTs, which keep its table as a constant
-TABLES = (*LEARNED, SINCOS_1D)  # kinds with tables that belong to the variables of a model
 PLACES = ("stem", "layers", "layers_shared")
+
+# Why no vectors belong to the patches; see `PositionEmbedding.acts_on`.
+NO_VECTORS = {
+    "logits": "its positions are relative: they belong to pairs of patches, not to a patch",
+    "turns": "its positions turn queries and keys: they have no vectors",
+    "nothing": "the model has no position embedding",
+}
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -97,75 +106,217 @@ def _logits_by_offset(q_BHSK, offsets_OK, block):
     return rearrange(x_BHTRO[..., :num], "b h t r s -> b h (t r) s")
 
 
-@dataclasses.dataclass(frozen=True)
-class Positions:
-    """The position embedding of a grid of patches: its tables, and the arrays built from them.
+class Resize(NamedTuple):
+    """How tables are resampled: functions (table, old, new) -> the table for the size `new`.
 
-    kind: one of POS_EMBEDS except "none", or SINCOS_1D.
-    grid: rows and columns of patches.
-    num_prefix: number of prefix tokens.
-    num_placed: number of the first prefix tokens that have positions too.
-    width: width of the model; for relative positions the width of a head.
+    grid: for tables (P, prefix + rows * columns, D) of grids (rows, columns); the prefix stays.
+    axis: for tables (1, n, D) of n rows, or of n columns.
+    offsets: for tables (2 rows * columns - 1, K), indexed as `Relative.offsets`, of grids.
     """
 
-    kind: str
+    grid: Callable[[Any, tuple[int, int], tuple[int, int]], Any]
+    axis: Callable[[Any, int, int], Any]
+    offsets: Callable[[Any, tuple[int, int], tuple[int, int]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionEmbedding:
+    """The position embedding of a grid of patches: its tables, and what is built from them.
+
+    One class is one value of `model.pos_embed`, by its name in `config.registries.POSITIONS`.
+
+    Fields:
+      grid: rows and columns of patches.
+      num_prefix: number of prefix tokens.
+      num_placed: number of the first prefix tokens that have positions too; 0 without tables.
+      width: width of the model.
+      num_heads: heads of attention, each of width K = width / num_heads.
+
+    Said by a class:
+      collection: of the variables that hold its tables: "params", which learn; CONSTANTS, only in
+        models that keep some; "": it has no tables.
+      acts_on: "tokens", "logits", "turns" or "nothing"; see `build`.
+    """
+
     grid: tuple[int, int]
     num_prefix: int
     num_placed: int
     width: int
+    num_heads: int = 1
+
+    collection: ClassVar[str] = "params"
+    acts_on: ClassVar[str] = "tokens"
+
+    @property
+    def num_patches(self) -> int:
+        """S."""
+        return math.prod(self.grid)
+
+    @classmethod
+    def is_table_of_stem(cls) -> bool:
+        """Whether a model with a `learned_1d` table computes the same, if it does at the stem."""
+        return cls.acts_on in ("tokens", "nothing") and cls.collection != CONSTANTS
+
+    @classmethod
+    def find_faults(cls, model: Any) -> list[str]:
+        """The faults of a model's fields with these positions, each starting with its field."""
+        faults, kind, place = [], model.pos_embed, model.pos_embed_at
+        if place is not None and cls.acts_on in ("nothing", "turns"):
+            faults.append(
+                f"pos_embed_at={place!r}: pos_embed={kind!r} adds nothing; set it to None"
+            )
+        if place == "stem" and cls.acts_on == "logits":
+            faults.append(
+                "pos_embed_at='stem': relative positions act inside the layers' attention; choose "
+                "layers or layers_shared"
+            )
+        if cls.acts_on == "turns" and model.rotary is not None:
+            faults.append(f"rotary={model.rotary!r}: pos_embed={kind!r} turns too; leave one out")
+        if cls.acts_on == "logits" and model.registers and model.num_prefix_positions:
+            faults.append(
+                f"registers={model.registers}: they have no relative positions; set "
+                "pos_embed_class_token=False"
+            )
+        if cls.collection and model.image_size is None:
+            faults.append(f"image_size=None: pos_embed={kind!r} needs a size; give one")
+        return faults
 
     def init(self, key: jax.Array) -> Any:
-        """Initialise the tables of a learned kind, float32.
+        """The tables, float32: an array or {name: array}."""
+        raise NotImplementedError
 
-        learned_1d: (1, P + S, D). learned_2d: {"rows": (1, rows, D / 2), "columns": (1, columns,
-        D / 2), "prefix": (1, P, D)}. relative: the fields of `Relative`. Prefix tokens without
-        positions have no entries.
+    def build(self, tables: Any = None) -> Any:
+        """What the layers get, by `acts_on`.
+
+        tokens: (1, P + S, D), added to the tokens. logits: a `flax.struct` with a method `logits`,
+        see `Relative`. turns: (1, P + S, K), see `rotary.turn`. nothing: None.
         """
-        (rows, columns), width = self.grid, self.width
-        num_prefix = self.num_placed
-        if self.kind == "learned_1d":
-            return _INIT(key, (1, num_prefix + rows * columns, width))
-        shapes: dict[str, tuple[int, ...]]
-        of_prefix: dict[str, tuple[int, ...]]
-        if self.kind == "learned_2d":
-            shapes = {"rows": (1, rows, width // 2), "columns": (1, columns, width // 2)}
-            of_prefix = {"prefix": (1, num_prefix, width)}
-        else:
-            shapes = {"offsets": (2 * rows * columns - 1, width)}
-            of_prefix = {
-                "to_patches": (num_prefix, rows * columns, width),
-                "from_patches": (num_prefix, rows * columns, width),
-                "prefix": (num_prefix, num_prefix, width),
-            }
-        shapes |= of_prefix if num_prefix else {}
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: _INIT(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        raise NotImplementedError
 
-    def build(self, tables: Any = None) -> jax.Array | Relative:
-        """The array (1, N, D) that is added to the tokens; for relative positions a `Relative`.
+    def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
+        """The tables for another grid; raises InputError if there are none."""
+        del tables, resize
+        raise InputError(
+            f"pos_embed: {type(self).__name__} cannot go from a grid of {self.grid} to {grid}; "
+            "keep the image size"
+        )
 
-        Source: learned_2d: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4.
-        """
-        if self.kind == "relative":
-            return Relative(block=max(self.grid), **tables)
-        if self.kind == "sincos_2d":
-            added_1ND = jnp.asarray(sincos_2d(self.grid, self.width))[None]
-        elif self.kind == "learned_2d":
-            (rows, columns), half = self.grid, self.width // 2
-            x_1YXD = jnp.broadcast_to(tables["columns"][:, None], (1, rows, columns, half))
-            y_1YXD = jnp.broadcast_to(tables["rows"][:, :, None], (1, rows, columns, half))
-            added_1ND = jnp.concatenate([x_1YXD, y_1YXD], axis=3).reshape(1, -1, self.width)
-            if "prefix" in tables:
-                added_1ND = jnp.concatenate([tables["prefix"], added_1ND], axis=1)
-        else:
-            added_1ND = tables
-        patches = self.grid[0] * self.grid[1]
-        num_without = self.num_prefix + patches - added_1ND.shape[1]
+    def with_prefix(self, added_1ND: jax.Array) -> jax.Array:
+        """(1, P + S, D): `added_1ND`, of placed tokens, if any, and the patches; 0 for others."""
+        num_without = self.num_prefix + self.num_patches - added_1ND.shape[1]
         none_1ND = jnp.zeros((1, num_without, self.width), added_1ND.dtype)
-        of_prefix, of_patches = added_1ND[:, :-patches], added_1ND[:, -patches:]
+        of_prefix, of_patches = added_1ND[:, : -self.num_patches], added_1ND[:, -self.num_patches :]
         return jnp.concatenate([of_prefix, none_1ND, of_patches], axis=1)
+
+
+class NoPositions(PositionEmbedding):
+    """None: the model sees a bag of patches."""
+
+    collection = ""
+    acts_on = "nothing"
+
+    def build(self, tables=None):
+        return None
+
+
+class Learned1D(PositionEmbedding):
+    """A vector for each token: a table (1, P + S, D)."""
+
+    def init(self, key):
+        return _INIT(key, (1, self.num_placed + self.num_patches, self.width))
+
+    def build(self, tables=None):
+        return self.with_prefix(tables)
+
+    def resampled(self, tables, grid, resize):
+        return resize.grid(tables, self.grid, grid)
+
+
+class Sincos1D(Learned1D):
+    """Fixed sines and cosines of a token's number, as a constant (1, P + S, D)."""
+
+    collection = CONSTANTS
+
+    def init(self, key):
+        return jnp.asarray(sincos_1d(self.num_placed + self.num_patches, self.width))[None]
+
+
+class Sincos2D(PositionEmbedding):
+    """Fixed sines and cosines of column and row; see `sincos_2d`."""
+
+    collection = ""
+
+    @classmethod
+    def find_faults(cls, model):
+        fault = f"pos_embed='sincos_2d': width={model.width} must be a multiple of 4, at least 8"
+        own = [fault] if model.width % 4 or model.width < 8 else []
+        return super().find_faults(model) + own
+
+    def build(self, tables=None):
+        return self.with_prefix(jnp.asarray(sincos_2d(self.grid, self.width))[None])
+
+
+class Learned2D(PositionEmbedding):
+    """A vector of D / 2 for each column and each row, and whole vectors of prefix tokens.
+
+    Tables: "rows" (1, rows, D / 2), "columns" (1, columns, D / 2), "prefix" (1, P, D).
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4.
+    """
+
+    @classmethod
+    def find_faults(cls, model):
+        fault = f"pos_embed='learned_2d': width={model.width} must be a multiple of 2"
+        return super().find_faults(model) + ([fault] if model.width % 2 else [])
+
+    def init(self, key):
+        (rows, columns), half = self.grid, self.width // 2
+        shapes = {"rows": (1, rows, half), "columns": (1, columns, half)}
+        if self.num_placed:
+            shapes["prefix"] = (1, self.num_placed, self.width)
+        return _init_tables(key, shapes)
+
+    def build(self, tables=None):
+        (rows, columns), half = self.grid, self.width // 2
+        x_1YXD = jnp.broadcast_to(tables["columns"][:, None], (1, rows, columns, half))
+        y_1YXD = jnp.broadcast_to(tables["rows"][:, :, None], (1, rows, columns, half))
+        added_1ND = jnp.concatenate([x_1YXD, y_1YXD], axis=3).reshape(1, -1, self.width)
+        if "prefix" in tables:
+            added_1ND = jnp.concatenate([tables["prefix"], added_1ND], axis=1)
+        return self.with_prefix(added_1ND)
+
+    def resampled(self, tables, grid, resize):
+        sides = zip(("rows", "columns"), self.grid, grid, strict=True)
+        return tables | {name: resize.axis(tables[name], old, new) for name, old, new in sides}
+
+
+class RelativePositions(PositionEmbedding):
+    """A vector for each offset between two patches, added to the logits of attention.
+
+    Its tables are the fields of `Relative`.
+    """
+
+    acts_on = "logits"
+
+    def init(self, key):
+        prefix, patches, width = self.num_placed, self.num_patches, self.width // self.num_heads
+        shapes: dict[str, tuple[int, ...]] = {"offsets": (2 * patches - 1, width)}
+        if prefix:
+            shapes |= dict.fromkeys(("to_patches", "from_patches"), (prefix, patches, width))
+            shapes["prefix"] = (prefix, prefix, width)
+        return _init_tables(key, shapes)
+
+    def build(self, tables=None):
+        return Relative(block=max(self.grid), **tables)
+
+    def resampled(self, tables, grid, resize):
+        by_patch = [name for name in ("to_patches", "from_patches") if name in tables]
+        new = {name: resize.grid(tables[name], self.grid, grid) for name in by_patch}
+        return tables | new | {"offsets": resize.offsets(tables["offsets"], self.grid, grid)}
+
+
+def _init_tables(key, shapes):
+    keys = jax.random.split(key, len(shapes))
+    return {name: _INIT(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
 def sincos_2d(grid: tuple[int, int], width: int, span: int | None = None) -> np.ndarray:
@@ -196,20 +347,3 @@ def sincos_1d(num: int, width: int) -> np.ndarray:
     pairs = np.arange(width) // 2
     angles = np.arange(num)[:, None] * 10000.0 ** -(2 * pairs / width)
     return np.where(np.arange(width) % 2, np.cos(angles), np.sin(angles)).astype(np.float32)
-
-
-def find_position_faults(kind: str, place: str | None, width: int) -> list[str]:
-    """The faults of a model's fields pos_embed=`kind`, pos_embed_at=`place` and width."""
-    faults = []
-    if kind == "sincos_2d" and (width % 4 or width < 8):
-        faults.append(f"pos_embed='sincos_2d': width={width} must be a multiple of 4, at least 8")
-    if kind == "learned_2d" and width % 2:
-        faults.append(f"pos_embed='learned_2d': width={width} must be a multiple of 2")
-    if place is not None and kind == "none":
-        faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
-    elif place == "stem" and kind == "relative":
-        faults.append(
-            "pos_embed_at='stem': relative positions act inside the layers' attention; choose "
-            "layers or layers_shared"
-        )
-    return faults

@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import Model, SplitLayer
-from vit_jax.models.forms import Constrain, unconstrained
 
 # Number of layers -> units of each stage (He et al. 2015, arXiv:1512.03385, table 1; R26: Steiner
 # et al. 2021, arXiv:2106.10270; R200: BiT's release).

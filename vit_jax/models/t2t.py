@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.base.errors import InputError, nearest
-from vit_jax.config import key
+from vit_jax.config import POSITIONS, key
+from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.fields import FROM_1
-from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.layers import REMAT_POLICIES, Mlp
-from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
+from vit_jax.models.position import SINCOS_1D
 from vit_jax.models.variants import VIT_VARIANTS, Variant
-from vit_jax.models.vit import POS_EMBED, ViT
+from vit_jax.models.vit import ViT
 
 TOKEN_MODULES = ("performer", "transformer")
 _FEATURE_RATIO = 2  # token width / number of random features
@@ -200,7 +200,7 @@ class T2TViT(ViT):
     Raises: InputError for fields that contradict each other, or images of another size.
     """
 
-    pos_embed: str = key(SINCOS_1D, **POS_EMBED, choices=(*POS_EMBEDS, SINCOS_1D))
+    pos_embed: str = SINCOS_1D
     token_module: str = key("performer", "T2T-ViT: its layers", choices=TOKEN_MODULES)
     token_width: int = key(64, "T2T-ViT: width of its tokens", within=FROM_1)
 
@@ -215,16 +215,19 @@ class T2TViT(ViT):
     flops_by_sizes = None
 
     @classmethod
+    def pos_embeds(cls) -> tuple[str, ...]:
+        return tuple(POSITIONS)
+
+    @classmethod
     def tiny_fields(cls, name: str) -> dict[str, Any]:
         return {"name": name, "token_width": 16} | VIT_VARIANTS["mu"]._asdict()
 
     def setup(self):
         super().setup()
-        if self.pos_embed == SINCOS_1D:
-            tokens = self.num_prefix_positions + math.prod(self.grid)
-            table = self.variable(
-                CONSTANTS, "pos_embedding", lambda: jnp.asarray(sincos_1d(tokens, self.width))[None]
-            )
+        if self.position_class.collection == CONSTANTS:
+            assert self.image_size is not None  # checked by find_faults
+            positions = self.positions(self.image_size)
+            table = self.variable(CONSTANTS, "pos_embedding", positions.init, None)
             self.pos_embedding = table.value
         fields = {
             "kind": self.token_module,

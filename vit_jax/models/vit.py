@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.base.errors import collect_faults
-from vit_jax.config import key
+from vit_jax.base.errors import collect_faults, nearest
+from vit_jax.config import POSITIONS, key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
@@ -23,29 +23,14 @@ from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
-from vit_jax.models.layers import (
-    BlockFields,
-    Encoder,
-    EncoderBlock,
-    MapHead,
-    split_blocks,
-)
-from vit_jax.models.position import (
-    LEARNED,
-    PLACES,
-    POS_EMBEDS,
-    TABLES,
-    Positions,
-    Relative,
-    find_position_faults,
-)
+from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
+from vit_jax.models.position import NO_VECTORS, PLACES, SINCOS_1D, NoPositions, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "token_gap", "map")
-POS_EMBED: fields.Declaration = {"meaning": "positions of the patches"}
 
 
 def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
@@ -88,7 +73,7 @@ class ViT(BlockFields, RotaryFields, Model):
         the pooling head has none of them.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
-      forms: how the blocks compute; see `forms.BlockOps`.
+      ops: how the blocks compute; see `block_ops.BlockOps`.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
@@ -111,7 +96,7 @@ class ViT(BlockFields, RotaryFields, Model):
     hidden_head: bool = key(False, "a hidden layer before the last linear layer")
     head_bias: float = key(0.0, **fields.HEAD_BIAS)
     head_batch_norm: bool = key(False, "normalise the head's input over the batch")
-    pos_embed: str = key("learned_1d", **POS_EMBED, choices=POS_EMBEDS)
+    pos_embed: str = key("learned_1d", "positions of the patches")
     pos_embed_at: str | None = key(None, "None: as pos_embed needs", choices=PLACES)
     pos_embed_class_token: bool = key(True, "False: only patches have positions")
     stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
@@ -138,7 +123,7 @@ class ViT(BlockFields, RotaryFields, Model):
         )
         self.prefix_tokens = self._make_prefix_tokens()
         self.pos_embedding, of_layers = None, None
-        if self.pos_embed in LEARNED:
+        if self.position_class.collection == "params":
             assert self.image_size is not None  # checked by _find_faults
             positions = self.positions(self.image_size)
             if self.positions_at == "layers":
@@ -150,7 +135,7 @@ class ViT(BlockFields, RotaryFields, Model):
             self.embedding_norm = norm()
         if self.norm_pooled:
             self.pooled_norm = norm()
-        self.embedding_dropout = Dropout(self.dropout, self.forms.draw_bytes)
+        self.embedding_dropout = Dropout(self.dropout, self.ops.draw_bytes)
         self.encoder = Encoder(
             **self.block_fields(),
             depth=self.depth,
@@ -230,13 +215,15 @@ class ViT(BlockFields, RotaryFields, Model):
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
             prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
-        shared = None
-        if self.pos_embed != "none" and self.positions_at != "layers":
+        shared, acts_on = None, self.position_class.acts_on
+        if self.positions_at != "layers":
             shared = self.positions(image_size).build(self.pos_embedding)
-        if shared is not None and self.positions_at == "stem":
-            assert not isinstance(shared, Relative)
+        if acts_on == "tokens" and self.positions_at == "stem":
+            assert shared is not None
             x_BND, shared = x_BND + shared.astype(self.dtype), None
         turns = self._turns(image_size, train)
+        if acts_on == "turns":
+            turns, shared = shared, None
         if keep is not None:
             x_BND, shared, turns = (self._take(x, keep) for x in (x_BND, shared, turns))
         if self.pre_norm:
@@ -271,7 +258,7 @@ class ViT(BlockFields, RotaryFields, Model):
         """The fields for which `encode` needs all patches of an image."""
         if self.block_class is not EncoderBlock:
             return [f"keep: the layers of a {type(self).__name__} need all patches of an image"]
-        if self.pos_embed == "relative" or self.positions_at == "layers":
+        if self.position_class.acts_on == "logits" or self.positions_at == "layers":
             return [
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
                 "layers need all patches of an image; choose stem or layers_shared, and another "
@@ -358,26 +345,33 @@ class ViT(BlockFields, RotaryFields, Model):
     @property
     def num_prefix_positions(self) -> int:
         """Number of the first prefix tokens that have entries in a table of positions."""
-        has_table = self.pos_embed in TABLES
+        has_table = self.position_class.collection != ""
         return self.num_named_tokens if has_table and self.pos_embed_class_token else 0
+
+    @classmethod
+    def pos_embeds(cls) -> tuple[str, ...]:
+        """The names in POSITIONS that `pos_embed` may have."""
+        return tuple(name for name in POSITIONS if name != SINCOS_1D)
+
+    @property
+    def position_class(self) -> type[PositionEmbedding]:
+        """The class called `pos_embed`; an unknown name is a fault of the model."""
+        return POSITIONS.find(self.pos_embed) if self.pos_embed in POSITIONS else NoPositions
 
     @property
     def positions_at(self) -> str:
         """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
-        if self.pos_embed_at == "layers" and self.pos_embed.startswith("sincos"):
+        if self.pos_embed_at == "layers" and self.position_class.collection != "params":
             return "layers_shared"
-        return self.pos_embed_at or ("layers" if self.pos_embed == "relative" else "stem")
+        acts_on_logits = self.position_class.acts_on == "logits"
+        return self.pos_embed_at or ("layers" if acts_on_logits else "stem")
 
     @nn.nowrap
-    def positions(self, image_size: tuple[int, int]) -> Positions:
-        """The position embedding for images of that size; the model must have one."""
-        return Positions(
-            kind=self.pos_embed,
-            grid=self.grid_of(image_size),
-            num_prefix=self.num_prefix_tokens,
-            num_placed=self.num_prefix_positions,
-            width=self.width // (self.num_heads if self.pos_embed == "relative" else 1),
-        )
+    def positions(self, image_size: tuple[int, int]) -> PositionEmbedding:
+        """The position embedding for images of that size."""
+        prefix, placed = self.num_prefix_tokens, self.num_prefix_positions
+        sizes = prefix, placed, self.width, self.num_heads
+        return self.position_class(self.grid_of(image_size), *sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -387,14 +381,12 @@ class ViT(BlockFields, RotaryFields, Model):
     @property
     def attention_shape(self) -> AttentionShape | str:
         tokens = None if self.image_size is None else self.num_tokens
-        head, relative = self.width // self.num_heads, self.pos_embed == "relative"
+        head, relative = self.width // self.num_heads, self.position_class.acts_on == "logits"
         return AttentionShape(self.num_heads, head, tokens, self.attention_dropout, relative)
 
     @property
     def why_no_positions(self) -> str | None:
-        if self.pos_embed == "relative":
-            return "its positions are relative: they belong to pairs of patches, not to a patch"
-        return "the model has no position embedding" if self.pos_embed == "none" else None
+        return NO_VECTORS.get(self.position_class.acts_on)
 
     @property
     def num_pooled_tokens(self) -> int:
@@ -418,7 +410,7 @@ class ViT(BlockFields, RotaryFields, Model):
         FLOPs, with a gate 2 N D F more. The backward pass costs twice the forward pass, except for
         the patch embedding, which needs no gradient with respect to the pixels.
         """
-        if self.pos_embed == "relative":
+        if self.position_class.acts_on == "logits":
             return None
         tokens, d, f = self.num_tokens, self.width, self.mlp_dim
         values = math.prod(self.patch_size) * self.channels
@@ -440,19 +432,17 @@ class ViT(BlockFields, RotaryFields, Model):
 
     @nn.nowrap
     def find_faults(self) -> list[str]:
-        positions = find_position_faults(self.pos_embed, self.pos_embed_at, self.width)
-        faults = super().find_faults() + positions
+        faults, names = super().find_faults(), self.pos_embeds()
+        if self.pos_embed not in names:
+            faults.append(f"pos_embed={self.pos_embed!r}: {nearest(self.pos_embed, names)}")
+        else:
+            faults += self.position_class.find_faults(self)
         if "token" in self.pool and self.class_token is False:
             faults.append(f"class_token=False: pool={self.pool!r} needs it; choose pool gap or map")
         if self.pool == "token_gap" and (self.norm_pooled or self.hidden_head):
             faults.append(
                 "pool='token_gap': it gives 2 D values, which norm_pooled and hidden_head do not "
                 "take; set them to False"
-            )
-        if self.pos_embed == "relative" and self.registers and self.num_prefix_positions:
-            faults.append(
-                f"registers={self.registers}: they have no relative positions; set "
-                "pos_embed_class_token=False"
             )
         if self.num_heads > 0:
             faults += self.find_rotary_faults(self.width // self.num_heads, self.registers)
@@ -467,8 +457,6 @@ class ViT(BlockFields, RotaryFields, Model):
             )
         if self.image_size is not None:
             faults += find_undivided(self.image_size, self.patch_size, self.token_stride)
-        elif self.pos_embed in TABLES:
-            faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
         if self.num_heads > 0 and self.width % self.num_heads:
             faults.append(
                 f"num_heads={self.num_heads} does not divide width={self.width}; "

@@ -11,10 +11,10 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from vit_jax.base.tree import Batch, ModelState, Params, PyTree
-from vit_jax.config import Part
+from vit_jax.config import Part, sections
+from vit_jax.config.settings import Settings
 
 
 class Term(flax.struct.PyTreeNode):
@@ -218,7 +218,7 @@ class RunFacts(NamedTuple):
     in_form: InForm = as_it_is
 
 
-class ObjectivePart(Part):
+class ObjectivePart(sections.Objective, Part):
     """What `objective.name` selects; its fields are keys of the section `objective`.
 
     splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
@@ -240,12 +240,22 @@ class ObjectivePart(Part):
         return {}
 
     @property
+    def learns_logits(self) -> bool:
+        """Whether it learns the logits of its teachers, whose classes are then those of the run."""
+        return False
+
+    @property
+    def further_views(self) -> Mapping[str, tuple[str, tuple[int, int]]]:
+        """{key of a batch: (own key, size)}: the crops of the global views at further sizes."""
+        return {}
+
+    @property
     def watches_layers(self) -> bool:
         """Whether it reads the outputs of single layers, which scan and remat would hide."""
         return False
 
-    def find_conflicts(self, config: ConfigDict) -> list[str]:
-        """Faults between its keys and other sections of the config."""
+    def conflicts(self, settings: Settings) -> list[str]:
+        """Faults between its keys and other sections of a config, which may have open keys."""
         return []
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
-from vit_jax.config import LOSSES, POSITIVE, key
+from vit_jax.config import POSITIVE, key
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -38,7 +38,7 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.losses import Softmax
+from vit_jax.objectives.losses import Loss, cross_entropy
 
 TeacherOutput = tuple[Any, Outputs]  # logits, or features without a head, and its outputs
 
@@ -101,6 +101,10 @@ class Distillation(ObjectivePart):
         return parse_teachers(self.teacher)
 
     @property
+    def learns_logits(self):
+        return self.mode != "features"
+
+    @property
     def watches_layers(self):
         return ":" in (self.features or "")
 
@@ -118,13 +122,13 @@ class Distillation(ObjectivePart):
         faults.check(parse_features, self.features or "pooled")
         return faults
 
-    def find_conflicts(self, config):
-        loss = Faults().check(LOSSES.find, config.loss.name)
-        if self.mode == "features" or loss is None or loss.excludes is not False:
+    def conflicts(self, settings):
+        loss = settings.loss
+        if self.mode == "features" or not isinstance(loss, Loss) or loss.excludes is not False:
             return []
         return [
             f"objective.mode={self.mode!r}: needs classes that exclude each other, which "
-            f"loss.name={config.loss.name} has not; set --config.objective.mode=features"
+            f"loss.name={loss.name} has not; set --config.objective.mode=features"
         ]
 
     def bind(self, model, loss, facts):
@@ -258,7 +262,7 @@ class _Logits:
         logits_BC, logits = heads[-1], [found for found, _ in taught]
         if self.mode == "hard":
             label_B = _mean_log_p(logits, self.teachers, 1.0).argmax(axis=1)
-            return {"hard": Softmax()(logits_BC, label_B, 0.0)}
+            return {"hard": cross_entropy(logits_BC, label_B)}
         log_p_BC = _mean_log_p(logits, self.teachers, self.temperature)
         loss_B = soft_loss(logits_BC, log_p_BC, self.temperature)
         return {"soft": loss_B / (logits_BC.shape[1] if len(heads) > 1 else 1)}

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import ModelState, Params
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
 
@@ -140,7 +140,7 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
 
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     """The shapes of a model's outputs."""
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, ops=PLAIN)
     images = jnp.zeros((1, *image_size, about(model).channels))
 
     def call():

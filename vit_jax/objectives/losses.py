@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import LOSSES, Part, key
+from vit_jax.config import Part, key, sections
 from vit_jax.objectives.contract import LossFn
 
 
@@ -21,7 +21,7 @@ def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels
 
 
-class Loss(Part):
+class Loss(sections.Loss, Part):
     """What `loss.name` selects; its fields are keys of the section `loss`.
 
     excludes: True if the classes of an image exclude each other, as with the softmax: z_loss may be
@@ -41,6 +41,57 @@ class Loss(Part):
         """The class probabilities (B, C) of a model trained with the loss."""
         return jax.nn.softmax(logits_BC)
 
+    def bind(self) -> LossFn:
+        """Make loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), with all its keys.
+
+        Evaluators report this loss too. What is only for training goes into `loss_sum` of
+        `Supervised`. z_loss: Zoph et al. 2022 (arXiv:2202.08906); Chowdhery et al. 2022
+        (arXiv:2204.02311), section 5, use 1e-4.
+
+        Raises:
+          InputError: for a z_loss without softmax, or class weights that the loss does not take.
+        """
+        z_loss, class_weights = self.z_loss, self.class_weights
+        if z_loss and not self.excludes:
+            raise InputError(
+                f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0"
+            )
+        if class_weights is not None and self.excludes is None:
+            raise InputError(
+                f"loss.class_weights={class_weights!r}: goes with loss.name=softmax or sigmoid; "
+                "set it to None"
+            )
+        weights = parse_class_weights(class_weights)
+
+        def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
+            loss_B = self(logits_BC, labels, self.label_smoothing)
+            if loss_B.shape != logits_BC.shape[:1]:
+                raise InputError(
+                    f"loss.name={self.name!r}: gave the shape {loss_B.shape} for logits "
+                    f"{logits_BC.shape}; needs one number for each image"
+                )
+            if weights is not None:
+                targets_BC = as_targets(labels, logits_BC.shape[1])
+                weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))
+                if self.excludes:
+                    loss_B *= (targets_BC * weights_1C).sum(axis=1)
+                else:
+                    more_BC = (weights_1C - 1) * targets_BC * jax.nn.softplus(-logits_BC)
+                    loss_B += more_BC.sum(axis=1)
+            if z_loss:
+                loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
+            return loss_B
+
+        return loss
+
+
+def cross_entropy(
+    logits_BC: jax.Array, labels: jax.Array, label_smoothing: float = 0.0
+) -> jax.Array:
+    """The softmax cross-entropy (B,) with targets smoothed towards uniform."""
+    targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
+    return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
+
 
 class Softmax(Loss):
     """-sum_c t_c log softmax(logits)_c; targets t are smoothed towards uniform."""
@@ -48,8 +99,7 @@ class Softmax(Loss):
     excludes = True
 
     def __call__(self, logits_BC, labels, label_smoothing):
-        targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
-        return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
+        return cross_entropy(logits_BC, labels, label_smoothing)
 
 
 class Sigmoid(Loss):
@@ -74,66 +124,6 @@ class Sigmoid(Loss):
 
     def probabilities(self, logits_BC):
         return jax.nn.sigmoid(logits_BC)
-
-
-def make_loss(
-    name: str,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    class_weights: str | None = None,
-    **own: bool | float | str | tuple | None,
-) -> LossFn:
-    """Make loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,).
-
-    Evaluators report this loss too. What is only for training goes into `loss_sum` of
-    `Supervised`.
-
-    Args:
-      name: a key of LOSSES.
-      label_smoothing: fraction of the target that is spread evenly over all classes.
-      z_loss: for softmax, adds z_loss * log(Z)^2 with Z = sum_c exp(logit_c), which keeps the
-        logits from drifting; 0: off. Zoph et al. 2022 (arXiv:2202.08906); Chowdhery et al. 2022
-        (arXiv:2204.02311), section 5, use 1e-4.
-      class_weights: one number w_c per class, with commas; None, or "balanced" before the data are
-        known: no weights. Softmax multiplies the loss of an example by the weight of its class;
-        sigmoid multiplies the term of class c by w_c if the example has that class. See
-        `balanced_weights`.
-      **own: keys of the loss itself; None if not set.
-
-    Raises:
-      InputError: for an unknown name, a number out of range, a z_loss without softmax, or a key
-        that the loss does not take.
-    """
-    fn = LOSSES.make({"name": name, **own})
-    if z_loss and not fn.excludes:
-        raise InputError(f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0")
-    if class_weights is not None and fn.excludes is None:
-        raise InputError(
-            f"loss.class_weights={class_weights!r}: goes with loss.name=softmax or sigmoid; set it "
-            "to None"
-        )
-    weights = parse_class_weights(class_weights)
-
-    def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
-        loss_B = fn(logits_BC, labels, label_smoothing)
-        if loss_B.shape != logits_BC.shape[:1]:
-            raise InputError(
-                f"loss.name={name!r}: gave the shape {loss_B.shape} for logits {logits_BC.shape}; "
-                "needs one number for each image"
-            )
-        if weights is not None:
-            targets_BC = as_targets(labels, logits_BC.shape[1])
-            weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))
-            if fn.excludes:
-                loss_B *= (targets_BC * weights_1C).sum(axis=1)
-            else:
-                more_BC = (weights_1C - 1) * targets_BC * jax.nn.softplus(-logits_BC)
-                loss_B += more_BC.sum(axis=1)
-        if z_loss:
-            loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
-        return loss_B
-
-    return loss
 
 
 def parse_class_weights(text: str | None) -> list[float] | None:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import AttentionShape, Model, SplitLayer
-from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.layers import BlockFields, Encoder, split_blocks
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import extract_patches
@@ -183,7 +183,7 @@ class _Mae:
         tokens = self.model.num_prefix_tokens + self.count_visible()
         tokens_1TD = jnp.zeros((1, tokens, self.model.width))
         order_1N = jnp.arange(self.num_patches)[None]
-        decoder = self.decoder.clone(constrain=unconstrained, forms=PLAIN)
+        decoder = self.decoder.clone(constrain=unconstrained, ops=PLAIN)
         return decoder.init(rng, tokens_1TD, order_1N)["params"], {}
 
     def loss(

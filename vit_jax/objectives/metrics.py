@@ -12,14 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.base.tree import Batch
-from vit_jax.config import LOSSES, METRICS, Part
+from vit_jax.config import METRICS, Part, sections
 from vit_jax.config.evals import Better
 from vit_jax.objectives.contract import LossFn, Rows
-from vit_jax.objectives.losses import hits, make_loss
+from vit_jax.objectives.losses import Loss, hits
 
 _NUM_BINS = 15  # as in the paper on calibration
 
@@ -209,17 +208,16 @@ def find_metrics(
 
 
 def make_metrics(
-    names: Iterable[str], loss: ConfigDict, multi_label: bool, num_classes: int | None = None,
+    names: Iterable[str], loss: Loss, multi_label: bool, num_classes: int | None = None,
     section: str = "",
 ) -> Metrics:  # fmt: skip
-    """The metrics of a model trained with the section `loss`; raises as `find_metrics`."""
+    """The metrics of a model trained with `loss`; raises as `find_metrics`."""
     parts = find_metrics(names, multi_label, num_classes, section)
-    probabilities = LOSSES.find(loss.name)().probabilities
-    return Metrics(parts, Task(make_loss(**loss), probabilities, multi_label))
+    return Metrics(parts, Task(loss.bind(), loss.probabilities, multi_label))
 
 
-def training_metrics(config: ConfigDict) -> Metrics:
+def training_metrics(log: sections.Log, loss: Loss, data: sections.Data) -> Metrics:
     """The metrics of `log.metrics`; raises InputError as `find_metrics`."""
-    several, names = config.data.multi_label, config.log.metrics
+    several, names = data.multi_label, log.metrics
     names = (() if several else ("top1",)) if names is None else names
-    return make_metrics(names, config.loss, several, config.data.num_classes, "log.")
+    return make_metrics(names, loss, several, data.num_classes, "log.")

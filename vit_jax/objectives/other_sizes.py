@@ -4,7 +4,7 @@ All are resampled by bicubic interpolation without antialiasing (a = -1/2, where
 of DINO and DINOv3 have -3/4).
 """
 
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Params
 from vit_jax.models.contract import Model
+from vit_jax.models.position import Resize
 
 
 def check_size(model: Model, size: tuple[int, int], key: str) -> None:
     """Raise InputError if the positions of `model` cannot be resampled to images of `size`."""
     if any(side % patch for side, patch in zip(size, model.token_stride, strict=True)):
         raise InputError(f"{key}={size}: needs multiples of the patch size {model.token_stride}")
-    in_layers = model.pos_embed == "relative" or model.positions_at == "layers"
+    in_layers = model.position_class.acts_on == "logits" or model.positions_at == "layers"
     if size != model.image_size and in_layers:
         raise InputError(
             f"{key}={size}: model.pos_embed={model.pos_embed!r} in every layer is not resampled; "
@@ -32,19 +33,11 @@ def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model,
     Prefix tokens keep their positions. The result is a linear function of the tables, through which
     gradients flow.
     """
-    if size == model.image_size or "pos_embedding" not in params:
-        return model.clone(image_size=size), params
     resized = model.clone(image_size=size)
-    (rows, columns), wanted = model.grid, resized.grid
-    table: Any = params["pos_embedding"]
-    if isinstance(table, jax.Array):
-        prefix = table.shape[1] - rows * columns
-        grid = table[:, prefix:].reshape(1, rows, columns, -1)
-        grid = _resize(grid, (1, *wanted, table.shape[2])).reshape(1, -1, table.shape[2])
-        return resized, {**params, "pos_embedding": jnp.concatenate([table[:, :prefix], grid], 1)}
-    tables = dict(table)
-    for name, number in zip(("rows", "columns"), wanted, strict=True):
-        tables[name] = _resize(tables[name], (1, number, tables[name].shape[2]))
+    if size == model.image_size or "pos_embedding" not in params:
+        return resized, params
+    positions = model.positions(model.image_size)
+    tables = positions.resampled(params["pos_embedding"], resized.grid, _RESIZE)
     return resized, {**params, "pos_embedding": tables}
 
 
@@ -59,3 +52,16 @@ def resize_tokens(x_BND: jax.Array, grid: tuple[int, int], wanted: tuple[int, in
 
 def _resize(table, shape):
     return jax.image.resize(table, shape, "cubic", antialias=False)
+
+
+def _resize_grid(table, old, new):
+    prefix = table.shape[1] - math.prod(old)
+    patches = resize_tokens(table[:, prefix:], old, new)
+    return jnp.concatenate([table[:, :prefix], patches], axis=1)
+
+
+_RESIZE = Resize(
+    grid=_resize_grid,
+    axis=lambda table, _, new: _resize(table, (1, new, table.shape[2])),
+    offsets=lambda *_: None,  # `check_size` refuses relative positions
+)

@@ -1,4 +1,4 @@
-"""The head of self-distillation: an MLP with a bottleneck, and prototypes of length 1.
+"""The head of self-distillation, an MLP with a bottleneck and prototypes of length 1; its losses.
 
 Source: Caron et al. 2021 (arXiv:2104.14294), section 3.2 and appendix C.
 """
@@ -56,3 +56,36 @@ class Prototypes(nn.Module):
 def normalised(x: jax.Array, axis: int) -> jax.Array:
     """`x` with length 1 along `axis`."""
     return x * jax.lax.rsqrt(jnp.square(x).sum(axis=axis, keepdims=True) + _EPS)
+
+
+def cross_entropies(
+    student_BVK: jax.Array, targets_BGK: jax.Array, temperature: float
+) -> jax.Array:
+    """Mean cross-entropy over all pairs of a student's view and another view of the teacher.
+
+    The first G of the student's V views are those of the teacher; a view is never compared with
+    itself.
+
+    Shapes: logits (B, V, K), probabilities (B, G, K) -> (B,), float32.
+    """
+    (_, views, _), taught = student_BVK.shape, targets_BGK.shape[1]
+    logs_BVK = jax.nn.log_softmax(student_BVK / temperature, axis=-1)
+    all_B1K = targets_BGK.sum(axis=1, keepdims=True)
+    others_BGK = all_B1K - targets_BGK
+    total_B = -(others_BGK * logs_BVK[:, :taught]).sum(axis=(1, 2))
+    total_B -= (all_B1K * logs_BVK[:, taught:]).sum(axis=(1, 2))
+    return total_B / (taught * (views - 1))
+
+
+def patch_entropies(
+    student_BUMK: jax.Array, targets_BUMK: jax.Array, counts_BUM: jax.Array, temperature: float
+) -> jax.Array:
+    """Mean cross-entropy over the hidden patches of each of U views; 0 if there are none.
+
+    `counts_BUM` is 1 for the hidden patches, and 0 for places without one.
+
+    Shapes: logits (B, U, M, K), probabilities (B, U, M, K) -> (B, U), float32.
+    """
+    logs_BUMK = jax.nn.log_softmax(student_BUMK / temperature, axis=-1)
+    each_BUM = -(targets_BUMK * logs_BUMK).sum(axis=-1) * counts_BUM
+    return each_BUM.sum(axis=-1) / jnp.maximum(counts_BUM.sum(axis=-1), 1)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -42,42 +42,9 @@ from vit_jax.objectives.contract import (
 from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, check_size, resize_tokens
-from vit_jax.objectives.prototypes import PrototypeHead
+from vit_jax.objectives.prototypes import PrototypeHead, cross_entropies, patch_entropies
 
 GLOBAL, LOCAL, GRAM = "global_views", "local_views", "gram_views"  # keys of a batch
-
-
-def cross_entropies(
-    student_BVK: jax.Array, targets_BGK: jax.Array, temperature: float
-) -> jax.Array:
-    """Mean cross-entropy over all pairs of a student's view and another view of the teacher.
-
-    The first G of the student's V views are those of the teacher; a view is never compared with
-    itself.
-
-    Shapes: logits (B, V, K), probabilities (B, G, K) -> (B,), float32.
-    """
-    (_, views, _), taught = student_BVK.shape, targets_BGK.shape[1]
-    logs_BVK = jax.nn.log_softmax(student_BVK / temperature, axis=-1)
-    all_B1K = targets_BGK.sum(axis=1, keepdims=True)
-    others_BGK = all_B1K - targets_BGK
-    total_B = -(others_BGK * logs_BVK[:, :taught]).sum(axis=(1, 2))
-    total_B -= (all_B1K * logs_BVK[:, taught:]).sum(axis=(1, 2))
-    return total_B / (taught * (views - 1))
-
-
-def patch_entropies(
-    student_BUMK: jax.Array, targets_BUMK: jax.Array, counts_BUM: jax.Array, temperature: float
-) -> jax.Array:
-    """Mean cross-entropy over the hidden patches of each of U views; 0 if there are none.
-
-    `counts_BUM` is 1 for the hidden patches, and 0 for places without one.
-
-    Shapes: logits (B, U, M, K), probabilities (B, U, M, K) -> (B, U), float32.
-    """
-    logs_BUMK = jax.nn.log_softmax(student_BUMK / temperature, axis=-1)
-    each_BUM = -(targets_BUMK * logs_BUMK).sum(axis=-1) * counts_BUM
-    return each_BUM.sum(axis=-1) / jnp.maximum(counts_BUM.sum(axis=-1), 1)
 
 
 class SelfDistillation(ObjectivePart):
@@ -102,10 +69,10 @@ class SelfDistillation(ObjectivePart):
         None, "teacher's temperature at the start, from which it rises linearly over "
         "temperature_warmup; None: none", within=POSITIVE,
     )  # fmt: skip
-    temperature_warmup: str | None = key(None, "goes with first_temperature", form="duration")
+    temperature_warmup: int | None = key(None, "goes with first_temperature", form="duration")
     # AdamW's moments start at 0 but count from step 0, so the first hundred updates after it are up
     # to 6 times as large. Weight decay only changes the prototypes' length, which has no effect.
-    freeze_prototypes: str | None = key(
+    freeze_prototypes: int | None = key(
         None, "duration at the start without gradients of the prototypes; None: they learn",
         form="duration",
     )  # fmt: skip
@@ -118,7 +85,7 @@ class SelfDistillation(ObjectivePart):
     koleo_weight: float = key(0.0, "of what spreads the global views apart", within=FROM_0)
     koleo_group: int | None = key(None, "rows that are spread apart; None: all", within="[2, inf)")
     gram_weight: float = key(0.0, "of the distance to the Gram teacher", within=FROM_0)
-    gram_every: str | None = key(
+    gram_every: int | None = key(
         None, "between copies of the teacher, from step 0; goes with gram_weight", form="interval"
     )
     gram_size: int | tuple[int, int] | None = key(
@@ -129,6 +96,10 @@ class SelfDistillation(ObjectivePart):
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
     split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
+
+    @property
+    def further_views(self):
+        return {} if self.gram_size is None else {GRAM: ("gram_size", self.gram_size)}
 
     def check(self):
         faults = Faults()
@@ -270,7 +241,7 @@ class _SelfDistillation:
             names = ("views", "patches") if self.hides else ("views",)
             state["centre"] = {name: jnp.zeros(k.num_prototypes) for name in names}
         if k.gram_weight:
-            model = with_known(self.model, constrain=unconstrained, forms=PLAIN)
+            model = with_known(self.model, constrain=unconstrained, ops=PLAIN)
             assert self.model.image_size is not None
             images = jnp.zeros((1, *self.model.image_size, self.model.channels))
             shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]

@@ -15,6 +15,7 @@ import flax.linen as nn
 from ml_collections import ConfigDict
 
 from vit_jax.base import files
+from vit_jax.config import Settings
 from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
@@ -61,7 +62,7 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         target.num_slices,
         *([] if target.may_compile else ["calculated"]),
         software() | digests(config.plugins),
-        *[_describe(teacher.model) for teacher in abstract_teachers(config)],
+        *[_describe(teacher.model) for teacher in abstract_teachers(Settings.read(config))],
     ]
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return files.cache_folder("plans") / f"{digest}.json"
@@ -70,5 +71,5 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
 def _describe(model: nn.Module) -> str:
     """The class and the fields of a model, but for functions, whose `repr` is an address."""
     fields = {f: getattr(model, f) for f in field_names(type(model))}
-    kept = {f: value for f, value in fields.items() if f not in ("forms", "constrain")}
+    kept = {f: value for f, value in fields.items() if f not in ("ops", "constrain")}
     return f"{type(model).__name__} {kept!r}"

@@ -13,17 +13,16 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax.base import tree
-from vit_jax.config import num_microbatches, with_values
+from vit_jax.config import Settings, with_values
 from vit_jax.config import stored as stored_config
+from vit_jax.config.durations import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.flops import jaxpr_flops
 from vit_jax.devices.mesh import AXES, make_mesh
-from vit_jax.experiment.durations import in_steps
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.models import fields_of
 from vit_jax.models.contract import about
-from vit_jax.objectives import objective_of
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
@@ -31,6 +30,7 @@ from vit_jax.planning.kernel_cycles import find_kernels
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
+from vit_jax.run.watch.layer_norms import watched
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
@@ -47,9 +47,9 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     Temporaries are counted on the jaxpr of the gradients (`kept`).
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = planned_experiment(config, mesh)
+    experiment = planned_experiment(Settings.read(config), mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
-    images, accum_steps = figures["images_per_way"], num_microbatches(config)
+    images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
     memory = calculate_memory(config, target)
     return figures | {
         "by": "calculation",
@@ -71,11 +71,11 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
     by_layer = (
         config.model.remat_layers is not None
         or config.optimizer.freeze is not None
-        or objective_of(config).watches_layers
+        or Settings.read(config).objective.watches_layers
     )
     if by_layer or config.model.scan or "scan" not in fields_of(config.model.name):
         return None
-    return planned_experiment(with_values(config, {"model.scan": True}), mesh)
+    return planned_experiment(Settings.read(with_values(config, {"model.scan": True})), mesh)
 
 
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     if is_lost:
         flops = jaxpr_flops(jaxpr) / mesh.shape["tensor"]
         lost = _LOST_WITHOUT_KERNELS * flops / target.chip.peak_flops
-    table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
+    table = parameter_table(experiment, mesh.shape, target, config.optimizer.accum_steps)
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
@@ -139,7 +139,9 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     # Durations in steps, as the epochs of a smaller batch have more of them.
     alone = with_values(config, in_steps(config))
     share = config.global_batch_size // batch_ways(mesh.shape)
-    alone.global_batch_size = share + share % 2 * parse_preprocessing(config).mixes  # whole pairs
+    alone.global_batch_size = (
+        share + share % 2 * parse_preprocessing(Settings.read(config)).mixes
+    )  # whole pairs
     # The order of the data is of the whole batch; it takes no memory on a device.
     alone.data.order, alone.data.streams, alone.data.repeats = "record", None, 1
     alone.mesh.update(dict.fromkeys(AXES, 1))
@@ -180,8 +182,11 @@ def _count_temporaries(
     jaxpr = _trace(traced, own_rows=splits)
     experiment = dataclasses.replace(
         experiment,
-        abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
-        abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
+        arguments=(
+            with_shardings(experiment.abstract_state, mesh, splits),
+            experiment.abstract_batch,
+            *with_shardings(experiment.abstract_frozen, mesh),
+        ),
     )
     params = tree.flatten_names(experiment.abstract_state.params)
     updates, scatters = update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
@@ -210,7 +215,7 @@ def _count_temporaries(
     on_tpu = not target.chip.is_gpu
     peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
     if splits:
-        images = alone.global_batch_size // num_microbatches(alone)
+        images = alone.global_batch_size // alone.optimizer.accum_steps
         images *= not _has_kernel(jaxpr, "mlp_backward")
         peak += _shares_bytes(experiment, images)
     return experiment, peak, jaxpr
@@ -252,7 +257,7 @@ def _mesh_of_one(target: Target, is_whole: bool) -> Mesh:
 
 @functools.lru_cache(maxsize=8)
 def _experiment_of(alone: _Alone) -> Experiment:
-    return planned_experiment(alone.config, alone.mesh)
+    return planned_experiment(Settings.read(alone.config), alone.mesh)
 
 
 @functools.lru_cache(maxsize=8)
@@ -262,7 +267,7 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
     def gradients(*args):
-        return experiment.watched_step(*args)[0].opt_state[0]
+        return experiment.step_with(watched(experiment.tx))(*args)[0].opt_state[0]
 
     if own_rows:
         specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.gpus import peak_flops
 from vit_jax.planning import hlo
@@ -31,7 +32,7 @@ def compile_plan(
     Only the TPU compiler refuses a program that is too large; for GPUs its bytes decide.
     """
     mesh = plan_mesh(config, target, devices)
-    experiment = planned_experiment(config, mesh)
+    experiment = planned_experiment(Settings.read(config), mesh)
     figures = describe(config, target, mesh, experiment)
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.base import tree
+from vit_jax.config import Settings
 from vit_jax.config import stored as stored_config
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import count_chips
@@ -41,7 +42,7 @@ def describe(
         step_flops = counted.flops_per_step
     return {
         "config": stored_config.to_json(config),
-        "model": describe_model(config),
+        "model": describe_model(Settings.read(config).model),
         "topology": target.slice.name,
         "num_slices": target.num_slices,
         "num_chips": count_chips(mesh.devices.flat),
@@ -130,7 +131,7 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
 
 def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     """The name, shape, sharding and bytes per device of every parameter."""
-    experiment = planned_experiment(config, plan_mesh(config, target))
+    experiment = planned_experiment(Settings.read(config), plan_mesh(config, target))
     return [
         {
             "name": name,

@@ -19,17 +19,16 @@ from vit_jax import planning
 from vit_jax.base.errors import InputError
 from vit_jax.config import (
     LAYOUT_KEYS,
+    Settings,
     default_config,
     flatten,
-    num_microbatches,
     with_values,
 )
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
-from vit_jax.models.contract import about, with_known
+from vit_jax.models.contract import Model, about, with_known
 from vit_jax.models.fields import REMAT
-from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
@@ -49,6 +48,11 @@ Plan = Callable[[ConfigDict], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 
+def _model_of(config: ConfigDict) -> Model:
+    settings = Settings.read(config)
+    return model_of(settings.model, settings.data)
+
+
 def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
     """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64."""
     own = target_mesh(config, target, describe_devices(target)).shape
@@ -59,7 +63,10 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
-    if "remat" in fields_of(config.model.name) and not objective_of(config).watches_layers:
+    if (
+        "remat" in fields_of(config.model.name)
+        and not Settings.read(config).objective.watches_layers
+    ):
         return REMAT["choices"]
     return ("none",)
 
@@ -71,7 +78,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
     taken from the config, so "90 epochs" stay 90 epochs. If none fits, it is the last plan tried.
     """
     ways = batch_ways(target_mesh(config, target).shape)
-    unit = num_microbatches(config)
+    unit = config.optimizer.accum_steps
     least, fitting = 0, {}  # the largest number that fits so far, and its plan
     too_many = math.inf
     number = _round_down(max(config.global_batch_size // ways, unit), unit)
@@ -128,7 +135,7 @@ def find_remedies(
     else:
         largest = largest_batch(saving, target)
         batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
-    least = batch_ways(figures["mesh"]) * num_microbatches(config)
+    least = batch_ways(figures["mesh"]) * config.optimizer.accum_steps
     tried += _try(config, both | {"global_batch_size": batch or least}, target, calculate)
     same = [other for other in SLICES.values() if other.chip == target.slice.chip]
     larger = next((other.name for other in same if other.num_chips > target.slice.num_chips), None)
@@ -149,7 +156,7 @@ def _changes(
     split = {} if shape["fsdp"] >= fsdp else {
         "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
     }  # fmt: skip
-    share, accum = figures["images_per_way"], num_microbatches(config)
+    share, accum = figures["images_per_way"], config.optimizer.accum_steps
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
@@ -183,7 +190,7 @@ def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
     room = max(int(certain) - memory["peak"] + growing, 0)
     images = config.global_batch_size // ways * room // growing
-    return ways * _round_down(images, num_microbatches(config)) or None
+    return ways * _round_down(images, config.optimizer.accum_steps) or None
 
 
 def find_layouts(
@@ -336,7 +343,7 @@ def _layouts_on(
         return
     scan = config.model.scan
     # A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
-    free = scan is None and about(with_known(model_of(config), scan=True)).stacks_layers
+    free = scan is None and about(with_known(_model_of(config), scan=True)).stacks_layers
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
     figures = plan(with_values(config, least))
@@ -359,7 +366,7 @@ def _with_least_remat(
     config: ConfigDict, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
-    depth = model_of(config).depth
+    depth = _model_of(config).depth
     saved, layers = figures["memory_bytes"]["temporaries"] / depth, 0
     for _ in range(_LAYER_TRIES):
         memory = figures["memory_bytes"]

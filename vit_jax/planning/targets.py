@@ -15,7 +15,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, SLICES, Chip, Slice, count_chips
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.devices.mesh import (
@@ -172,7 +171,7 @@ def plan_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None 
     """
     mesh = target_mesh(config, target, devices)
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    check_accum_steps(mesh, config.global_batch_size, num_microbatches(config))
+    check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
     return mesh
 
 

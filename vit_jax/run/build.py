@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, data, transfer
-from vit_jax import config as config_lib
-from vit_jax.base import faults, files
+from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Batch
-from vit_jax.config import SplitKey
+from vit_jax.config import Settings, SplitKey, sections, train_split
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
@@ -31,12 +30,13 @@ from vit_jax.experiment.model_name import describe_model
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.changes import check_unchanged
-from vit_jax.run.opener import ChooseLayout, Files
-from vit_jax.run.resolve import Resolved, resolve
-from vit_jax.run.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.setup.changes import check_unchanged
+from vit_jax.run.setup.opener import ChooseLayout, Files
+from vit_jax.run.setup.resolve import Resolved, resolve
+from vit_jax.run.setup.sources import compare_reading, data_fingerprint, find_places, training_order
+from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
-from vit_jax.run.workdir import StoredRun, read_run
+from vit_jax.run.watch import faults
 from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
@@ -93,6 +93,7 @@ class Run:
     """The parts of a run that trains; nothing is written yet.
 
     resolved: the config, as asked for and as resolved.
+    settings: its resolved sections.
     sources: keyed as by `config.train_split` and `config.eval_splits`.
     train_source: the training data.
     order: of the training records.
@@ -107,6 +108,7 @@ class Run:
     """
 
     resolved: Resolved
+    settings: Settings
     workdir: epath.Path
     mesh: Mesh
     sources: Mapping[SplitKey, data.Source]
@@ -123,14 +125,9 @@ class Run:
     callbacks: Sequence[Callback] = ()
 
     @property
-    def config(self) -> ConfigDict:
-        """The resolved config."""
-        return self.resolved.config
-
-    @property
     def fingerprint(self) -> str:
         """Digest of the training data, saved in each checkpoint."""
-        return data_fingerprint(self.config, self.train_source)
+        return data_fingerprint(self.settings, self.train_source)
 
 
 def prepare(
@@ -167,34 +164,39 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     Raises:
       InputError: the parts do not suit each other.
     """
-    config, mesh, preprocessing = resolved.config, opened.mesh, opened.preprocessing
-    train_source = opened.sources[config_lib.train_split(config)]
-    teachers = opened.read_teachers(config)
+    settings, mesh = Settings.read(resolved.config), opened.mesh
+    preprocessing = opened.preprocessing
+    train_source = opened.sources[train_split(settings.data)]
+    teachers = opened.read_teachers(settings)
     described = describe_teachers(teachers)
     check_same_teachers(workdir, described)
-    teachers = compare_classes(config, teachers, train_source.class_names)
-    experiment = make_experiment(config, mesh, preprocessing, teachers)
-    check_outputs(config, experiment.model, preprocessing.image_size)
+    teachers = compare_classes(settings.objective, teachers, train_source.class_names)
+    experiment = make_experiment(settings, mesh, preprocessing, teachers)
+    check_outputs(settings.evals, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(
-        config, preprocessing, experiment.model, mesh, opened.sources, workdir
+        settings, preprocessing, experiment.model, mesh, opened.sources, workdir
     )
-    check_metrics(config, opened.sources)
-    checkpoints.check_memory_dir(config)
-    faults.check_places(config.job.inject, mesh.size, jax.process_count(), experiment.durations)
+    check_metrics(settings, opened.sources)
+    checkpoints.check_memory_dir(settings.checkpoint)
+    inject = settings.job.inject
+    faults.check_places(inject, mesh.size, jax.process_count(), settings.durations)
     return Run(
         resolved=resolved,
+        settings=settings,
         workdir=workdir,
         mesh=mesh,
         sources=opened.sources,
         train_source=train_source,
-        order=training_order(config, train_source),
+        order=training_order(settings.data, settings.run, train_source),
         experiment=experiment,
         evaluators=evaluators,
-        timetable=Timetable(experiment.durations),
+        timetable=Timetable(settings.durations),
         division=opened.division(),
         teachers=teachers,
         described_teachers=described,
-        **_first_weights(config, experiment, opened.pretrained, train_source.class_names),
+        **_first_weights(
+            settings.run, settings.data, experiment, opened.pretrained, train_source.class_names
+        ),
     )
 
 
@@ -206,11 +208,11 @@ def describe(run: Run) -> None:
         "devices: %d x %s on %d host(s); mesh: %s",
         devices.size, devices[0].device_kind, jax.process_count(), axes,
     )  # fmt: skip
-    size = run.config.global_batch_size
+    size = run.settings.run.global_batch_size
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
-    e, d = run.experiment, run.config.data
+    e, d = run.experiment, run.settings.data
     splits = ", ".join(
         f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
         f"{source.num_examples:,}"
@@ -220,7 +222,7 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
-    if fault := unused_bits_of(run.sources[config_lib.train_split(run.config)]):
+    if fault := unused_bits_of(run.train_source):
         logger.warning("data: %s; %s", *fault)
     if size > d.num_examples:
         logger.warning(
@@ -234,7 +236,7 @@ def describe(run: Run) -> None:
     logger.info(
         "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "
         "state %s per device",
-        describe_model(run.config), f"{e.num_params:,}",
+        describe_model(run.settings.model), f"{e.num_params:,}",
         "" if e.num_trained == e.num_params else f" ({e.num_trained:,} trained)",
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
@@ -242,7 +244,8 @@ def describe(run: Run) -> None:
 
 
 def _first_weights(
-    config: ConfigDict,
+    run: sections.Run,
+    data: sections.Data,
     experiment: Experiment,
     pretrained: transfer.Pretrained | None,
     class_names: Sequence[str] | None,
@@ -250,12 +253,12 @@ def _first_weights(
     """The fields of `Run` with the weights of `init_from`, fitted to the model."""
     if pretrained is None:
         return {}
-    keep_head = config.init_head == "kept"
+    keep_head = run.init_head == "kept"
     if keep_head:
         pretrained = _match_head(pretrained, class_names)
-    compare_value_ranges(config, pretrained)
+    compare_value_ranges(data, pretrained)
     params, model_state = transfer.init_variables(
-        pretrained, experiment.model, config.init_resize, keep_head=keep_head
+        pretrained, experiment.model, run.init_resize, keep_head=keep_head
     )
     return {"initial_params": params, "initial_model_state": model_state}
 
@@ -286,13 +289,14 @@ def _match_head(
     return pretrained._replace(params=reorder_head(pretrained.params, places))
 
 
-def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
-    """Warn if the model of `init_from` was trained with another pixel range than `config.data`."""
+def compare_value_ranges(data: sections.Data, pretrained: transfer.Pretrained) -> None:
+    """Warn if the model of `init_from` was trained with other pixels than `data` gives."""
+    compare_reading(data, pretrained.spec, f"init_from={pretrained.source}")
     for key in ("mean", "std"):
-        both = config.data[key], getattr(pretrained.spec, key)
-        ours, theirs = (per_channel(values, config.data.channels) for values in both)
+        both = getattr(data, key), getattr(pretrained.spec, key)
+        ours, theirs = (per_channel(values, data.channels) for values in both)
         if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             logger.warning(
                 "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
-                key, ours, config.init_from, theirs, key, ",".join(map(str, theirs)),
+                key, ours, pretrained.source, theirs, key, ",".join(map(str, theirs)),
             )  # fmt: skip

@@ -24,17 +24,17 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run, RunStep
-from vit_jax.run.host_memory import open_memory
-from vit_jax.run.ledger import Past, read_past
 from vit_jax.run.record import Record, check_rows, evaluate_missed, open_writer
 from vit_jax.run.selection import Selection, share_selection
-from vit_jax.run.speed import Profiler
-from vit_jax.run.spikes import Spikes
+from vit_jax.run.setup.agreement import compare
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
-from vit_jax.run.watchers import watched_step
+from vit_jax.run.watch.host_memory import open_memory
+from vit_jax.run.watch.ledger import Past, read_past
+from vit_jax.run.watch.speed import Profiler
+from vit_jax.run.watch.spikes import Spikes
+from vit_jax.run.watch.watchers import watched_step
 
 logger = logging.getLogger("vit_jax")
 
@@ -87,7 +87,7 @@ class Batches(Iterator[tuple[int, tree.Batch]], contextlib.AbstractContextManage
             self._run.train_source,
             self._run.experiment.batch,
             steps=range(start, self._run.experiment.total_steps),
-            seed=self._run.config.seed,
+            seed=self._run.settings.run.seed,
             sharding=batch_sharding(self._run.mesh),
             data_order=self._run.order,
         )
@@ -186,7 +186,7 @@ class Loop:
         """Run the evaluators that are due, and all others if the run then ends early."""
         self.selection.add(due.step, self.record.evaluate(state, due.evaluators))
         if self.selection.stops:
-            rest = [name for name in self.run.config.evals if name not in due.evaluators]
+            rest = [name for name in self.run.settings.evals if name not in due.evaluators]
             self.selection.add(due.step, self.record.evaluate(state, rest))
             logger.info("stopped early: %s", self.selection.describe_end())
 
@@ -241,7 +241,7 @@ def open_loop(
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,
         Progress(total_steps, start) as progress,
-        Profiler(run.config.log.profile, run.workdir / "profile") as profiler,
+        Profiler(run.settings.log.profile, run.workdir / "profile") as profiler,
         open_memory(run) as memory,
         Record(run, start, meta, since, writer, progress, lock, past, spikes) as record,
         open_checkpoints(run, selection, lock) as checkpoints,
@@ -258,7 +258,7 @@ def compile_step(run: Run) -> jax.stages.Compiled:
     def digest() -> dict[str, str]:
         return {"lowered step": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
 
-    compare(run.config, "lowered program", digest)
+    compare(run.settings.job, "lowered program", digest)
     with watchdog.phase("compile"):
         compiled = lowered.compile()
     memory = flops.expected_memory(compiled.memory_analysis())
@@ -278,7 +278,7 @@ def catch_up(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoL
         evaluate_missed(run, state, run.timetable.evaluators(step), lock)
     selection = share_selection(run, step if meta else 0, meta)
     if selection.stops:
-        evaluate_missed(run, state, list(run.config.evals), lock)
+        evaluate_missed(run, state, list(run.settings.evals), lock)
         logger.info("stopped early: %s", selection.describe_end())
     return selection
 
@@ -297,7 +297,7 @@ def open_checkpoints(
     """
     checkpoints = checkpoint.Checkpoints(
         run.workdir / "checkpoints",
-        keep_last=run.config.checkpoint.keep_last,
+        keep_last=run.settings.checkpoint.keep_last,
         keep_every=run.timetable.keep_every,
         best_step=lambda: selection.best_step,
     )

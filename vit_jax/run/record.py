@@ -22,12 +22,12 @@ from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.objectives.metrics import training_metrics
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
-from vit_jax.run.ledger import Past
-from vit_jax.run.speed import Results, Throughput, chip_hours
-from vit_jax.run.spikes import Spikes
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
+from vit_jax.run.watch.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
+from vit_jax.run.watch.ledger import Past
+from vit_jax.run.watch.speed import Results, Throughput, chip_hours
+from vit_jax.run.watch.spikes import Spikes
 from vit_jax.run.writers import MetricWriter, values_at
 
 logger = logging.getLogger("vit_jax")
@@ -66,23 +66,24 @@ class Record(contextlib.AbstractContextManager):
         past: Past,
         spikes: Spikes,
     ):
-        config, e, devices = run.config, run.experiment, run.mesh.devices.flatten().tolist()
+        settings, e, devices = run.settings, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = meta.get("saved", start) if meta else None
         self._start, self._logged = start, meta.get("logged", 0)
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
-        self._spikes, self._stalls, self._results = spikes, Stalls(config), Results()
+        self._spikes, self._stalls, self._results = spikes, Stalls(settings.checkpoint), Results()
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
         self._schedule = jax.jit(e.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
         self._last, self._untold = dict[str, float](), dict[str, float]()
-        ranks = [name for name, entry in config.evals.items() if entry.type == "rank"]
+        ranks = [name for name, entry in settings.evals.items() if entry.measures_rank]
         collapse = None if e.objective is None else e.objective.collapse
         self._health = Health(collapse, ranks, meta)
-        self._finish = training_metrics(config).finish
-        self._corrupt = CorruptRecords(meta, config)
+        self._finish = training_metrics(settings.log, settings.loss, settings.data).finish
+        batch_size = settings.run.global_batch_size
+        self._corrupt = CorruptRecords(meta, settings.data, batch_size)
         self._throughput = Throughput(
             start,
-            global_batch_size=config.global_batch_size,
+            global_batch_size=batch_size,
             flops_per_image=e.flops_per_image,
             device_kind=devices[0].device_kind,
             num_chips=count_chips(devices),
@@ -221,8 +222,8 @@ def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> Met
     return MetricWriter(
         run.workdir,
         restored_step=restored_step,
-        wandb_project=run.config.log.wandb,
-        config=run.config.to_dict(),
+        wandb_project=run.settings.log.wandb,
+        config=run.resolved.config.to_dict(),
         may_write=lock.is_ours,
         writes=jax.process_index() == 0,
     )
@@ -258,7 +259,7 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock 
         evaluated = {name.partition("/")[0] for name in values_at(step, run.workdir)}
         return [name for name in due if name not in evaluated]
 
-    timeout_s = run.config.job.compile_deadline_s
+    timeout_s = run.settings.job.compile_deadline_s
     if missed := processes.say_to_all("the missed evaluators", find, timeout_s):
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
         with open_writer(run, step, lock) as writer:

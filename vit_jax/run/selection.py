@@ -8,11 +8,10 @@ the higher or the lower value of a metric is better. A value that is not finite 
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from vit_jax.base.errors import SharedInputError, nearest
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
+from vit_jax.config import Settings
 from vit_jax.evaluators.metric_names import chosen_metrics, find_best, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
@@ -23,12 +22,13 @@ class Selection:
     """The decisions of a run; each is off unless the config asks for it.
 
     Args:
-      config: of the run.
+      settings: of the run.
       values: {key of `chosen_metrics`: {step: value}} of what was evaluated so far.
     """
 
-    def __init__(self, config: ConfigDict, values: Mapping[str, Mapping[int, float | None]]):
-        self._config, self._metrics = config, chosen_metrics(config)
+    def __init__(self, settings: Settings, values: Mapping[str, Mapping[int, float | None]]):
+        self._settings = settings
+        self._metrics = chosen_metrics(settings.checkpoint, settings.stop)
         self._values = {key: dict(values.get(key, {})) for key in self._metrics}
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
@@ -49,7 +49,9 @@ class Selection:
         """`find_best` of the metric that `key` chooses; (None, 0): it chooses none."""
         if key not in self._metrics:
             return None, 0
-        return find_best(self._values[key], find_direction(self._config, self._metrics[key]))
+        return find_best(
+            self._values[key], find_direction(self._settings.evals, self._metrics[key])
+        )
 
     @property
     def best_step(self) -> int | None:
@@ -59,14 +61,14 @@ class Selection:
     @property
     def stops(self) -> bool:
         """Whether the run ends early, now that the last values are known."""
-        return self._best("stop.metric")[1] >= self._config.stop.patience
+        return self._best("stop.metric")[1] >= self._settings.stop.patience
 
     def describe_end(self) -> str:
         """Why the run ends early."""
         step, since = self._best("stop.metric")
         return (
             f"{self._metrics['stop.metric']} was best at step {step}, {since} evaluations ago "
-            f"(stop.patience={self._config.stop.patience})"
+            f"(stop.patience={self._settings.stop.patience})"
         )
 
     def read(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Selection:
 
 def read_selection(run: Run, step: int) -> Selection:
     """The decisions of a run up to and with `step`, from the files that this process sees."""
-    return Selection(run.config, _read_values(run, step))
+    return Selection(run.settings, _read_values(run, step))
 
 
 def share_selection(run: Run, step: int, meta: Mapping[str, Any]) -> Selection:
@@ -93,13 +95,13 @@ def share_selection(run: Run, step: int, meta: Mapping[str, Any]) -> Selection:
 
     `meta`: saved with the state of `step`; {} from scratch.
     """
-    deadline_s = run.config.job.compile_deadline_s
+    deadline_s = run.settings.job.compile_deadline_s
     found = processes.say_to_all(
         "the evaluations so far", lambda: _read_values(run, step, meta), deadline_s
     )
     # The keys of JSON are texts.
     values = {key: {int(at): v for at, v in by_step.items()} for key, by_step in found.items()}
-    return Selection(run.config, values)
+    return Selection(run.settings, values)
 
 
 def _read_values(
@@ -110,7 +112,8 @@ def _read_values(
     A run that began with this key has saved its best step; another may have lost it.
     """
     values = read_values(run.workdir, step, meta)
-    found = {key: values.get(metric, {}) for key, metric in chosen_metrics(run.config).items()}
+    chosen = chosen_metrics(run.settings.checkpoint, run.settings.stop)
+    found = {key: values.get(metric, {}) for key, metric in chosen.items()}
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")
         found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}

@@ -9,12 +9,12 @@ import jax
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_history
-from vit_jax.run import ledger
 from vit_jax.run.build import Run
-from vit_jax.run.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run.selection import read_selection
-from vit_jax.run.speed import rented_chips
 from vit_jax.run.terminal import readable
+from vit_jax.run.watch import ledger
+from vit_jax.run.watch.guards import DIVERGED_FILE, NonFiniteError
+from vit_jax.run.watch.speed import rented_chips
 from vit_jax.run.writers import values_at
 
 logger = logging.getLogger("vit_jax")
@@ -44,14 +44,14 @@ def write_summary(run: Run) -> dict[str, Any]:
     """
     if jax.process_index() > 0:
         return {}
-    c, e = run.config, run.experiment
+    s, e = run.settings, run.experiment
     step = restore.saved_steps(run.workdir / "checkpoints")[0]
     meta = restore.read_meta(run.workdir / "checkpoints" / str(step))
-    images = step * c.global_batch_size
+    images = step * s.run.global_batch_size
 
     def evaluated(at: int) -> dict[str, Any]:
         found = values_at(at, run.workdir)
-        return {name: value for name, value in found.items() if name.split("/")[0] in c.evals}
+        return {name: value for name, value in found.items() if name.split("/")[0] in s.evals}
 
     summary = {
         "step": step,

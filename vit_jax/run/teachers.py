@@ -1,32 +1,31 @@
 """The teachers of a run: frozen models that its objective learns from."""
 
+import dataclasses
 import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax import transfer
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.checksums import hash_params
-from vit_jax.config import image_hw
+from vit_jax.config import Settings
+from vit_jax.config.sections import Data, Model
 from vit_jax.devices.sharding import place
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
-from vit_jax.objectives import objective_of
-from vit_jax.objectives.contract import Teacher
-from vit_jax.run.sources import say_other_names
+from vit_jax.objectives.contract import InForm, ObjectivePart, Teacher
+from vit_jax.run.setup.sources import compare_reading, say_other_names, say_places
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -35,7 +34,9 @@ UNTRAINED = "untrained:"  # before the name of a model
 _FILE = "teachers.json"
 
 
-def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Teacher, ...]:
+def read_teachers(
+    objective: ObjectivePart, data: Data, learner: Model, *, shapes_only: bool = False
+) -> tuple[Teacher, ...]:
     """The teachers of `config.objective`, with their weights; () if it has none.
 
     They compute in the student's `model.dtype` and, unless single layers are compared, scan their
@@ -45,32 +46,36 @@ def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Tea
     trial runs and for plans without a teacher's file.
 
     Args:
-      config: resolved.
+      objective, data, learner: the sections of a resolved config; `learner` is the student.
       shapes_only: with shapes instead of arrays; an untrained teacher is not computed then.
 
     Raises:
       InputError: a source cannot be read, or takes images of other channels.
     """
     teachers, faults = [], Faults()
-    for source, weight in objective_of(config).teachers.items():
+    scan = bool(learner.own.get("scan")) and not objective.watches_layers
+    form = functools.partial(with_known, dtype=jnp.dtype(learner.dtype), scan=scan, remat="none")
+    for source, weight in objective.teachers.items():
         where = f"objective.teacher={source!r}: "
-        teacher = faults.check_in(where, _read, source, config, shapes_only)
+        teacher = faults.check_in(where, _read, source, data, form, shapes_only)
         if teacher is not None:
             teachers.append(teacher._replace(weight=weight))
     collect_faults(faults)
     return tuple(teachers)
 
 
-def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
+def _read(source: str, data: Data, form: InForm, shapes_only: bool) -> Teacher:
     if source.startswith(UNTRAINED):
-        return _new_teacher(source, config, shapes_only)
+        return _new_teacher(source, data, form, shapes_only)
     pretrained = transfer.read_pretrained(source)
     spec, channels = pretrained.spec, about(pretrained.model).channels
-    if channels != config.data.channels:
+    if channels != data.channels:
         raise InputError(
-            f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
+            f"takes images of {channels} channels; the run has data.channels={data.channels}"
         )
-    model = _in_form_of_student(pretrained.model, config)
+    if not shapes_only:
+        compare_reading(data, spec, f"objective.teacher={source}")
+    model = form(pretrained.model)
     variables = pretrained.variables
     if about(model).stacks_layers:
         variables["params"] = stack_layers(variables["params"])
@@ -80,27 +85,19 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
     return Teacher(source, 1.0, model, variables, *value_range, spec.loss, spec.class_names)
 
 
-def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
-    d, name = config.data, source.removeprefix(UNTRAINED)
-    size = image_hw(d.image_size)
-    model = create_model(name, d.num_classes, size, channels=d.channels)
-    model = _in_form_of_student(model, config)
-    images = jnp.zeros((1, *size, d.channels))
+def _new_teacher(source: str, d: Data, form: InForm, shapes_only: bool) -> Teacher:
+    name = source.removeprefix(UNTRAINED)
+    model = form(create_model(name, d.num_classes, d.image_size, channels=d.channels))
+    images = jnp.zeros((1, *d.image_size, d.channels))
     init = functools.partial(model.init, jax.random.key(0), images)
     variables = jax.eval_shape(init) if shapes_only else jax.device_get(jax.jit(init)())
     return Teacher(source, 1.0, model, variables, tuple(d.mean), tuple(d.std))
 
 
-def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
-    scan = bool(config.model.scan) and not objective_of(config).watches_layers
-    return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
-
-
-def gives_classes(config: ConfigDict) -> bool:
+def gives_classes(objective: ObjectivePart, data: Data) -> bool:
     """Whether the classes of a run on unlabelled images are those of its teachers."""
-    objective, learns_logits = objective_of(config), config.objective.mode != "features"
-    unlabelled = config.data.name == "unlabelled" and not objective.learns_labels
-    return unlabelled and bool(objective.teachers) and learns_logits
+    unlabelled = data.name == "unlabelled" and not objective.learns_labels
+    return unlabelled and bool(objective.teachers) and objective.learns_logits
 
 
 def classes_of(teachers: Sequence[Teacher]) -> tuple[int | None, tuple[str, ...] | None]:
@@ -110,18 +107,18 @@ def classes_of(teachers: Sequence[Teacher]) -> tuple[int | None, tuple[str, ...]
 
 
 def compare_classes(
-    config: ConfigDict, teachers: Sequence[Teacher], class_names: Sequence[str] | None
+    objective: ObjectivePart, teachers: Sequence[Teacher], class_names: Sequence[str] | None
 ) -> tuple[Teacher, ...]:
     """`teachers`, each knowing whether its classes are those of the data, `class_names`.
 
-    Where logits are learned, classes with other names give a warning. Where only features are,
-    classes without names count as other ones.
+    Where logits are learned, classes with other names give a warning, and classes that the teacher
+    does not name are logged. Where only features are, classes without names count as other ones.
 
     Raises:
       InputError: a teacher's logits have the classes of the data in another order.
     """
     names, faults = None if class_names is None else tuple(class_names), Faults()
-    if config.objective.mode == "features":
+    if not objective.learns_logits:
         return tuple(
             teacher._replace(same_classes=names is not None and teacher.class_names == names)
             for teacher in teachers
@@ -138,32 +135,34 @@ def compare_classes(
             )
         elif other := say_other_names(names, theirs, "the data", "the teacher"):
             logger.warning("%s: %s; it teaches only if they are the same classes", where, other)
+        elif not theirs and not teacher.source.startswith(UNTRAINED):
+            say_places(where, names, "the teacher")
     collect_faults(faults)
     return tuple(teachers)
 
 
-def abstract_teachers(config: ConfigDict) -> tuple[Teacher, ...]:
+def abstract_teachers(settings: Settings) -> tuple[Teacher, ...]:
     """`read_teachers` with shapes instead of arrays, for plans; reads every source once."""
-    if config.objective.teacher is None:
+    if not settings.objective.teachers:
         return ()
-    read = {key: config[key].to_dict() for key in ("objective", "data", "model")}
-    for key in ("remat", "remat_layers"):  # which a search changes
-        del read["model"][key]
-    return _abstract_teachers(json.dumps(read))
+    model = settings.model
+    form = {k: v for k, v in model.own.items() if k == "scan"}  # a search changes other fields
+    student = dataclasses.replace(model, own=form)
+    return _abstract_teachers(settings.objective, settings.data, student)
 
 
 @functools.lru_cache(maxsize=8)
-def _abstract_teachers(config: str) -> tuple[Teacher, ...]:
-    return read_teachers(ConfigDict(json.loads(config)), shapes_only=True)
+def _abstract_teachers(objective: ObjectivePart, data: Data, student: Model) -> tuple[Teacher, ...]:
+    return read_teachers(objective, data, student, shapes_only=True)
 
 
-def planned_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
+def planned_experiment(settings: Settings, mesh: Mesh) -> Experiment:
     """`make_experiment` with the shapes of its teachers, whose sources are read once.
 
     Raises:
       InputError: as `make_experiment`, or a teacher cannot be read.
     """
-    return make_experiment(config, mesh, teachers=abstract_teachers(config))
+    return make_experiment(settings, mesh, teachers=abstract_teachers(settings))
 
 
 def place_teachers(

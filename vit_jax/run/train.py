@@ -15,15 +15,15 @@ from vit_jax.checkpoints import restore
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
-from vit_jax.run.agreement import compare, compare_findings
 from vit_jax.run.build import Callback, Run, describe, prepare
-from vit_jax.run.host_memory import restore_from_memory
-from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
-from vit_jax.run.opener import ChooseLayout
+from vit_jax.run.setup.agreement import compare, compare_findings
+from vit_jax.run.setup.opener import ChooseLayout
+from vit_jax.run.setup.workdir import agree_on_run, locked, record_start, write_workdir
 from vit_jax.run.summary import read_summary, write_summary
 from vit_jax.run.teachers import write_teachers
-from vit_jax.run.workdir import agree_on_run, locked, record_start, write_workdir
+from vit_jax.run.watch.host_memory import restore_from_memory
+from vit_jax.run.watch.kernel_check import check_kernels
 
 logger = logging.getLogger("vit_jax")
 
@@ -76,7 +76,7 @@ def train_and_evaluate(
     describe(run)
     for model in dict.fromkeys(each.model for each in run.experiment.passes):
         check_kernels(model, run.mesh)
-    with locked(workdir, before, run.config) as lock, jax.set_mesh(run.mesh):
+    with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock)
         loop(run, state, meta, lock)
@@ -88,7 +88,7 @@ def compare_runs(run: Run, facts: Mapping[str, Any]) -> None:
     """Check that all processes have prepared the same run, and agree on `facts`."""
     weights = {**(run.initial_params or {}), **run.initial_model_state}
     facts = {**facts, "teachers": run.described_teachers}
-    compare_findings(run.config, run.sources, weights, facts)
+    compare_findings(run.settings.job, run.sources, weights, facts)
 
 
 def begin(
@@ -106,12 +106,12 @@ def begin(
         record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
 
     def find() -> dict[str, Any]:
-        start, size = resumed_at or 0, run.config.global_batch_size
+        start, size = resumed_at or 0, run.settings.run.global_batch_size
         first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
         ids = np.asarray(run.order(first)).tobytes()
         return {"first step": start + 1, "ids of the first batches": ids}
 
-    compare(run.config, "starting point", find)
+    compare(run.settings.job, "starting point", find)
 
 
 def is_intact(run: Run, step: int) -> bool:
@@ -150,7 +150,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     if run.initial_params is None:
         logger.info("start: from scratch")
         return e.init(), {}
-    logger.info("start: parameters from init_from=%s", run.config.init_from)
+    logger.info("start: parameters from init_from=%s", run.settings.run.init_from)
     state = e.init()
     params = _replace_leaves(state.params, run.initial_params)
     model_state = _replace_leaves(state.model_state, run.initial_model_state)

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, few, nearest
-from vit_jax.config import STUDIES, Part, eval_splits
+from vit_jax.config import STUDIES, Part, Settings, eval_splits
 from vit_jax.config.text import apply_overrides
 from vit_jax.evaluators.metric_names import declared_metrics, is_named
 from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
@@ -263,7 +263,9 @@ class Study(Part):
                 faults.need(evals[name].every == finder.every, f"{where}: evals.{name}.every="
                             f"{evals[name].every!r} must be {finder.every!r}, as of the metric "
                             "that finds the best step, so that it is known there")  # fmt: skip
-            found.append((metric, where, {*eval_splits(metric.config, evals[name]).values()}))
+            settings, _ = Settings.read_open(metric.config)
+            splits = {*eval_splits(settings.data, settings.evals[name]).values()}
+            found.append((metric, where, splits))
         for chooser, where, splits in found:
             for other, _, reported in found:
                 is_same = (chooser.name, chooser.config) == (other.name, other.config)
@@ -380,5 +382,7 @@ def _form(key: str) -> str:
 
 def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
-    found = declared_metrics(config, name)
+    settings, faults = Settings.read_open(config)
+    collect_faults(faults)
+    found = declared_metrics(name, settings.evals[name], settings.has_average)
     return None if found is None else [m for m, better in found.items() if better == "higher"]

@@ -8,17 +8,17 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import flatten, own_keys, with_values
+from vit_jax.config.durations import parse_durations
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
-from vit_jax.experiment.durations import parse_durations
 from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import Changes, resolve
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import Changes, resolve
 from vit_jax.studies.engine import Study
 from vit_jax.studies.tables import Report
 

@@ -27,13 +27,13 @@ from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
-from vit_jax.experiment.durations import parse_durations
+from vit_jax.config.durations import parse_durations
 from vit_jax.job import exit_codes
-from vit_jax.run.changes import KEYS_OF_THE_END, branch_command
-from vit_jax.run.guards import DIVERGED_FILE
+from vit_jax.run.setup.changes import KEYS_OF_THE_END, branch_command
+from vit_jax.run.setup.validation import validate
+from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import readable
-from vit_jax.run.validation import validate
-from vit_jax.run.workdir import read_starts
+from vit_jax.run.watch.guards import DIVERGED_FILE
 from vit_jax.studies.engine import Found, Member, Result, Results, Study, without_seed
 from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Measured, Report
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.config import key
+from vit_jax.config.durations import check_duration
 from vit_jax.devices.chips import CHIPS, find_slice
-from vit_jax.experiment.durations import check_duration
 from vit_jax.studies.engine import Found, Member, Results, Study, join_name, seeded
 from vit_jax.studies.figures import draw_scaling
 from vit_jax.studies.law import Prediction, pareto_front, predict_largest

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,10 @@ _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference
 _IMAGES = 2
 # Fields of a model that the card states.
 _SIZES = ("stages", "stem_width", "width_factor", "depth_factor", "width", "depth", "num_heads")
+_OF_FILES = {  # of what a receipt states only where it is unusual
+    "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
+    "exif": "- Files are not turned by their EXIF orientation",
+}
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
@@ -74,12 +78,8 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # warnings would name the temporary folder
-        try:
+        with _without_warnings():  # they would name the temporary folder
             found = np.asarray((writer.open or _open)(staged)(images))
-        finally:
-            logger.setLevel(level)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
@@ -98,6 +98,16 @@ def export(
         _check_free(output, [target / name for name in made])
         _copy(root, target, made, output)
     return receipt
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _open(path: epath.Path) -> Logits:
@@ -157,6 +167,7 @@ def _describe_export(
             "cut": spec.cut and spec.cut._asdict(),
             "ops": image_size and ops_for(spec),
             "library_ops": library_ops and image_size and library_ops(spec),
+            **{key: value for key, value in spec.stated_reading.items() if value is not None},
         },
         "loss": spec.loss,
         "class_names": spec.class_names,
@@ -209,6 +220,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Source: `{receipt['source']}`{at}",
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
+        *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
         f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",

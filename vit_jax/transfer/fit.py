@@ -18,6 +18,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
+from vit_jax.models.position import Resize
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import HEAD_NORM_EPS
 from vit_jax.transfer.pretrained import Pretrained
@@ -33,7 +34,7 @@ logger = logging.getLogger("vit_jax")
 
 _HEAD_NORM = f"{BATCH_STATS}/head_norm/"
 ADAPTER = re.compile(r"(?P<layer>.*)/lora_[ab]")
-POSITIONS = re.compile(rf"(encoder/layer_\d+/|{CONSTANTS}/)?pos_embedding(/(?P<table>\w+))?")
+_POSITIONS = re.compile(rf"(?P<place>encoder/layer_\d+/|{CONSTANTS}/|)pos_embedding(/\w+)?")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _OUTPUTS = re.compile(r"(head|head_distillation)/(kernel|bias)")  # the last axis is the classes
 
@@ -165,7 +166,7 @@ def fit(
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
     wanted = {name: leaf for name, leaf in wanted.items() if name not in new}
     found = _adapt_channels(found, pretrained, model)
-    if any(POSITIONS.fullmatch(name) for name in found.keys() & wanted):
+    if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
     faults = [f"{name} {leaf.shape}: the model has no such parameter"
               for name, leaf in sorted(found.items()) if name not in wanted]  # fmt: skip
@@ -199,6 +200,15 @@ def _adapt_channels(
     return found | {first: adapt_kernel(found[first], old, new)}
 
 
+def position_tables(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """{place: tables} of the positions in {name: leaf}; a place is "" or "encoder/layer_3/"."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, leaf in leaves.items():
+        if match := _POSITIONS.fullmatch(name):
+            found.setdefault(match["place"], {})[name.removeprefix(match["place"])] = leaf
+    return {place: tree.unflatten_names(tables)["pos_embedding"] for place, tables in found.items()}
+
+
 def _resample_positions(
     found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module, convention: str
 ) -> dict[str, np.ndarray]:
@@ -210,20 +220,13 @@ def _resample_positions(
     old, new, prefix = pretrained.model.grid, model.grid, model.num_prefix_positions
     if old == new or pretrained.model.num_prefix_positions != prefix:
         return found
-    (rows, columns), (new_rows, new_columns) = old, new
-    resample = {
-        None: partial(resample_grid, old=old, new=new, prefix=prefix),
-        "rows": partial(resample_axis, old=rows, new=new_rows),
-        "columns": partial(resample_axis, old=columns, new=new_columns),
-        "offsets": partial(resample_offsets, old=old, new=new),
-        "to_patches": partial(resample_grid, old=old, new=new, prefix=0),
-        "from_patches": partial(resample_grid, old=old, new=new, prefix=0),
-    }
+    positions = pretrained.model.positions(pretrained.model.image_size)
+    functions = resample_grid, resample_axis, resample_offsets
+    resize = Resize(*(partial(function, convention=convention) for function in functions))
     resampled = {}
-    for name, leaf in found.items():
-        match = POSITIONS.fullmatch(name)
-        if match and match["table"] in resample:
-            resampled[name] = resample[match["table"]](leaf, convention=convention)
+    for place, tables in position_tables(found).items():
+        new_tables = {"pos_embedding": positions.resampled(tables, new, resize)}
+        resampled |= {place + name: leaf for name, leaf in tree.flatten_names(new_tables).items()}
     means = ", averaged over each offset" if model.pos_embed == "relative" else ""
     logger.info("%s: position embedding resampled (%s%s) from a grid of %s to %s",
                 pretrained.source, convention, means, old, new)  # fmt: skip
@@ -254,7 +257,7 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
             table = np.asarray(model.positions(model.image_size).build(tables))
             placed, prefix = model.num_prefix_positions, model.num_prefix_tokens
             table = np.concatenate([table[:, :placed], table[:, prefix:]], axis=1)
-        params = {name: leaf for name, leaf in params.items() if not POSITIONS.fullmatch(name)}
+        params = {name: leaf for name, leaf in params.items() if not _POSITIONS.fullmatch(name)}
         params["pos_embedding"] = table
         logger.info("positions: writing %s as a table", model.pos_embed)
         model = model.clone(pos_embed="learned_1d", pos_embed_class_token=has_some)

@@ -8,6 +8,7 @@ It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(Wi
 `method="pre_logits"` returns its output.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from vit_jax.models.vit import ViT
 from vit_jax.transfer import huggingface_vision as vision
 from vit_jax.transfer.fit import with_learned_positions
 from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
+from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_labels
 from vit_jax.transfer.names import (
     HEADS_BY_WIDTH,
     LINEAR,
@@ -109,15 +111,11 @@ def read(source: Source) -> Pretrained:
     if distilled and head is None:
         source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
     assumed = _read_unseen(source, stated, found["hidden_size"])
-    if "image_size" in stated:
-        image_size = image_hw(stated["image_size"], "image_size")
-    else:
-        side = source.square_side(arrays[positions].shape[1] - 1 - distilled)
-        image_size = (side * found["patch_size"][0], side * found["patch_size"][1])
+    number = arrays[positions].shape[1] - 1 - distilled
     family = partial(DeiT, distillation_head=head != "classifier") if distilled else ViT
     model = family(
         num_classes=head and source.size(f"{head}.weight", 0),
-        image_size=image_size,
+        image_size=_image_size(source, stated, number, found["patch_size"]),
         patch_size=found["patch_size"],
         width=found["hidden_size"],
         depth=found["num_hidden_layers"],
@@ -129,9 +127,9 @@ def read(source: Source) -> Pretrained:
         qkv_bias=f"{first_layer}.attention.attention.query.bias" in arrays,
     )
     params = read_rows(_rows(model, prefix, head), source, model)
-    labels = vision.read_labels(stated)
+    labels = read_labels(stated)
     pixels, names = read_pixels(source), class_names_of(labels, model.num_classes, str(source.path))
-    loss = vision.LOSSES.get(stated.get("problem_type"))
+    loss = LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, "half_pixel", class_names=names, loss=loss)
     processor = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
     spec = with_pixels(spec, pixels, processor, str(source.path))
@@ -139,6 +137,16 @@ def read(source: Source) -> Pretrained:
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
     source.say_assumed(assumed, stated | pixels)
     return Pretrained(str(source.path), model, params, spec)
+
+
+def _image_size(
+    source: Source, stated: Mapping[str, Any], number: int, patch_size: tuple[int, int]
+) -> tuple[int, int]:
+    """As stated, else that of a square of `number` patches."""
+    if "image_size" in stated:
+        return image_hw(stated["image_size"], "image_size")
+    side = source.square_side(number)
+    return side * patch_size[0], side * patch_size[1]
 
 
 def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str
                 "to the file")  # fmt: skip
     faults.need_known("hidden_act", act, vision.GELU)
     if "problem_type" in stated:
-        faults.need_known("problem_type", stated["problem_type"], vision.LOSSES)
+        faults.need_known("problem_type", stated["problem_type"], LOSSES)
     if any(name.endswith("pooler.dense.weight") for name in source.arrays):
         faults.need_known("pooler_act", stated.get("pooler_act", "tanh"), ("tanh",))
     source.refuse(faults, "its architecture cannot be inferred")
@@ -190,7 +198,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     arrays = write_rows(_rows(model, prefix, head), pretrained.params, model)
     spec = pretrained.spec.at(model.image_size)
     # As in transformers, a model without classes is described with ten labels.
-    labels = vision.write_labels(path, spec, model.num_classes or 10)
+    labels = write_labels(path, spec, model.num_classes or 10)
     config = {"architectures": [architecture], **_config(model, kind), **labels}
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))

@@ -22,6 +22,7 @@ from vit_jax.config import image_hw
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.fit import require_image_size
 from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
+from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_labels
 from vit_jax.transfer.names import (
     HEADS_BY_WIDTH,
     LINEAR,
@@ -46,8 +47,6 @@ HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu
 _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
           "hidden_act": "text", "id2label": "an object", "rope_theta": "a positive number",
           "layerscale_value": "a positive number", "problem_type": "text"}  # fmt: skip
-LOSSES = {"single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
-_PROBLEM_TYPE = {ours: theirs for theirs, ours in LOSSES.items()}
 _OURS = "encoder/layer_{i}"
 
 
@@ -306,26 +305,6 @@ def _image_size(
         return None
     side = source.square_side(positions - has_token)
     return side * patch[0], side * patch[1]
-
-
-def read_labels(stated: Mapping[str, Any]) -> list[str] | None:
-    """The names of the classes; None for those that transformers writes if there are none."""
-    names = stated.get("id2label")
-    if names is None or names == {str(i): f"LABEL_{i}" for i in range(len(names))}:
-        return None
-    return [names.get(str(i)) for i in range(len(names))]
-
-
-def write_labels(path: epath.Path, spec: Spec, num_classes: int) -> dict[str, Any]:
-    """The keys of config.json for the names of the classes and for the loss."""
-    names = spec.class_names or [f"LABEL_{i}" for i in range(num_classes)]
-    if spec.loss not in (None, *_PROBLEM_TYPE):  # a plug-in's loss
-        logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
-    return {
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": _PROBLEM_TYPE.get(spec.loss),
-    }
 
 
 def _rows(name: str, model: ViT) -> list[Row]:

@@ -14,6 +14,7 @@ import flax.linen as nn
 import numpy as np
 from einops import rearrange
 
+from vit_jax.config import POSITIONS
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
@@ -173,12 +174,13 @@ def find_unheld(
 ) -> list[str]:
     """Why a format that holds `families` with {field: values} as in `needed` cannot hold `model`.
 
-    No format but vit_jax's own holds positions inside the layers, nor the fields in _NEEDED.
+    No format holds positions inside the layers, nor other values than those in _NEEDED.
     """
     if type(model) not in families:
         family = type(model).__name__
         return [f"it is {'an' if family[0] in 'AEIOU' else 'a'} {family}"]
-    needed = _NEEDED | needed
+    as_tables = tuple(name for name in POSITIONS if POSITIONS.find(name).is_table_of_stem())
+    needed = _NEEDED | {"pos_embed": as_tables} | needed
     found = {f: getattr(model, _AS_FOUND.get(f, f), values[0]) for f, values in needed.items()}
     return [
         f"{field}={found[field]!r}, but the format needs {' or '.join(map(repr, values))}"
@@ -189,7 +191,7 @@ def find_unheld(
 
 _NEEDED: dict[str, tuple] = {
     "channels": (3,), "parallel": (False,), "norm": ("layer",), "qk_norm": (False,),
-    "pos_embed_at": ("stem",), "pos_embed": ("learned_1d", "learned_2d", "sincos_2d", "none"),
+    "pos_embed_at": ("stem",), "pos_embed": (),  # see `find_unheld`
     "registers": (0,), "pre_norm": (False,), "patch_bias": (True,), "key_bias": (True,),
     "gated_mlp": (False,), "mlp_norm": (False,), "rotary": (None,),
     "pool": ("token", "gap", "map"), "gelu": ("tanh", "exact"),

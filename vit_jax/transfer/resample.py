@@ -105,16 +105,15 @@ def resample_grid(
     old: tuple[int, int],
     new: tuple[int, int],
     *,
-    prefix: int,
     convention: str,
 ) -> np.ndarray:
-    """Resample position embeddings to another grid; the entries of prefix tokens stay unchanged.
+    """Resample position embeddings to another grid; the first entries, of no patch, stay unchanged.
 
     Shapes: (P, prefix + old[0] * old[1], D) -> (P, prefix + new[0] * new[1], D), float32.
     """
     of_patches = CONVENTIONS[convention].of_patches
     rows, columns = (of_patches(o, n) for o, n in zip(old, new, strict=True))
-    resampled = []
+    prefix, resampled = tables.shape[1] - old[0] * old[1], []
     for table in tables:
         grid = table[prefix:].reshape(*old, -1).astype(np.float64)
         grid = np.einsum("yh,xw,hwd->yxd", rows, columns, grid).reshape(new[0] * new[1], -1)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import tree
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
-from vit_jax.models.forms import PLAIN, unconstrained
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -36,7 +36,7 @@ class _Traced:
     """
 
     def __init__(self, model: nn.Module):
-        self.model = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
+        self.model = with_known(model, scan=True, constrain=unconstrained, ops=PLAIN)
 
     def __hash__(self):
         return hash(type(self.model))

@@ -10,19 +10,19 @@ import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
-from vit_jax.config import EVALUATORS, SOURCES, has_average, image_hw, model_fields
+from vit_jax.config import SOURCES, Evaluator, Settings
+from vit_jax.config.sections import Data
 from vit_jax.config.stored import read_config
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
 from vit_jax.evaluators.metric_names import find_best, find_direction
-from vit_jax.models import create_model
+from vit_jax.models import model_of
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
@@ -60,18 +60,13 @@ def read(source: Source) -> Pretrained:
     config = read_config(path)
     if source.best and path != source.path:
         raise InputError("is one step of a run; leave out the step, or the choice of the best one")
-    chosen = path / "checkpoints" / str(best_step(path, config)) if source.best else source.path
-    averages = has_average(config)
+    settings = Settings.read(config)
+    chosen = path / "checkpoints" / str(best_step(path, settings)) if source.best else source.path
+    averages = settings.has_average
     if averaged is not None and not averages:
         raise InputError(NO_CHOICE.format(path))
     weights = "params" if averaged is False or not averages else "ema"
-    model = create_model(
-        config.model.name,
-        config.data.num_classes,
-        image_hw(config.data.image_size),
-        channels=config.data.channels,
-        **model_fields(config),
-    )
+    model = model_of(settings.model, settings.data, settings.data.num_classes)
     step, params, model_state = _restore(chosen, path, model, weights)
     run = {
         "step": step,
@@ -81,17 +76,18 @@ def read(source: Source) -> Pretrained:
     }
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
-    spec = _spec_of(config, model, path)
-    return Pretrained(str(chosen), plain, params, spec, run, state, read_division(path, config))
+    spec = _spec_of(settings, model, path)
+    division = read_division(path, settings.data)
+    return Pretrained(str(chosen), plain, params, spec, run, state, division)
 
 
-def best_step(path: epath.Path, config: ConfigDict) -> int:
-    """The step that `checkpoint.keep_best` keeps of the run of `config` in the workdir `path`.
+def best_step(path: epath.Path, settings: Settings) -> int:
+    """The step that `checkpoint.keep_best` keeps of the run in the workdir `path`.
 
     Raises:
       InputError: the run does not keep its best step, or has not evaluated a saved step.
     """
-    metric, where = config.checkpoint.keep_best, f"{path}: the run has kept no best step"
+    metric, where = settings.checkpoint.keep_best, f"{path}: the run has kept no best step"
     if metric is None:
         raise InputError(
             f"{where}, as checkpoint.keep_best is None; leave out the choice of the best step, or "
@@ -100,7 +96,7 @@ def best_step(path: epath.Path, config: ConfigDict) -> int:
     saved = restore.saved_steps(path / "checkpoints")
     found = read_values(path, max(saved, default=0)).get(metric, {})
     values = {step: value for step, value in found.items() if step in saved}
-    step, _ = find_best(values, find_direction(config, metric))
+    step, _ = find_best(values, find_direction(settings.evals, metric))
     if step is None:
         raise InputError(f"{where} by {metric} yet; wait, or leave out the choice of the best step")
     logger.info("%s: step %d is the best by %s, %.5g", path, step, metric, values[step])
@@ -138,22 +134,22 @@ def _restore(
     return restored[1]["step"], params, found.get(state, {})
 
 
-def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
+def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
     """What the run's config and class names tell of its images."""
-    ops = _evaluated_by(config)
+    data, ops = settings.data, _evaluated_by(settings.data, [*settings.evals.values()])
     return Spec(
         image_size=model.image_size,
         resize="antialiased",
-        mean=per_channel(config.data.mean, config.data.channels),
-        std=per_channel(config.data.std, config.data.channels),
+        mean=per_channel(data.mean, data.channels),
+        std=per_channel(data.std, data.channels),
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
-        cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
+        cut=_cut(ops, model.image_size or data.image_size),
         ops=ops,
-        loss=config.loss.name,
-        exif=config.data.exif,
-        pixel_range=config.data.pixel_range,
-        decoding=config.data.decoding,
-        channels=config.data.channels,
+        loss=settings.loss.name,
+        exif=data.exif,
+        pixel_range=data.pixel_range,
+        decoding=data.decoding,
+        channels=data.channels,
     )
 
 
@@ -170,23 +166,22 @@ def read_class_names(path: epath.Path) -> Any:
         raise InputError(f"{named}: not readable ({e}); copy it from the run") from None
 
 
-def _evaluated_by(config: ConfigDict) -> str:
+def _evaluated_by(data: Data, evals: Sequence[Evaluator]) -> str:
     """`Spec.ops`: the ops of the evaluator that is closest to the training; "decode" without one.
 
     Evaluators of the model's classes come first, then those of the run's own data, then those that
     change images. Crops alone lose `decode`, as in `Spec.ops`, unless the images are files of any
     size, which the run crops without resizing.
     """
-    d = config.data
 
-    def data_of(entry):
-        return entry.data_name or d.name, entry.data_dir or d.data_dir
+    def data_of(entry: Evaluator) -> tuple[str, str | None]:
+        return entry.data_name or data.name, entry.data_dir or data.data_dir
 
-    def distance(entry):
-        is_other = data_of(entry) != (d.name, d.data_dir)
-        return EVALUATORS.find(entry.type).learns_classes, is_other, not entry.ops
+    def distance(entry: Evaluator) -> tuple[bool, bool, bool]:
+        is_other = data_of(entry) != (data.name, data.data_dir)
+        return entry.learns_classes, is_other, not entry.ops
 
-    entry = min(config.evals.values(), key=distance, default=None)
+    entry = min(evals, key=distance, default=None)
     if entry is None or not entry.ops:
         return "decode"
     first, _, crops = entry.ops.partition("|")

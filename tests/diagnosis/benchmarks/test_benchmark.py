@@ -6,6 +6,7 @@ import math
 import jax
 import PIL.Image
 import pytest
+from read_settings import settings_of
 
 from vit_jax.commands.benchmark import as_table
 from vit_jax.config import base_config
@@ -52,7 +53,7 @@ def spreads(figures):
 
 @pytest.mark.slow
 def test_step_figures_are_those_of_the_experiment(step_figures):
-    experiment = make_experiment(tiny_config(), make_data_mesh())
+    experiment = make_experiment(settings_of(tiny_config()), make_data_mesh())
     assert step_figures["gflop_per_image"] * 1e9 == experiment.flops_per_image
     assert step_figures["num_params"] == experiment.num_params
     assert step_figures["num_devices"] == math.prod(step_figures["mesh"].values()) == 2

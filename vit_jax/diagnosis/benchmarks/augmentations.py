@@ -14,12 +14,12 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.config import image_hw, train_split
+from vit_jax.config import Settings, image_hw, train_split
 from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import resolve
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5
@@ -53,7 +53,9 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
         )
     tables = Tables(opens_data=True)
     config = resolve(config, tables).config
-    original, *changed = make_columns(config, tables.sources[train_split(config)])
+    original, *changed = make_columns(
+        config, tables.sources[train_split(Settings.read(config).data)]
+    )
     sheet = draw_bands(
         f"{config.data.name} {config.data.split}; data.ops: {config.data.ops}",
         [

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from vit_jax.config import image_hw
+from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread
@@ -38,8 +38,9 @@ def compile_forward(
 
     Parameters are float32, images (B, H, W, channels) float32; the model computes in `model.dtype`.
     """
-    model = planned_experiment(config, mesh).model
-    shape = (batch_size, *image_hw(config.data.image_size), about(model).channels)
+    settings = Settings.read(config)
+    model = planned_experiment(settings, mesh).model
+    shape = (batch_size, *settings.data.image_size, about(model).channels)
     everywhere = NamedSharding(mesh, P())
     images = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
     init = functools.partial(model.init, train=False)
@@ -147,7 +148,7 @@ def _on_one_device(config: ConfigDict, device: Any) -> tuple[ConfigDict, Mesh]:
 
 
 def _gflop_per_image(config: ConfigDict, mesh: Mesh) -> float:
-    return 2 * flops.forward_macs(planned_experiment(config, mesh).model) / 1e9
+    return 2 * flops.forward_macs(planned_experiment(Settings.read(config), mesh).model) / 1e9
 
 
 def _capacity(device: jax.Device) -> tuple[int, str]:

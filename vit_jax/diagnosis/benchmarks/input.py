@@ -9,15 +9,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax import data
-from vit_jax.config import image_hw, train_split
+from vit_jax.config import Settings, image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
-from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import resolve
-from vit_jax.run.sources import training_order
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
+from vit_jax.run.setup.sources import training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # maximum rows of the global batch that are read
@@ -52,13 +52,14 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     image_size = image_hw(config.data.image_size)
     tables = Tables(opens_data=True)
     config = resolve(config, tables).config
-    source = tables.sources[train_split(config)]
+    settings = Settings.read(config)
+    source = tables.sources[train_split(settings.data)]
     host_ops, _ = data.parse_ops(config.data.ops, image_size)
     spec = data.image_batch(config.global_batch_size, image_size, host_ops)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = num_rounds or _NUM_ROUNDS
-    data_order = training_order(config, source)
+    data_order = training_order(settings.data, settings.run, source)
     where: dict[str, Any] = {"seed": config.seed, "rows": rows, "data_order": data_order}
     makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
     full_size = data.at_full_size(host_ops)

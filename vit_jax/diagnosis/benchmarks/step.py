@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.config import Settings
 from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
@@ -49,7 +50,7 @@ def measure_step(
       Figures for JSON; measured ones as {"median", "min", "max"} of the rounds. `mfu` is None if
       the chip's peak is unknown.
     """
-    experiment = planned_experiment(config, mesh)
+    experiment = planned_experiment(Settings.read(config), mesh)
     with jax.set_mesh(mesh):
         take_steps, compile_s, memory = compile_steps(experiment, config.data.num_classes)
         take_steps(_WARM_UP_STEPS)

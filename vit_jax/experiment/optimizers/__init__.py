@@ -45,9 +45,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
-from vit_jax.config import OPTIMIZERS
 from vit_jax.experiment.optimizers import masks
 from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
 from vit_jax.experiment.optimizers.optimizers import Optimizer
@@ -57,8 +55,7 @@ __all__ = [
     "LOWERED",
     "Optimizer",
     "lower_rate",
-    "make_config_average",
-    "make_config_optimizer",
+    "make_average",
     "make_optimizer",
     "over_layers",
 ]
@@ -66,46 +63,15 @@ __all__ = [
 LOWERED = "lowered_rate"  # part of the chain; its state is a factor of the learning rate
 
 
-def make_config_optimizer(
-    config: ConfigDict, schedule: optax.Schedule, total_steps: int
-) -> optax.GradientTransformation:
-    """`make_optimizer` of the section `optimizer` of a config."""
-    of_others = (
-        "peak_lr",
-        "accum_steps",
-        "ema_decay",
-        "ema_decay_end",
-        "last_layers",
-        "sam_radius",
-    )
-    fields = {k: v for k, v in config.optimizer.items() if k not in of_others}
-    return make_optimizer(**fields, schedule=schedule, total_steps=total_steps)
-
-
-def make_config_average(config: ConfigDict, total_steps: int) -> Keep | None:
+def make_average(optimizer: Optimizer, total_steps: int) -> Keep | None:
     """The share of the running averages that stays in an update; None: there are none."""
-    o = config.optimizer
-    if OPTIMIZERS.find(o.name).averages:
+    if optimizer.averages:
         return lambda step, opt_state: optax.tree.get(opt_state, "keep")
-    return make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
+    return make_ema_decay(optimizer.ema_decay, optimizer.ema_decay_end, total_steps)
 
 
 def make_optimizer(
-    name: str,
-    *,
-    schedule: optax.Schedule,
-    weight_decay: float = 0.0,
-    l2: float = 0.0,
-    weight_decay_on: str = ".*/kernel",
-    grad_clip_norm: float | None = None,
-    layer_decay: float | None = None,
-    freeze: str | None = None,
-    weight_decay_end: float | None = None,
-    head_decay: float | None = None,
-    embedding_rate: float | None = None,
-    on_spike: str | None = None,
-    total_steps: int = 1,
-    **own: float | str | None,
+    optimizer: Optimizer, schedule: optax.Schedule, total_steps: int = 1
 ) -> optax.GradientTransformation:
     """Make the update at the top of this module, as a chain of named parts.
 
@@ -113,58 +79,49 @@ def make_optimizer(
     learning_rate, LOWERED (if on_spike is "lower"), frozen_updates; and after_PART for what the
     optimizer does after a PART of them. A part that is turned off does nothing.
 
+    Layers are named as in the unrolled model (`encoder/layer_3/.*`) even if they are scanned. For
+    `layer_decay`, i is 0 for the embedding (patches, class token, positions), l + 1 for layer l,
+    depth + 1 for the last norm and the head. Parameters that `freeze` matches never change, bit by
+    bit; their gradients do not count towards the clipped norm; leaves frozen as a whole have no
+    optimizer state.
+
     Args:
-      name: a key of `OPTIMIZERS`, which gives the direction.
+      optimizer: the section `optimizer` of a config, whose part gives the direction.
       schedule: number of the update, from 0 -> learning rate.
-      weight_decay: factor of the decayed parameters.
-      l2: factor of the decayed parameters in their gradients.
-      weight_decay_on: regex over whole names of the parameters to decay. Layers are named as in the
-        unrolled model (`encoder/layer_3/.*`) even if they are scanned.
-      grad_clip_norm: maximum global norm of the gradients; None: no clipping.
-      layer_decay: learning rate of a layer, relative to the next layer above. i is 0 for the
-        embedding (patches, class token, positions), l + 1 for layer l, depth + 1 for the last norm
-        and the head. None: all parts use the schedule's rate.
-      freeze: regex over the same names. Matching parameters never change, bit by bit; their
-        gradients do not count towards the clipped norm; leaves frozen as a whole have no optimizer
-        state. None: nothing is frozen.
-      weight_decay_end: weight decay at the end of the run; None: it stays the same.
-      head_decay: weight decay of the heads' kernels, relative to the other parameters; None: 1.
-      embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
-      on_spike: "lower": updates are also multiplied by the number LOWERED in the state, at first 1.
       total_steps: length of the run, for `weight_decay_end`.
-      **own: keys of the optimizer itself; None selects its default.
 
     Raises:
-      InputError: there is no such optimizer, or its keys are wrong; by `init` and `update`:
-        `weight_decay_on` matches no parameter although `weight_decay` or `l2` is not 0, `freeze`
-        matches none or all, or `layer_decay` is set for a model without layers.
+      InputError: by `init` and `update`: `weight_decay_on` matches no parameter although
+        `weight_decay` or `l2` is not 0, `freeze` matches none or all, or `layer_decay` is set for a
+        model without layers.
     """
-    clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
-    optimizer: Optimizer = OPTIMIZERS.make({"name": name, **own})
-    direction, after = optimizer.bind(), optimizer.after(weight_decay_on, schedule)
+    o, weight_decay_on = optimizer, optimizer.weight_decay_on
+    norm, factor = o.grad_clip_norm, o.layer_decay
+    clip = optax.identity() if norm is None else optax.clip_by_global_norm(norm)
+    direction, after = o.bind(), o.after(weight_decay_on, schedule)
     drop_frozen = optax.identity()
-    if freeze is not None:
-        of_learning = functools.partial(
-            optax.masked, mask=lambda params: masks.leaves_that_learn(params, freeze)
-        )
-        direction, after = of_learning(direction), {k: of_learning(tx) for k, tx in after.items()}
-        drop_frozen = masks.drop_frozen(freeze)
+    if o.freeze is not None:
+        learns = functools.partial(masks.leaves_that_learn, freeze=o.freeze)
+        direction = optax.masked(direction, learns)
+        after = {part: optax.masked(tx, learns) for part, tx in after.items()}
+        drop_frozen = masks.drop_frozen(o.freeze)
     decay = None
-    if weight_decay_end is not None:
+    if o.weight_decay_end is not None:
         decay = functools.partial(
-            half_cosine, total_steps=total_steps, first=weight_decay, last=weight_decay_end
+            half_cosine, total_steps=total_steps, first=o.weight_decay, last=o.weight_decay_end
         )
     # Left out if they do nothing, since states are stored with the names of all parts.
-    regularise = [("l2", masks.decay_weights(l2, weight_decay_on))] if l2 else []
-    slow = [] if embedding_rate is None else [("embedding_rate", scale_embedding(embedding_rate))]
-    lowered = [(LOWERED, _scale_by_state())] if on_spike == "lower" else []
+    regularise = [("l2", masks.decay_weights(o.l2, weight_decay_on))] if o.l2 else []
+    rate = o.embedding_rate
+    slow = [] if rate is None else [("embedding_rate", scale_embedding(rate))]
+    lowered = [(LOWERED, _scale_by_state())] if o.on_spike == "lower" else []
     chain = [
         *regularise,
         ("frozen_gradients", drop_frozen),
         ("clip", clip),
         ("direction", direction),
-        ("weight_decay", masks.decay_weights(weight_decay, weight_decay_on, decay, head_decay)),
-        ("layer_decay", optax.identity() if layer_decay is None else scale_layers(layer_decay)),
+        ("weight_decay", masks.decay_weights(o.weight_decay, weight_decay_on, decay, o.head_decay)),
+        ("layer_decay", optax.identity() if factor is None else scale_layers(factor)),
         *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
         *lowered,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vit_jax.config import sections
 from vit_jax.config.parts import Part, key
 from vit_jax.experiment.optimizers.layers import over_layers
 
@@ -39,7 +40,7 @@ def dtype_of(default: str = "float32"):
     return key(default, "in which the first moment is stored", choices=("float32", "bfloat16"))
 
 
-class Optimizer(Part):
+class Optimizer(sections.Optimizer, Part):
     """The interface of an optimizer.
 
     averages: whether it needs the running average of the parameters; its state has `keep` then, the

@@ -1,1 +1,1 @@
-"""Operations of a Transformer written by hand for TPU; models/forms.py has their plain forms."""
+"""Operations of a Transformer written by hand for TPU; block_ops.py has the plain forms."""

@@ -1,0 +1,150 @@
+"""The door from a config to the typed sections that rooms take."""
+
+import ast
+import pathlib
+
+import mypy.api
+import pytest
+from at_fault import at_fault
+from read_settings import decided
+
+from vit_jax.config import OBJECTIVES, Settings, base_config, classification
+from vit_jax.config.parts import Section, key
+from vit_jax.config.settings import warn_of_config
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.objectives.contract import ObjectivePart
+from vit_jax.run.setup.validation import find_faults
+
+PACKAGE = pathlib.Path(__file__).parents[2] / "vit_jax"
+BELOW_RUN = ("base", "job", "models", "devices", "data", "objectives", "experiment", "checkpoints",
+             "evaluators", "transfer")  # fmt: skip
+
+
+@pytest.fixture
+def config():
+    c = base_config()
+    c.model.name, c.data.name, c.data.image_size = "ViT-Ti/16", "digits", 32
+    c.data.num_classes, c.data.num_examples = 10, 1000
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 100, "4 epochs", 0.1
+    c.schedule.name, c.schedule.warmup = "multistep", "10 %"
+    c.schedule.milestones = "2 epochs, 30 steps"
+    c.evals.test = classification(split="test", every="0.01 epochs")
+    return decided(c)
+
+
+def test_sizes_are_pairs_and_durations_steps(config):
+    config.objective.name, config.objective.gram_size = "self_distillation", (64, 48)
+    config.objective.gram_weight, config.objective.gram_every = 1.0, "1 epochs"
+    found = Settings.read(config)
+    assert found.data.image_size == (32, 32)
+    assert found.objective.further_views == {"gram_views": ("gram_size", (64, 48))}
+    assert (found.run.duration, found.schedule.warmup, found.schedule.milestones) == (
+        40, 4, (20, 30),
+    )  # fmt: skip
+    assert found.evals["test"].every == 1  # an interval has at least one step
+    assert found.durations["objective.gram_every"] == 10
+    assert "schedule.milestones" not in found.durations
+
+
+def test_an_open_config_keeps_what_is_open(config):
+    config.data.order = config.duration = None
+    with at_fault("duration", "data.order"):
+        Settings.read(config)
+    found, faults = Settings.read_open(config)
+    assert not faults
+    assert (found.data.order, found.run.duration) == (None, None)
+    assert found.schedule.warmup == "10 %"
+
+
+def test_all_faults_are_found_and_their_values_stay(config):
+    config.optimizer.ema_decay, config.loss.name, config.data.local_size = 2.0, "soft", -1
+    found, faults = Settings.read_open(config)
+    keys = [fault.split("=")[0] for fault in faults]
+    assert keys == ["data.local_size", "loss.name", "optimizer.ema_decay"]
+    assert (found.optimizer.ema_decay, found.loss.name, found.data.local_size) == (2.0, "soft", -1)
+
+
+def test_what_one_section_declares_is_all_there_is():
+    """Reading, checking and converting a new key takes its declaration only."""
+
+    class Lamp(Section):
+        size: tuple[int, int] = key(..., "of the lamp")
+        every: int = key("2 steps", "between two flashes", form="interval")
+
+        def check(self):
+            return ["size=1: too small"] * (self.size == 1)
+
+    lamp, faults = Lamp.read({"size": 3, "every": None}, lambda text, key: int(text.split()[0]))
+    assert (lamp.size, lamp.every, faults) == ((3, 3), 2, [])
+    assert Lamp.read({"size": 1})[1] == ["size=1: too small"]
+    assert Lamp.read({"size": 0})[1] == ["size=0: needs a positive int or a pair of them, up to "
+                                         "65535"]  # fmt: skip
+
+
+def functions_below_run():
+    for room in BELOW_RUN:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    given = [*node.args.args, *node.args.kwonlyargs]
+                    types = [ast.unparse(a.annotation) for a in given if a.annotation]
+                    yield f"{path.relative_to(PACKAGE)}:{node.name}", types
+
+
+def test_rooms_below_run_take_sections():
+    """None takes a config, and few take all of `Settings`."""
+    found = dict(functions_below_run())
+    assert len(found) > 1000
+    assert [name for name, types in found.items() if any("ConfigDict" in t for t in types)] == []
+    whole = [name for name, types in found.items() if "Settings" in types]
+    assert 0 < len(whole) <= 12, whole
+
+
+def test_keys_of_one_objective_are_read_by_it_alone():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "objectives"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("gram_size", "mode", "teacher"):
+                of = ast.unparse(node.value).rpartition(".")[2]
+                assert of not in ("objective", "keys"), f"{path}:{node.lineno}"
+
+
+WRONG = """
+from vit_jax.config import Settings
+
+def read(settings: Settings) -> None:
+    settings.optimiser
+    settings.optimizer.peak_rl
+    name: int = settings.model.name
+    size: int = settings.data.image_size
+"""
+
+
+@pytest.mark.slow  # mypy reads the whole package
+def test_mypy_knows_every_key(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    config = PACKAGE.parent / "pyproject.toml"
+    said, _, status = mypy.api.run([str(tmp_path / "wrong.py"), f"--config-file={config}"])
+    lines = [int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line]
+    assert status == 1 and lines == [5, 6, 7, 8], said
+
+
+def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, caplog):
+    class Old(ObjectivePart):
+        """Declares its conflicts in the earlier way."""
+
+        def find_conflicts(self, config):
+            return [f"objective.name: not with {config.data.name}"]
+
+    warn_of_config.cache_clear()
+    monkeypatch.setitem(OBJECTIVES, "old", Old)
+    config.objective.name = "old"
+    assert find_faults(config) == ["objective.name: not with digits"]
+    assert find_faults(config) == ["objective.name: not with digits"]
+    settings, _ = Settings.read_open(config)
+    inputs = EvalInputs("test", settings, None, None, {}, (), (32, 32))
+    assert inputs.config.data.name == "digits"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "use conflicts(settings)" in said[0]
+    assert "use inputs.settings" in said[1]

@@ -1,0 +1,155 @@
+"""A config as typed values: one section for each room.
+
+A `ConfigDict` is for users: files, flags and config.json. Rooms take the sections of `Settings`, in
+which every key has its declared type, sizes are pairs and durations are steps.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.config import sections
+from vit_jax.config.base import declared_keys, flatten
+from vit_jax.config.durations import to_steps
+from vit_jax.config.evals import EVALUATORS, Evaluator
+from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
+from vit_jax.config.registries import (
+    FAMILIES,
+    LOSSES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    SCHEDULES,
+    SOURCES,
+    STUDIES,
+)
+
+if TYPE_CHECKING:
+    from vit_jax.experiment.optimizers.optimizers import Optimizer
+    from vit_jax.experiment.schedules import Decay
+    from vit_jax.objectives.contract import ObjectivePart
+    from vit_jax.objectives.losses import Loss
+
+
+logger = logging.getLogger("vit_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The sections of a config.
+
+    objective, loss, optimizer, schedule: the part that the section selects, with all keys of the
+      section.
+    evals: {name: evaluator}.
+    config: what it was read from, for plug-ins that read it; see `warn_of_config`.
+    """
+
+    run: sections.Run
+    model: sections.Model
+    data: sections.Data
+    objective: "ObjectivePart"
+    loss: "Loss"
+    optimizer: "Optimizer"
+    schedule: "Decay"
+    mesh: sections.Mesh
+    checkpoint: sections.Checkpoint
+    stop: sections.Stop
+    log: sections.Log
+    job: sections.Job
+    evals: Mapping[str, Evaluator]
+    config: ConfigDict = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def read(cls, config: ConfigDict) -> "Settings":
+        """The settings of a resolved config.
+
+        Raises:
+          InputError: with the faults of all keys; one that `resolve` decides is still None.
+        """
+        values = flatten(config)
+        collect_faults([
+            f"{key}=None: is decided when a run starts; set it"
+            for key, declared in declared_keys(config).items()
+            if declared.decided and values[key] is None
+        ])  # fmt: skip
+        settings, faults = cls._read(config, functools.partial(to_steps, config))
+        collect_faults(faults)
+        return settings
+
+    @classmethod
+    def read_open(cls, config: ConfigDict) -> tuple["Settings", list[str]]:
+        """The settings of a config with open keys, which are None, and the faults of the others.
+
+        Durations are their texts. A value in fault stays as it is, and a section whose part is
+        unknown or in fault has its common keys only.
+        """
+        return cls._read(config, None)
+
+    @classmethod
+    def _read(cls, config: ConfigDict, in_steps: InSteps | None) -> tuple["Settings", list[str]]:
+        found: dict[str, Any] = {}
+        faults = Faults()
+        for name, section in sections.SECTIONS.items():
+            values, prefix = (config[name], f"{name}.") if name else (config, "")
+            own_in_steps = in_steps and _named(in_steps, prefix)
+            registry, part = _CHOSEN.get(name), None  # type: Registry[Any] | None, Any
+            if registry and values.name is not None:
+                part = faults.check(registry.make, values, prefix, own_in_steps)
+            if registry not in _PARTS or part is None:
+                part, wrong = section.read(values, own_in_steps)
+                faults += [f for f in (f"{prefix}{fault}" for fault in wrong) if f not in faults]
+            if name == "model":
+                faults += find_wrong(FAMILIES.chosen_keys(part.name), part.own, prefix)
+            found[name or "run"] = part
+        del found["study"]
+        evals = {}
+        for name, entry in config.evals.items():
+            prefix = f"evals.{name}."
+            own_in_steps = in_steps and _named(in_steps, prefix)
+            evaluator = faults.check(EVALUATORS.make, entry, prefix, own_in_steps)
+            if evaluator is not None:
+                evals[name] = evaluator
+        return cls(**found, evals=evals, config=config), list(faults)
+
+    @functools.cached_property
+    def durations(self) -> dict[str, int]:
+        """{"section.key": steps} for every duration that is set, but for lists of them."""
+        return {
+            f"{name}.{key}".lstrip("."): steps
+            for name, section in self.by_name()
+            for key, declared in section.declared().items()
+            if declared.form in DURATIONS[:3] and (steps := getattr(section, key)) is not None
+        }
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
+        return self.optimizer.ema_decay is not None or self.optimizer.averages
+
+    def by_name(self) -> Iterator[tuple[str, Section]]:
+        """(name, section) of each, "" being `run`, and ("evals.NAME", evaluator) of each entry."""
+        for name in sections.SECTIONS:
+            if name != "study":
+                yield name, getattr(self, name or "run")
+        for name, evaluator in self.evals.items():
+            yield f"evals.{name}", evaluator
+
+
+_PARTS = (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # a section is what it selects
+_CHOSEN: dict[str, Registry[Any]] = {
+    registry.section: registry for registry in (*_PARTS, SOURCES, STUDIES)
+}
+
+
+def _named(in_steps: InSteps, prefix: str) -> InSteps:
+    return lambda text, key: in_steps(text, prefix + key)
+
+
+@functools.cache
+def warn_of_config(old: str, new: str) -> None:
+    """Warn once that a plug-in reads a ConfigDict, which version 0.4 gives no more."""
+    logger.warning("a plug-in uses %s, which goes with version 0.4; use %s", old, new)

@@ -1,0 +1,139 @@
+"""Forms of the operations of a Transformer's block that have more than one.
+
+Axes: B images, N tokens, D width. Models know no devices: who does gives a model its `BlockOps`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models.dot_product import Attend, dot_product_attention
+from vit_jax.models.dropout import DrawBytes, threefry_bytes
+
+# add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
+AddBias = Callable[[jax.Array, jax.Array], jax.Array]
+
+# multiply(x, kernel_CF) -> (..., F) of x (..., C).
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+
+# kernel(qkv, biases, turns, num_keys) -> (B, N, H, K): attention without dropout of three arrays
+# (B, N, H, K) plus their biases (H, K), each of which may be None; `turns` (B or 1, N, K), unless
+# None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, the
+# others are padding; None: all are keys.
+AttentionKernel = Callable[..., jax.Array]
+
+
+class RowKernels(NamedTuple):
+    """Kernels that take the tokens of all images as R = B N rows, and the block of layers for them.
+
+    block: takes the place of `layers.EncoderBlock`, with the same parameters.
+    find_mlp: find(x_BND, F, gated) -> kernel(x_RD, params, drawn, **fields) -> (R, D): the branch
+      of an MLP with F hidden units, from its norm to the residual; see `kernels.mlp` for the
+      arguments. None: there is no kernel for such tokens.
+    find_projections: find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD,
+      v_RD, x_RD): the norm before attention and its projections; see `kernels.projections`. None:
+      as above.
+    """
+
+    block: type[nn.Module]
+    find_mlp: Callable[[jax.Array, int, bool], Callable | None]
+    find_projections: Callable[[jax.Array], Callable | None]
+
+
+def add_bias_plainly(x, bias_D):
+    """x (..., D) plus its bias, in the dtype of x; None: it has none."""
+    if bias_D is None:
+        return x
+    return x + jnp.reshape(bias_D.astype(x.dtype), (1,) * (x.ndim - 1) + (-1,))
+
+
+add_bias_on_tpu = jax.custom_vjp(add_bias_plainly)
+"""`add_bias_plainly`; the bias gets the gradient sum(g) = 1 g by a product, summed in float32."""
+
+
+def _add_bias_forward(x, bias_D):
+    return add_bias_plainly(x, bias_D), None
+
+
+def _add_bias_backward(_, grad):
+    # One row of ones: of more rows all would be reduced over the devices.
+    ones = jnp.ones((1, *grad.shape[:-1]), grad.dtype)
+    summed = tuple(range(grad.ndim - 1))
+    over = (tuple(i + 1 for i in summed), summed)
+    grad_1D = jax.lax.dot_general(ones, grad, (over, ((), ())), preferred_element_type=jnp.float32)
+    return grad, grad_1D[0]
+
+
+add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@jax.custom_vjp
+def multiply_on_cpu(x, kernel_CF):
+    """x (..., C) times a kernel (C, F); the kernel's gradient has the form that CPUs compute best.
+
+    JAX makes the gradient of `jnp.dot` with F as its first axis and transposes it. XLA (jax 0.10.2)
+    then calls a slower routine than for other products: 57 instead of 88 GFLOP/s in float32 on one
+    AMD EPYC core, in a step of ViT-Ti/16. It has no forward-mode derivative.
+    """
+    return jnp.dot(x, kernel_CF)
+
+
+def _multiply_forward(x, kernel_CF):
+    # `jnp.dot` here too, so that the policies of remat see a product.
+    return jnp.dot(x, kernel_CF), (x, kernel_CF)
+
+
+def _multiply_backward(saved, grad):
+    x, kernel_CF = saved
+    rows = tuple(range(x.ndim - 1))
+    return (
+        jax.lax.dot_general(grad, kernel_CF, (((x.ndim - 1,), (1,)), ((), ()))),
+        jax.lax.dot_general(x, grad, ((rows, rows), ((), ()))),
+    )
+
+
+multiply_on_cpu.defvjp(_multiply_forward, _multiply_backward)
+
+
+# constrain(x, axes) -> x: constrain the sharding of an activation. `axes` holds "batch", "tensor"
+# or None for each axis of x. Models know no mesh; the caller that has one passes this function.
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+
+def unconstrained(x, axes):
+    """Return x unchanged: the `Constrain` of a model on one device."""
+    del axes
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOps:
+    """How a block computes; the defaults are without kernels.
+
+    attend: attention, see `attention.Attend`.
+    attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
+    rows: kernels of norms, projections and MLPs, which go with an `attention_kernel`.
+    multiply: of dense layers in a block, see `Multiply`.
+    add_bias: of dense layers.
+    draw_bytes: random bytes for the masks of dropout.
+    token_multiple: an attention kernel takes tokens padded to a multiple of it, from the first
+      block to the last.
+    """
+
+    attend: Attend = dot_product_attention
+    attention_kernel: AttentionKernel | None = None
+    rows: RowKernels | None = None
+    multiply: Multiply = jnp.dot
+    add_bias: AddBias = add_bias_plainly
+    draw_bytes: DrawBytes = threefry_bytes
+    token_multiple: int = 1
+
+    def __post_init__(self):
+        assert self.token_multiple == 1 or self.attention_kernel, "`attend` knows no padding"
+
+
+PLAIN = BlockOps()

@@ -1,0 +1,129 @@
+"""The encoder block with kernels of rows: the norm and the projections of attention, and the MLP.
+
+Axes: B images, N tokens, D width, H heads, K = D / H width of a head, F hidden width of the MLP,
+R = B N rows.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.models.attention import NORMS, Attention, KernelAttention
+from vit_jax.models.dense import ProductParams
+from vit_jax.models.dropout import Dropout
+from vit_jax.models.layers import EncoderBlock, LayerScale, Mlp
+
+
+class NormParams(nn.Module):
+    """The scale and the shift (D,) of a norm that a kernel computes; an RMSNorm's shift is 0.
+
+    Shapes: D -> (D,), (D,), float32.
+    """
+
+    norm: str
+
+    @nn.compact
+    def __call__(self, width: int):
+        scale_D = self.param("scale", nn.initializers.ones, (width,))
+        if self.norm == "rms":
+            return scale_D, jnp.zeros(width)
+        return scale_D, self.param("bias", nn.initializers.zeros, (width,))
+
+
+class RowMlp(Mlp):
+    """x plus its `Mlp` by a kernel, which also computes the norm before, by its `NormParams`.
+
+    `norm` is that norm, and `kernel` is from `RowKernels.find_mlp`. `factor_B11`, unless None,
+    multiplies the branch of each image.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    """
+
+    @nn.compact
+    def __call__(
+        self, x_BND, *, scale_D=None, train=False, norm_params=(), kernel=None, factor_B11=None
+    ):  # fmt: skip
+        (B, N, D), F = x_BND.shape, self.mlp_dim
+
+        def draw(columns, axis):
+            dropout = Dropout(self.dropout, self.ops.draw_bytes)
+            drawn = dropout.draw_bytes((B, N, columns), ("batch", None, axis), train=train)
+            return None if drawn is None else drawn.reshape(B * N, columns)
+
+        layer = partial(ProductParams, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
+        params = *norm_params, *layer(F, name="up")(D), *layer(D, name="down")(F, scale_D)
+        if self.gated:
+            params += layer(F, name="gate")(D)
+        drawn = [draw(F, "tensor"), draw(D, None)]
+        if factor_B11 is not None:
+            factor_BN1 = jnp.broadcast_to(factor_B11.astype(jnp.float32), (B, N, 1))
+            drawn.append(factor_BN1.reshape(B * N, 1))
+        fields = {"gelu": self.gelu, "dropout": self.dropout, "norm": self.norm}
+        x_RD = x_BND.reshape(B * N, D)
+        return kernel(x_RD, params, drawn, **fields, norm_eps=self.norm_eps).reshape(B, N, D)
+
+
+class RowAttention(KernelAttention):
+    """x's `KernelAttention` and x, by a kernel that also computes the norm before the projections.
+
+    `kernel` is from `RowKernels.find_projections`; the x that it returns is for the residual.
+    Neither `qk_norm` nor `lora_rank` goes with it.
+
+    Shapes: (B, N, D) -> (B, N, D), (B, N, D).
+    """
+
+    @nn.compact
+    def __call__(self, x_BND, norm_params, kernel, *, turns=None, scale_D=None):  # type: ignore[override] # it gives x too
+        B, N, D = x_BND.shape
+        names, layers = ("query", "key", "value"), []
+        for name in names:
+            has_bias = self.qkv_bias and (self.key_bias or name != "key")
+            layer = ProductParams(D, use_bias=has_bias, dtype=self.dtype, name=name)
+            kernel_DD, bias_D = layer(D)
+            layers.append((kernel_DD, jnp.zeros(D) if bias_D is None else bias_D))
+        fields = {"norm": self.norm, "norm_eps": self.norm_eps}
+        outs = kernel(x_BND.reshape(B * N, D), norm_params, tuple(layers), **fields)
+        *outs, x_BND = (x_RD.reshape(B, N, D) for x_RD in outs)
+        qkv = tuple(map(self._split_heads, names, outs))
+        return self._attend(qkv, (None,) * 3, turns, scale_D), x_BND
+
+
+class FastBlock(EncoderBlock):
+    """`EncoderBlock` with the parts that the kernels of `ops.rows` find for its tokens.
+
+    It takes the place of a block that is not `parallel`, and has neither adapters nor relative
+    positions.
+    """
+
+    @nn.compact
+    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+        x_BND, _ = self.place(x_BND, shared)
+        assert self.ops.rows is not None
+        D, rows = x_BND.shape[-1], self.ops.rows
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
+        add = partial(self.add, drop_rate=drop_rate, train=train)
+        fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
+        fields |= {"num_keys": self.num_tokens, "name": "attention"}
+        last = {"turns": turns, "scale_D": LayerScale(self.layer_scale, name="scale_attention")(D)}
+        kernel = None if self.qk_norm else rows.find_projections(x_BND)
+        if kernel is None:
+            y_BND = norm(name="norm_attention")(x_BND)
+            y_BND = KernelAttention(**fields)(y_BND, y_BND, **last)
+        else:
+            params = NormParams(self.norm, name="norm_attention")(D)
+            y_BND, x_BND = RowAttention(**fields)(x_BND, params, kernel, **last)
+        dropout = Dropout(self.dropout, self.ops.draw_bytes)
+        x_BND = add(x_BND, dropout(y_BND, ("batch", None, None), train=train))
+
+        fields = self.block_fields(Mlp) | {"gated": self.gated_mlp, "name": "mlp"}
+        last = {"scale_D": LayerScale(self.layer_scale, name="scale_mlp")(D), "train": train}
+        kernel = None if self.mlp_norm else rows.find_mlp(x_BND, self.mlp_dim, self.gated_mlp)
+        if kernel is None:
+            y_BND = norm(name="norm_mlp")(x_BND)
+            fields |= {"norm": self.norm if self.mlp_norm else None}
+            return add(x_BND, Mlp(**fields)(y_BND, **last)), None
+        params = NormParams(self.norm, name="norm_mlp")(D)
+        factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
+        branch = {"norm_params": params, "kernel": kernel, "factor_B11": factor_B11}
+        return RowMlp(**fields)(x_BND, **branch, **last), None

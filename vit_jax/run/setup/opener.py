@@ -1,0 +1,260 @@
+"""What decides the open keys of a config: files and devices that are here, or tables."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import config as config_lib
+from vit_jax import transfer
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.config import Settings
+from vit_jax.config.durations import shares_in_steps
+from vit_jax.config.stored import StoredConfig
+from vit_jax.data.dataset_sizes import known_facts
+from vit_jax.data.division import Divider, read_division
+from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
+from vit_jax.experiment.microbatches import settle_microbatches
+from vit_jax.job import watchdog
+from vit_jax.models import fields_of, model_of
+from vit_jax.objectives.contract import Teacher
+from vit_jax.run.setup.agreement import compare_requests
+from vit_jax.run.setup.changes import KEYS_OF_THE_END, check_settings
+from vit_jax.run.setup.resolve import DECIDED_ANEW, Changes, Opener, take_fields
+from vit_jax.run.setup.sources import (
+    TaughtClasses,
+    check_images,
+    find_absent,
+    open_evaluated,
+    open_training,
+    settle_names,
+)
+from vit_jax.run.setup.workdir import StoredRun, check_writable
+from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
+from vit_jax.run.weights_and_biases import check_installed
+from vit_jax.transfer.resample import check_convention
+from vit_jax.transfer.workdir import read_class_names
+
+logger = logging.getLogger("vit_jax")
+
+# choose(config, mesh) -> config with the fastest layout that fits the devices of the mesh.
+ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
+
+
+class Files(Opener):
+    """Opens the files and devices of a run that trains, each once.
+
+    Args:
+      workdir: of the run.
+      before: what is there.
+      choose: chooses the layout under `auto`; None: the layout stays as it is.
+
+    pretrained: the source of the initial weights; None: there is none, or the run resumes and does
+      not need it.
+    divider: divides the user's images.
+    mesh, preprocessing, sources: of the resolved config.
+    """
+
+    def __init__(self, workdir: epath.Path, before: StoredRun, choose: ChooseLayout | None):
+        self._workdir, self._before, self._choose_layout = workdir, before, choose
+        self.pretrained: transfer.Pretrained | None = None
+        self._teachers: tuple[Teacher, ...] | None = None
+        self._taught: TaughtClasses | None = None
+
+    def find_faults(self, config: ConfigDict) -> list[str]:
+        faults = Faults()
+        mesh = faults.check(check_mesh, config)
+        if mesh is not None:
+            self.mesh = mesh
+        faults.check(check_writable, self._workdir)
+        faults.check(check_installed, config.log.wandb)
+        compare_requests(config)
+        still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
+        free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
+        check_settings(config, self._before, self._workdir, free)
+        return faults
+
+    def weights(self, config: ConfigDict) -> Changes:
+        source, before = _open(config).run.weights_source, self._before
+        is_lost = before.stored is None and config.init_fields == "source"
+        if before.saved_steps and not is_lost:
+            return {}
+        check_convention(config.init_resize, "init_resize")
+        if source is None:
+            return {}
+        self.pretrained = transfer.read_pretrained(source)
+        if self.pretrained.run is not None:
+            logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
+        return take_fields(config, self.pretrained) if before.stored is None else {}
+
+    def teachers(self, config: ConfigDict) -> Changes:
+        settings = _open(config)
+        if not gives_classes(settings.objective, settings.data):
+            return {}
+        self._teachers = self.read_teachers(settings)
+        self._taught = number, _ = classes_of(self._teachers)
+        if number is None:
+            return {}
+        if config.data.num_classes not in (None, number):
+            raise InputError(
+                f"data.num_classes={config.data.num_classes}: the classes are those of "
+                f"objective.teacher={','.join(settings.objective.teachers)!r}, which has {number}; "
+                "leave it out"
+            )
+        return {"data.num_classes": number}
+
+    def read_teachers(self, settings: Settings) -> tuple[Teacher, ...]:
+        """The teachers of the objective, unless they were read already."""
+        if self._teachers is not None:
+            return self._teachers
+        return read_teachers(settings.objective, settings.data, settings.model)
+
+    def data(self, config: ConfigDict) -> Changes:
+        settings = _open(config)
+        self.preprocessing = parse_preprocessing(settings)
+        self.divider = self._open_division(config)
+        changes: Changes = dict(find_absent(settings, training=True))
+        settings = _open(config := config_lib.with_values(config, changes))
+        names = settle_names(settings.data, settings.evals)
+        settings = _open(config := config_lib.with_values(config, names))
+        facts, sources = open_training(settings, self._taught, self.divider)
+        settings = _open(config_lib.with_values(config, facts))
+        of_data = settings.data, settings.evals
+        settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
+        self.sources = sources | open_evaluated(*of_data, divider=settled, opened=sources)
+        check_images(*of_data, self.preprocessing, self.sources)
+        return changes | names | facts
+
+    def _open_division(self, config: ConfigDict) -> Divider:
+        """The divider of the stored run; of a new run, it knows the images of `init_from`."""
+        before = self._before
+        if before.is_begun:
+            began_with = config if before.stored is None else before.stored.resolved
+            named = (self._workdir / "classes.json").exists()  # it is written last
+            names = read_class_names(self._workdir) if named else None
+            return Divider(read_division(self._workdir, _open(began_with).data), class_names=names)
+        if self.pretrained is None:
+            return Divider(anew=True)
+        return Divider(self.pretrained.division, self.pretrained.source, anew=True)
+
+    def division(self) -> bytes:
+        """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
+        if self._before.is_begun:
+            return b""
+        division = self.divider.settled()
+        return division.to_bytes() if any(division) else b""
+
+    def shares(self, config: ConfigDict) -> Changes:
+        return shares_in_steps(config)
+
+    def has_layout_of(self, stored: StoredConfig) -> bool:
+        devices = [jax.device_count(), jax.devices()[0].device_kind]
+        return stored.asked.auto and self._before.devices == devices
+
+    def layout(self, config: ConfigDict) -> Changes:
+        stored, keys = self._before.stored, {*config_lib.LAYOUT_KEYS}
+        if not config.auto or self._choose_layout is None:
+            return {}
+        if stored is not None:
+            if self.has_layout_of(stored):
+                return {}
+            keys -= {"model.scan"}  # the form of its checkpoints
+            has_scan = "scan" in fields_of(config.model.name)
+            if config.model.scan is None and has_scan:
+                config = config_lib.with_values(config, {"model.scan": False})
+        parts = config.optimizer.accum_steps or 1  # as long as they are open
+        config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
+        with watchdog.phase("compile"):
+            chosen = self._choose_layout(config, self.mesh)
+        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen)
+        return {key: flat[key] for key in keys}
+
+    def microbatches(self, config: ConfigDict) -> Changes:
+        if config.optimizer.accum_steps is not None:
+            return {}
+        stored = self._before.stored
+        recorded = None if stored is None else stored.resolved.optimizer.accum_steps
+        return {"optimizer.accum_steps": _settle(config, self.mesh, recorded)}
+
+
+class Tables(Opener):
+    """Gives the facts of known data sets, without devices; opens only the user's own images.
+
+    Args:
+      mesh: decides the number of microbatches; None: one.
+      opens_data: whether the training data are opened, whatever they are.
+
+    sources: the training data, if they were opened.
+    """
+
+    def __init__(self, mesh: Mesh | None = None, *, opens_data: bool = False):
+        self._mesh, self._opens_data = mesh, opens_data
+
+    def weights(self, config: ConfigDict) -> Changes:
+        if config.init_fields != "source":  # reads no file for nothing
+            return {}
+        source = _open(config).run.weights_source
+        assert source is not None  # checked by config.checks
+        return take_fields(config, transfer.read_pretrained(source))
+
+    def data(self, config: ConfigDict) -> Changes:
+        d = config.data
+        missing = [k for k in ("num_classes", "num_examples") if d[k] is None]
+        if not self._opens_data:
+            is_here = config_lib.SOURCES.find(d.name).is_own and d.name in config_lib.SOURCES
+            if not is_here or not missing:
+                return known_facts(_open(config).data, config.global_batch_size)
+            if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
+                remedies = " ".join(f"--config.data.{key}=..." for key in missing)
+                raise InputError(
+                    f"data.data_dir={d.data_dir!r}: there are no images to count; give their "
+                    f"place, or set {remedies}"
+                )
+        settings = _open(config)
+        learns = gives_classes(settings.objective, settings.data)
+        taught = classes_of(abstract_teachers(settings)) if learns else None
+        facts, self.sources = open_training(settings, taught)
+        return facts
+
+    def microbatches(self, config: ConfigDict) -> Changes:
+        if config.optimizer.accum_steps is not None:
+            return {}
+        if self._mesh is None:
+            return {"optimizer.accum_steps": 1}
+        return {"optimizer.accum_steps": _settle(config, self._mesh)}
+
+
+def _open(config: ConfigDict) -> Settings:
+    """The settings of a config that has passed its checks, with open keys."""
+    return Settings.read_open(config)[0]
+
+
+def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
+    """The number of microbatches; see `settle_microbatches`."""
+    settings = _open(config)
+    model = model_of(settings.model, settings.data)
+    size = settings.run.global_batch_size
+    return settle_microbatches(settings.objective, model, size, mesh, recorded)
+
+
+def check_mesh(config: ConfigDict) -> Mesh:
+    """The mesh of the config.
+
+    Raises:
+      InputError: it is invalid, or a batch does not divide over it.
+    """
+    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    mesh, faults, size = make_mesh(**axes), Faults(), config.global_batch_size
+    faults.check(check_batch_size, mesh, size, "global_batch_size")
+    if config.optimizer.accum_steps is not None:
+        faults.check(check_accum_steps, mesh, size, config.optimizer.accum_steps)
+    for name, entry in config.evals.items():
+        if entry.batch_size is not None:
+            faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    collect_faults(faults)
+    return mesh
