@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from hand_made import OF_SPLIT, digit_pixels, make_inputs
+from jax.sharding import PartitionSpec
 from read_settings import settings_of
 from sklearn import metrics as sklearn_metrics
 from sklearn.datasets import load_digits
@@ -45,10 +46,11 @@ class Brier(Metric):
 
 
 class Worst(Metric):
-    """The accuracy on the class that fares worst."""
+    """The accuracy on the class that fares worst; its sums are split over devices."""
 
     def rows(self, logits_BC, batch, task):
         shown_BC = as_targets(batch["label"], logits_BC.shape[1])
+        shown_BC = jax.lax.with_sharding_constraint(shown_BC, PartitionSpec(None, "fsdp"))
         return {"images": shown_BC, "correct": shown_BC * hits(logits_BC, batch["label"])[:, None]}
 
     def finish(self, sums):

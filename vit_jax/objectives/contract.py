@@ -39,11 +39,13 @@ class Term(flax.struct.PyTreeNode):
 Rows = jax.Array | dict[str, jax.Array]
 
 
-def sum_rows(rows: PyTree, mask_B: jax.Array) -> PyTree:
-    """The sums of arrays (B, ...) over the rows of a batch; those with mask 0 do not count."""
-    return jax.tree.map(
-        lambda row: (mask_B.reshape(-1, *[1] * (row.ndim - 1)) * row).sum(axis=0), rows
-    )
+def sum_rows(rows: Mapping[str, Rows], mask_B: jax.Array) -> dict[str, Any]:
+    """{name: the sums over the rows of a batch}, where those with mask 0 do not count."""
+
+    def add(row: jax.Array) -> jax.Array:
+        return (mask_B.reshape(-1, *[1] * (row.ndim - 1)) * row).sum(axis=0)
+
+    return {name: jax.tree.map(add, values) for name, values in rows.items()}
 
 
 class ObjectiveOutput(NamedTuple):
