@@ -240,8 +240,10 @@ def open_training(
     divider = divider or data.Divider(anew=True)
     d = config.data
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
-    if d.split == "all" and SOURCES.find(d.name).is_own:
-        raise InputError("data.split='all': is for evaluation only; train on 'train'")
+    for key in data.mixed_keys(config):
+        if key.split == "all" and SOURCES.find(key.data_name).is_own:
+            where = "data.split='all'" if key == own else f"data.mix: {key.data_name}@all"
+            raise InputError(f"{where}: is for evaluation only; train on 'train'")
     open_split = functools.partial(_open_split, config, divider=divider)
     first = open_split(
         own,
