@@ -217,6 +217,15 @@ def test_wrong_columns_are_one_fault(root):
     assert str(error.value).count("data.data_dir") == 1 and "UTF-8" not in str(error.value)
 
 
+@pytest.mark.parametrize("header", ["file,label,label", "file,cat,cat"])
+def test_a_column_that_is_there_twice_is_refused(root, header):
+    """Only one of the two would be read, unless it is one that is not read at all."""
+    name = header.split(",")[-1]
+    refused(write(root, f"{header}\na.jpg,1,0\n"), f"has the column {name} twice")
+    write(root, "file,note,note,label\na.jpg,x,y,cat\nsub/b.png,x,y,dog\nc.jpg,x,y,cat\n")
+    assert both(root / "list.csv") == {"a.jpg": 0, "sub/b.png": 1, "c.jpg": 0}
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

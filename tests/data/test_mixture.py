@@ -101,6 +101,8 @@ def test_tar_files_beside_parquet_files(tmp_path, caplog):
     assert "share images" not in caplog.text
     open_all(with_values(config, {"evals.test": None, "data.mix": "tar@train[:60%]=0.25"}))
     assert "train and train[:60%] of tar share images" in caplog.text
+    with at_fault("data.mix"):  # as data.split=all
+        open_all(with_values(config, {"evals.test": None, "data.mix": "tar@all=0.25"}))
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,18 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
         assert f"set --config.data.{key}" in caplog.text
 
 
+def test_the_value_range_of_other_channels_is_said(caplog):
+    config = base_config()
+    config.data.channels = 4
+    spec = Spec((8, 8), "antialiased", (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    assert "set --config.data.std=0.3" in caplog.text and "data.mean" not in caplog.text
+    caplog.clear()
+    config.data.std = (0.2, 0.3, 0.4, 0.5)  # chosen for each channel
+    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    assert not caplog.records
+
+
 @pytest.mark.usefixtures("without_checks")
 def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(
     tmp_path, monkeypatch, caplog

@@ -297,7 +297,9 @@ def compare_value_ranges(
     for key in ("mean", "std"):
         both = getattr(data, key), getattr(pretrained.spec, key)
         ours, theirs = (per_channel(values, data.channels) for values in both)
-        if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
+        if len(ours) != len(theirs):  # one value, the mean, is near those of all channels
+            theirs = (round(float(np.mean(theirs)), 6),) if len({*ours}) == 1 else ours
+        if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             logger.warning(
                 "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
                 key, ours, init_from, theirs, key, ",".join(map(str, theirs)),

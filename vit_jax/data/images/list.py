@@ -354,6 +354,9 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
             f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and label "
             "or labels, or a column of 0 and 1 for each class"
         )
+    read = [name for name in names if name in (*columns.values(), *classes)]
+    if again := [name for i, name in enumerate(read) if name in read[:i]]:
+        raise ValueError(f"line 1: has the column {shown(again[0])} twice; keep one of the two")
     reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
     for row in reader:
         if None in row:  # the values beyond the last column

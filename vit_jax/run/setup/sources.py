@@ -240,8 +240,10 @@ def open_training(
     divider = divider or data.Divider(anew=True)
     d = settings.data
     own, parts = config_lib.own_split(d), data.parse_mix(d.mix)
-    if d.split == "all" and SOURCES.find(d.name).is_own:
-        raise InputError("data.split='all': is for evaluation only; train on 'train'")
+    for key in data.mixed_keys(d):
+        if key.split == "all" and SOURCES.find(key.data_name).is_own:
+            where = "data.split='all'" if key == own else f"data.mix: {key.data_name}@all"
+            raise InputError(f"{where}: is for evaluation only; train on 'train'")
     open_split = functools.partial(_open_split, d, divider=divider)
     first = open_split(
         own,
