@@ -8,12 +8,12 @@ import pytest
 from hand_made import OF_SPLIT, make_inputs
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import LOSSES
 from vit_jax.data import make_source
 from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
 from vit_jax.objectives.metrics import make_metrics
 
-BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
+BOTH = make_metrics(("top1", "top5"), LOSSES.make({"name": "softmax"}), False)
 NAMES = ("chair", "lamp", "spoon")
 
 

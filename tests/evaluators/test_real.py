@@ -9,7 +9,7 @@ from PIL import Image
 from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import SplitKey, base_config, real
+from vit_jax.config import LOSSES, SplitKey, base_config, real
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
@@ -26,7 +26,7 @@ from vit_jax.evaluators.real import (
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.metrics import make_metrics
 
-BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
+BOTH = make_metrics(("top1", "top5"), LOSSES.make({"name": "softmax"}), False)
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 
 

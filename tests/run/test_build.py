@@ -110,11 +110,11 @@ def test_the_value_range_of_other_channels_is_said(caplog):
     config = base_config()
     config.data.channels = 4
     spec = Spec((8, 8), "antialiased", (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w")
     assert "set --config.data.std=0.3" in caplog.text and "data.mean" not in caplog.text
     caplog.clear()
     config.data.std = (0.2, 0.3, 0.4, 0.5)  # chosen for each channel
-    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    compare_value_ranges(settings_of(config).data, Pretrained("w.safetensors", None, {}, spec), "w")
     assert not caplog.records
 
 

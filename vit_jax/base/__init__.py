@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, and trees of parameters."""
+"""Base of every room: errors, files, and trees of parameters."""

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OneProcessError(RuntimeError):
-    """What only one process of a job meets; it ends the others, see `job.interrupts`."""
+    """An error that only one process of a job meets; it ends the others, see `job.interrupts`."""
 
 
 class InputError(ValueError):

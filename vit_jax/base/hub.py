@@ -18,7 +18,7 @@ def be_quiet() -> None:
 
 
 def describe(error: Exception, repository: str, wanted: str, revision: str | None) -> str:
-    """What happened and what to do.
+    """The cause and the remedy.
 
     Args:
       error: one of ERRORS.

@@ -136,7 +136,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
 
 
 class _Found(NamedTuple):
-    """What is printed of each image: a list in its row, and the words for it.
+    """The words printed for each image: a list in its row, and the words for it.
 
     key, name, value: of the list in a row, and of its items.
     word: the column of the names.

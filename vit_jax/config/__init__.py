@@ -107,7 +107,7 @@ __all__ = [
 
 
 def __getattr__(kind: str) -> Callable[..., ConfigDict]:
-    """What makes entries of `evals`, from its keys: `from vit_jax.config import knn`."""
+    """A maker of entries of `evals`, from its keys: `from vit_jax.config import knn`."""
     if kind in EVALUATORS:
         return functools.partial(make_entry, kind)
     hint = nearest(kind, __dir__())

@@ -66,12 +66,12 @@ class Key(typing.NamedTuple):
     item: type | None
 
     def describe(self) -> str:
-        """What values it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
+        """The values that it takes: "number in [0, inf)", "duration", "bilinear, bicubic"."""
         what = ", ".join(self.choices) or _SAID.get(self.form or self.kind, self.form)
         return f"{what} in {self.within}" if self.within else what
 
     def find_fault(self, value: Any) -> str | None:
-        """What `value` needs, of the right type or None; None: nothing."""
+        """The fault of `value`, of the right type or None; None: it has none."""
         if value is None:
             return None
         if self.kind is object and as_pair(value) is None:
@@ -270,7 +270,7 @@ def find_wrong(keys: Mapping[str, Key], values: Mapping[str, Any], prefix: str =
 
 
 def load(name: str) -> Any:
-    """What "module:attribute" names."""
+    """The object called "module:attribute"."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -119,7 +119,7 @@ def find_plugin(name: str) -> Plugin:
 
 
 def path_of(name: str) -> str:
-    """What names an imported plug-in on a command line in any folder: its file, or its module."""
+    """The name of an imported plug-in on a command line in any folder: its file, or its module."""
     return find_plugin(name).file if name.endswith(".py") else name
 
 

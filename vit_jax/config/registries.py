@@ -1,4 +1,4 @@
-"""What a config can choose by name: {name: "module:class"}, imported on first use.
+"""Parts that a config can choose by name: {name: "module:class"}, imported on first use.
 
 A new part is one class in one file, and one line here; a plug-in adds its class to the same dicts.
 """

@@ -185,7 +185,7 @@ class Data(OpenSection):
 
 
 class Objective(Section):
-    """What is minimised over a batch."""
+    """The loss over a batch."""
 
     name: str = key("supervised", "an objective")
 
@@ -350,7 +350,7 @@ class Stop(Section):
 
 
 class Log(Section):
-    """What is logged."""
+    """The rows and traces that a run logs."""
 
     every: int = key("50 steps", "between two rows of metrics", form="interval")
     metrics: Texts | None = key(

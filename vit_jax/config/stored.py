@@ -93,7 +93,7 @@ def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]
 
 
 class StoredConfig(NamedTuple):
-    """What config.json holds.
+    """The content of config.json.
 
     asked: what the config file and the command gave.
     resolved: what the run does, with all that its data, its source and its devices decide.
@@ -252,7 +252,7 @@ def read_values(workdir: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_asked(workdir: epath.Path) -> ConfigDict:
-    """What was asked for at the last start of the run in `workdir`, with the plug-ins of a command.
+    """The config asked for at the last start in `workdir`, with the plug-ins of a command.
 
     Raises:
       InputError: as `read_stored`.

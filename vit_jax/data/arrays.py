@@ -47,7 +47,7 @@ _NEEDED = "a pair (images, labels), or a sequence of pairs (image, label)"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """What the user gives for one split.
+    """The user's arrays for one split.
 
     name: its key.
     images: uint8 (n, H, W, C) or (n, H, W); or a sequence of images, or of items with a label.
@@ -144,12 +144,12 @@ class Split:
 
     @property
     def identity(self) -> str:
-        """What a run keeps of it."""
+        """The facts of it that a run keeps."""
         return f"{self.name}-{len(self.images)}-{self.digest}"
 
 
 class Data(NamedTuple):
-    """What the user gives: splits by name, and the names of the classes if they are known."""
+    """The user's data: splits by name, and the names of the classes if they are known."""
 
     splits: Mapping[str, Split]
     class_names: tuple[str, ...] | None
@@ -185,7 +185,7 @@ def give(data: Mapping[str, Any] | None) -> Iterator[dict[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: str, *version: float) -> Data:
-    """What FILE.npz holds: SPLIT_images, SPLIT_labels and perhaps class_names.
+    """The arrays of FILE.npz: SPLIT_images, SPLIT_labels and perhaps class_names.
 
     Raises: InputError if it cannot be read, or has no images.
     """
@@ -205,7 +205,7 @@ def _read(path: str, *version: float) -> Data:
 
 
 def _find(name: str, data_dir: str | None) -> Data:
-    """What was given in Python, else in the file `data_dir`."""
+    """The data given in Python, else in the file `data_dir`."""
     if (data := _given.get()) is not None:
         return data
     path = epath.Path(data_dir or "")

@@ -1,4 +1,4 @@
-"""What a global batch holds, and the images that host ops make of one record.
+"""The arrays of a global batch, and the images that host ops make of one record.
 
 The input, the training step and its plans share this description. A record gives one `image`, views
 (preprocessing.py), or both.
@@ -89,7 +89,7 @@ class Crops(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """What every batch of a pass over the data holds; pipeline.py lists its arrays.
+    """The arrays of every batch of a pass over the data; pipeline.py lists its arrays.
 
     size: B, the number of rows over all processes.
     crops: {key of a batch: its images}: `image`, views, or both.

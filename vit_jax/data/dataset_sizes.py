@@ -29,7 +29,7 @@ _VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.
 
 
 def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
-    """What the training data decide, {"data.num_classes": ..., ...}; they are not read.
+    """The keys that the training data decide, {"data.num_classes": ..., ...}; they are not read.
 
     Raises:
       InputError: as `known_sizes`, or `data.classes` is set without `data.num_examples`.

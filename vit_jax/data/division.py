@@ -178,7 +178,7 @@ class Divider:
             )
 
     def settled(self) -> Division:
-        """What was decided, and what else `known` holds out."""
+        """The decisions, and the other images that `known` holds out."""
         return Division(self.decided, self._known.held_out() - {*map(hash_of, self.decided)})
 
     def find_missing(self) -> list[str]:

@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class _Repository(NamedTuple):
-    """What `hf:OWNER/NAME/CONFIG@REVISION` names."""
+    """The data set called `hf:OWNER/NAME/CONFIG@REVISION`."""
 
     name: str
     repo_id: str
@@ -45,7 +45,7 @@ class _Repository(NamedTuple):
         return cls(name, *found.groups())
 
     def ask(self, question: Callable[..., T], **details: Any) -> T:
-        """What a function of huggingface_hub answers about the revision.
+        """The answer of a function of huggingface_hub about the revision.
 
         Raises: InputError if there is no such repository or revision, or it cannot be read.
         """

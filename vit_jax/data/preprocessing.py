@@ -115,7 +115,7 @@ def parse_view_ops(
 
 
 def fingerprint_of_views(data: Data, further: Mapping[str, tuple[str, Hw]]) -> list[str]:
-    """What decides the bytes of the views; [] if there are none. `further`: as `parse_views`."""
+    """The keys that decide the bytes of the views; [] if there are none; see `parse_views`."""
     d, found = data, []
     if d.num_global:
         found.append(f"{d.num_global} global views: {d.global_ops}")

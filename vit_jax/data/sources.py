@@ -244,7 +244,7 @@ class Digits(DataSet):
 
 @functools.cache
 def _read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """What `sklearn.datasets.load_digits` reads: pixels (1797, 8, 8), 0 to 16, and labels (1797,).
+    """`sklearn.datasets.load_digits`: pixels (1797, 8, 8), 0 to 16, and labels (1797,).
 
     From scikit-learn's file, because importing scikit-learn takes a CPU second.
     """

@@ -70,7 +70,7 @@ class Table(NamedTuple):
     read: Callable[[Sequence[int], str, str | None], pa.ChunkedArray]
 
     def feature(self, column: str) -> dict[str, Any]:
-        """What `datasets` noted of a column, or of the items of its lists."""
+        """The notes of `datasets` on a column, or of the items of its lists."""
         noted = json.loads((self.schema.metadata or {}).get(b"huggingface", b"{}"))
         found = noted.get("info", {}).get("features", {}).get(column, {})
         found = found[0] if isinstance(found, list) else found

@@ -222,7 +222,7 @@ def _check(path: epath.Path) -> TarShard:
 
 @dataclasses.dataclass
 class _Record:
-    """What a tar file holds under one key."""
+    """The files of a tar file under one key."""
 
     image: tuple[int, int, int] | None = None  # as _PLACE
     name: str = ""  # of the image

@@ -9,7 +9,7 @@ _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler needs to know of a GPU.
+    """The description of a GPU for XLA's compiler.
 
     capability: compute capability, (major, minor).
     cores: streaming multiprocessors.

@@ -1,1 +1,1 @@
-"""What is wrong: with this machine (`doctor`), or with the numbers of the recipes (`twins`)."""
+"""Faults of this machine (`doctor`) and of the numbers of the recipes (`twins`)."""

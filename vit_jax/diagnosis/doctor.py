@@ -262,7 +262,7 @@ def is_in_bucket(path: str | os.PathLike) -> bool:
 
 
 def remedy_of_path(path: str | os.PathLike) -> str:
-    """What to check where a local path or a bucket cannot be reached."""
+    """The remedy where a local path or a bucket cannot be reached."""
     if not is_in_bucket(path):
         return "check the path, its mount and your rights"
     return (
@@ -335,7 +335,7 @@ def captured() -> Iterator[io.StringIO]:
 
 
 def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["Run"]) -> Finding:
-    """What `train` would choose for `config`, checked against data and devices; writes nothing.
+    """The choices of `train` for `config`, checked against data and devices; writes nothing.
 
     Without a `workdir` the run is taken to be new. The run is added to `runs`.
     """

@@ -49,7 +49,7 @@ Tree = TypeVar("Tree")
 
 
 class StepParts(NamedTuple):
-    """What each training step of an experiment has; see `make_train_step`."""
+    """The arguments of every training step of an experiment; see `make_train_step`."""
 
     transform: DeviceTransform
     seed: int

@@ -1,4 +1,4 @@
-"""What a config's model is called where it is shown."""
+"""The name of a config's model where it is shown."""
 
 from vit_jax.config import image_hw
 from vit_jax.config.sections import Model

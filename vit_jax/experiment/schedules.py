@@ -56,7 +56,7 @@ class Decay(sections.Schedule, Part):
         raise NotImplementedError
 
     def fall(self, left: jax.Array) -> jax.Array:
-        """What the rate is multiplied by when the share `left` of the cooldown is to come."""
+        """The factor of the rate when the share `left` of the cooldown is to come."""
         return left
 
 

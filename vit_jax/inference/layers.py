@@ -81,7 +81,7 @@ def watch_attention(
 
 
 def choose(found: Sequence[T], layer: int | None) -> T:
-    """What was `found` at a layer, counted from 0, or from the end if negative; None: the last.
+    """The part of `found` at a layer, counted from 0, or from the end if negative; None: the last.
 
     Raises:
       InputError: if the model has no such layer.

@@ -35,7 +35,7 @@ Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Seque
 
 @dataclasses.dataclass
 class Subject:
-    """What figures are made of.
+    """The arrays of which figures are made.
 
     seen: measurements over images; None: none were given.
     other, other_name: those of a second model, and its source; else those of the model itself.

@@ -1,4 +1,4 @@
-"""What a model does with images, layer by layer: one pass over them, batch by batch.
+"""Measurements of a model on images, layer by layer: one pass over them, batch by batch.
 
 Axes: I images, L and M layers, H heads, N tokens, B images of a batch, D width, F features.
 """
@@ -27,7 +27,7 @@ MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
 
 @dataclasses.dataclass
 class Measured:
-    """What a model does with I readable images; the first few of them are shown.
+    """Measurements of a model on I readable images; the first few of them are shown.
 
     names: of all images; those of the shown ones come first.
     norms: for each layer the lengths of its output's tokens (I, N), prefix tokens first.

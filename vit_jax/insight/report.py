@@ -106,7 +106,7 @@ def write(
 
 
 def _environment(jinja2: Any) -> tuple[Any, Any]:
-    """What fills in the page, and what loads its files."""
+    """The environment that fills in the page, and the loader of its files."""
     loader = jinja2.PackageLoader("vit_jax.insight", "page")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
@@ -185,7 +185,7 @@ def read_figures(
 
 
 def read_classes(runs: Sequence[Run], folders: Mapping[epath.Path, str]) -> list[ClassResults]:
-    """What `evaluate --output` wrote into the workdirs, one or two folders deep, or `folders`."""
+    """The results of `evaluate --output` in the workdirs, one or two folders deep, or `folders`."""
     found = []
     for place, name in ({run.workdir: run.name for run in runs} | folders).items():
         for path in find(place, "classes.csv", "*/classes.csv", "*/*/classes.csv"):

@@ -235,7 +235,7 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
 
 
 def say_to_all(what: str, find: Callable[[], Any], timeout_s: float, by: int = 0) -> Any:
-    """What `find` gives on process `by`, on every process; of several as JSON gives it back.
+    """The result of `find` on process `by`, on every process; of several as JSON gives it back.
 
     Args:
       what: is found, for errors.

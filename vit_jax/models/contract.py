@@ -1,4 +1,4 @@
-"""What the rest of the package may ask a model.
+"""The questions that the rest of the package may ask a model.
 
 Every family is a `Model` and answers for itself. `about` asks any Linen module: one that is no
 `Model`, such as a plug-in's, gives the answers of this class, or its own where it has an attribute

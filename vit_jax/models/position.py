@@ -186,7 +186,7 @@ class PositionEmbedding:
         raise NotImplementedError
 
     def build(self, tables: Any = None) -> Any:
-        """What the layers get, by `acts_on`.
+        """The input of the layers, by `acts_on`.
 
         tokens: (1, P + S, D), added to the tokens. logits: a `flax.struct` with a method `logits`,
         see `Relative`. turns: (1, P + S, K), see `rotary.turn`. nothing: None.

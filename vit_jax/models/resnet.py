@@ -55,7 +55,7 @@ def find_stage_faults(stages: Any, stem_width: int) -> list[str]:
 
 
 class ResNetModel(Model):
-    """What a model says of its ResNet, whose sizes are its fields `stages` and `stem_width`."""
+    """The layers of a model's ResNet, whose sizes are its fields `stages` and `stem_width`."""
 
     @nn.nowrap
     def dtypes_in_use(self, name):

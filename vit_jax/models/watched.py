@@ -18,7 +18,7 @@ from vit_jax.models.layers import EncoderBlock
 
 @dataclasses.dataclass
 class Outputs:
-    """What one call of a model has passed through.
+    """The layers that one call of a model has passed through.
 
     pooled: what the head gets, (B, D); None: the model has no method "features".
     tokens: (B, N, D), after the final norm; None: the model has no method "tokens".

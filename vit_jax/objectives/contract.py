@@ -219,7 +219,7 @@ class RunFacts(NamedTuple):
 
 
 class ObjectivePart(sections.Objective, Part):
-    """What `objective.name` selects; its fields are keys of the section `objective`.
+    """An objective, as `objective.name` selects it; its fields are keys of the section `objective`.
 
     splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.

@@ -22,7 +22,7 @@ def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
 
 
 class Loss(sections.Loss, Part):
-    """What `loss.name` selects; its fields are keys of the section `loss`.
+    """A loss, as `loss.name` selects it; its fields are keys of the section `loss`.
 
     excludes: True if the classes of an image exclude each other, as with the softmax: z_loss may be
       added, and a class weight multiplies the loss of an example. False if each class has a binary

@@ -24,7 +24,7 @@ _NUM_BINS = 15  # as in the paper on calibration
 
 
 class Task(NamedTuple):
-    """What the logits of a model mean.
+    """The meaning of the logits of a model.
 
     loss, probabilities: of the run's `losses.Loss`.
     multi_label: whether an image may have several labels, or none.
@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 
 class Metric(Part):
-    """What `evals.NAME.metrics` and `log.metrics` name.
+    """A metric, as `evals.NAME.metrics` and `log.metrics` name it.
 
     better: which of its values are better.
     more_than: it needs more classes than that.
@@ -60,7 +60,7 @@ class Metric(Part):
         raise NotImplementedError
 
     def find_fault(self, multi_label: bool, num_classes: int | None) -> str:
-        """What it needs that such data lack; "": nothing. `num_classes`: None if unknown."""
+        """Its need that such data lack; "": none. `num_classes`: None if unknown."""
         if self.multi_label not in (None, multi_label):
             return f"needs images with {'several labels' if self.multi_label else 'one label'}"
         if num_classes is not None and num_classes <= self.more_than:

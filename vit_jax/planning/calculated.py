@@ -91,7 +91,7 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
 
 
 def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """What ranks the layout of `config`, in as little time as `calculate_memory`, which it has.
+    """Figures that rank the layout of `config`, in the time of `calculate_memory`, which it has.
 
     recomputed: share of the layers that the backward pass computes again; a scan adds a little.
     without_kernels_s: seconds that a TPU loses where layers have no kernels of rows
@@ -222,7 +222,7 @@ def _count_temporaries(
 
 
 def _shares_bytes(experiment: Experiment, images: int) -> int:
-    """What a step of `exchange.share_gradients` holds beyond the jaxpr of one device.
+    """Bytes that a step of `exchange.share_gradients` holds beyond the jaxpr of one device.
 
     Whole weights and whole gradients in the dtype of computation; and of each MLP without kernel
     the gradients of its hidden units and its output for so many images, as the compiler puts

@@ -60,7 +60,7 @@ class Collective(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one instruction of a program computes and moves per execution, on one device.
+    """The work and the bytes of one instruction of a program per execution, on one device.
 
     kind: the function that it calls, the kind of a fusion, or its opcode.
     count: number of executions per step.
@@ -301,7 +301,7 @@ def _closing(text: str) -> int:
 
 
 def _kind(each: Instruction) -> str:
-    """What the instruction is called in a table of kernels."""
+    """The name of the instruction in a table of kernels."""
     if each.opcode != "fusion":
         return target_of_call(each.attributes) or each.opcode.removesuffix("-start")
     kinds = re.findall(r'"fusion_backend_config":\{"kind":"(\w+)"|\bkind=(\w+)', each.attributes)

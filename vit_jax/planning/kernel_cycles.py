@@ -1,4 +1,4 @@
-"""What the kernels of a program take, which the TPU compiler's own estimate leaves out.
+"""Cycles of the kernels of a program, which the TPU compiler's own estimate leaves out.
 
 The compiler can write down its final schedule of a kernel: bundles of instructions, one a cycle.
 Only a process that is started for it can ask for that. It runs this file as a program:

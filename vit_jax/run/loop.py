@@ -107,7 +107,7 @@ class Batches(Iterator[tuple[int, tree.Batch]], contextlib.AbstractContextManage
 
 
 class Due(NamedTuple):
-    """What is due after a step.
+    """The work that is due after a step.
 
     logs, saves: whether a row of metrics is written, and whether the state is saved.
     evaluators: names of those that run.
@@ -149,7 +149,7 @@ class Loop:
                 return
 
     def due(self, step: int) -> Due | None:
-        """What is due after `step`; None: nothing. All processes call it at every step."""
+        """The work that is due after `step`; None: nothing. All processes call it at every step."""
         signal = None
         if self.guard.should_stop(step) and step < self.run.experiment.total_steps:
             # Agreed on by all processes in should_stop, not later.

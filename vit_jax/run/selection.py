@@ -77,7 +77,7 @@ class Selection:
         return {"evaluated": values}
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of it."""
+        """Its part of summary.json."""
         found: dict[str, Any] = {"stopped_early": True} if self.stops else {}
         if (best := self.best_step) is not None:
             metric = self._metrics["checkpoint.keep_best"]

@@ -89,7 +89,7 @@ class Metric(NamedTuple):
 
 
 class Study(Part):
-    """What all studies have; see the module.
+    """The base of all studies; see the module.
 
     config: of every member, before its overrides.
     workdir: of the study; members are folders in it.
@@ -213,7 +213,7 @@ class Study(Part):
         return self.members(results)
 
     def say_axes(self) -> str:
-        """What its runs differ in: "peak_lr: 1e-3, 3e-3; seed: 0, 1"."""
+        """The differences of its runs: "peak_lr: 1e-3, 3e-3; seed: 0, 1"."""
         places = [member.place for member in self.all_members()]
         axes = {key: dict.fromkeys(str(place.get(key)) for place in places) for key in places[0]}
         return "; ".join(f"{key}: {few(axis)}" for key, axis in axes.items() if len(axis) > 1)

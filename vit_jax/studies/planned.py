@@ -1,4 +1,4 @@
-"""What a study costs on chips that need not be present: the plans of its members."""
+"""The cost of a study on chips that need not be present: the plans of its members."""
 
 import json
 from collections.abc import Mapping

@@ -34,7 +34,7 @@ COMPUTES_OTHERWISE = re.compile(r"vit_(pe_|\w+_(rope|rpn)_)|eva02_enormous_")
 
 
 def name_family(source: Source) -> str | None:
-    """What the weights of `source` are, by their arrays' names or else by the JSON file beside
+    """The kind of the weights of `source`, by their arrays' names or else by the JSON file beside
     them; None: unknown, or a family that is read.
     """
     try:

@@ -192,7 +192,7 @@ def _files_beside(name: str) -> list[str]:
 
 
 def _entrance(weights: pathlib.Path) -> epath.Path:
-    """What is read of a fetched file: the folder of WEIGHTS, or the file."""
+    """The path to read of a fetched file: the folder of WEIGHTS, or the file."""
     return epath.Path(weights.parent if weights.name == WEIGHTS else weights)
 
 
@@ -327,7 +327,7 @@ def _fetch_optional(repo_id: str, file: str, commit: str) -> None:
 
 
 def _describe(error: Exception, repo_id: str, file: str, revision: str | None) -> str:
-    """What happened and what to do."""
+    """The cause and the remedy."""
     at = f"{constants.ENDPOINT}/{repo_id}"
     match error:
         case errors.GatedRepoError() | errors.LocalEntryNotFoundError():

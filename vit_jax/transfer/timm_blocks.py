@@ -38,7 +38,7 @@ _TANH = r"patch32_siglip|large_patch16_siglip\w*_512|so400m_patch16_|giantopt_"
 
 
 class Kind(NamedTuple):
-    """What a published model computes that its arrays do not show.
+    """The computations of a published model that its arrays do not show.
 
     eps: of the norms.
     act: timm's name of the activation.

@@ -135,7 +135,7 @@ def _restore(
 
 
 def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
-    """What the run's config and class names tell of its images."""
+    """The facts about its images in the run's config and class names."""
     data, ops = settings.data, _evaluated_by(settings.data, [*settings.evals.values()])
     return Spec(
         image_size=model.image_size,

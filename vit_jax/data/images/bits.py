@@ -15,7 +15,7 @@ _FEWER = (8, 10, 12, 14)  # bits
 
 
 def unused_bits(images: Iterable[bytes]) -> tuple[str, str] | None:
-    """What is wrong with the values of `images`, JPEG, PNG or BMP bytes, and the remedy.
+    """The fault of the values of `images`, JPEG, PNG or BMP bytes, and the remedy.
 
     None unless some have 16 bits, and none of these has a value of more than 14.
     """

@@ -210,7 +210,7 @@ def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
 
 
 def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
-    """What `root` holds, and what to do: "found 12 .jpg, 3 folders, 1 .txt; add some".
+    """The content of `root`, and the remedy: "found 12 .jpg, 3 folders, 1 .txt; add some".
 
     Where a data set lies below `root`, its folder is the remedy instead of `remedy`.
     """

@@ -42,7 +42,7 @@ _SHOWN = 5  # faults, of a list that has many
 
 
 class Row(NamedTuple):
-    """What a list says of one file.
+    """The labels of one file in a list.
 
     split: train, val or test; None where the list has no column `split`.
     group: of the images that are held out together; None where there is no column `group`.

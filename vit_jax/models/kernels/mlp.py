@@ -69,7 +69,7 @@ _FORMS = activations(_sigmoid) | {"exact": (_normal_share, _normal_slope)}
 
 
 class Spec(NamedTuple):
-    """What a compiled kernel computes, beside the shapes of its arrays.
+    """The form of a compiled kernel, beside the shapes of its arrays.
 
     gelu: the activation, a key of `gelu.GELU`; dropout: the rate after each product; norm: "layer"
       or "rms"; blocks: those of the rows, see `find_blocks`.

@@ -29,7 +29,7 @@ from vit_jax.models.kernels.rows import (
 
 
 class Spec(NamedTuple):
-    """What a compiled kernel computes; norm: "layer" or "rms"; blocks: see `find_blocks`."""
+    """The form of a compiled kernel; norm: "layer" or "rms"; blocks: see `find_blocks`."""
 
     norm: str
     norm_eps: float

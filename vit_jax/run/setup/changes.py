@@ -1,4 +1,4 @@
-"""What may change when a run goes on; its end may, where its past stays as it was.
+"""The keys that may change when a run goes on; its end may, where its past stays as it was.
 
 The past is the schedules of all steps done.
 """

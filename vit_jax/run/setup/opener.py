@@ -1,4 +1,4 @@
-"""What decides the open keys of a config: files and devices that are here, or tables."""
+"""Openers of what decides the open keys of a config: files and devices that are here, or tables."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What several files in configs/ share: settings of runs, and hyper-parameter tables of the papers.
+"""Common parts of files in configs/: settings of runs, and hyper-parameter tables of the papers.
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 4 (appendix B.1), for `FineTuning`;
 Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for `HyperRule`; Steiner et al. 2021

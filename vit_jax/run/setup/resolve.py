@@ -71,19 +71,19 @@ class Opener:
     """
 
     def find_faults(self, config: ConfigDict) -> list[str]:
-        """What forbids `config` before anything is opened."""
+        """The faults of `config` before anything is opened."""
         return []
 
     def weights(self, config: ConfigDict) -> Changes:
-        """What the source of the initial weights decides."""
+        """The keys that the source of the initial weights decides."""
         return {}
 
     def teachers(self, config: ConfigDict) -> Changes:
-        """What the teachers of the objective decide."""
+        """The keys that the teachers of the objective decide."""
         return {}
 
     def data(self, config: ConfigDict) -> Changes:
-        """What the data decide."""
+        """The keys that the data decide."""
         return {}
 
     def shares(self, config: ConfigDict) -> Changes:
@@ -91,11 +91,11 @@ class Opener:
         return {}
 
     def layout(self, config: ConfigDict) -> Changes:
-        """What the devices decide of LAYOUT_KEYS."""
+        """Those of LAYOUT_KEYS that the devices decide."""
         return {}
 
     def microbatches(self, config: ConfigDict) -> Changes:
-        """What the devices decide of `optimizer.accum_steps`, if it is open or recorded."""
+        """`optimizer.accum_steps` as the devices decide it, if it is open or recorded."""
         return {}
 
     def has_layout_of(self, stored: StoredConfig) -> bool:

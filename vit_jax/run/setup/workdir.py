@@ -41,7 +41,7 @@ _SHARED_WITHIN_S = 60  # a network disk may hide a new file from other hosts for
 
 
 class StoredRun(NamedTuple):
-    """What a workdir holds before a start.
+    """The content of a workdir before a start.
 
     text: of config.json; "" if there is none.
     stored: the content of `text`; None if there is none.
@@ -61,7 +61,7 @@ class StoredRun(NamedTuple):
 
 
 def read_run(workdir: epath.Path) -> StoredRun:
-    """What this process finds in `workdir`; raises InputError if config.json is damaged."""
+    """The content of `workdir` for this process; raises InputError if config.json is damaged."""
     return _parse_run(workdir, _find_run(workdir))
 
 
@@ -111,7 +111,7 @@ def check_writable(workdir: epath.Path) -> None:
 
 
 def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
-    """What process 0 finds in a `workdir` that no other job trains in; the same on all processes.
+    """The content of a `workdir` that no other job trains in, for process 0 and so for all.
 
     Raises:
       InputError: on every process: it cannot be read, another job trains there, or config.json is

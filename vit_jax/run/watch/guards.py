@@ -1,4 +1,4 @@
-"""What ends a run, or warns of it: non-finite values, corrupt records, collapsed features."""
+"""Reasons to end a run, or to warn: non-finite values, corrupt records, collapsed features."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class CorruptDataError(RuntimeError, RaisedByAll):
 
 
 def say_saved(saved: int | None) -> str:
-    """What an error says of the newest checkpoint, of step `saved`; None: there is none."""
+    """The words of an error on the newest checkpoint, of step `saved`; None: there is none."""
     return "nothing is saved" if saved is None else f"last save: step {saved}"
 
 
@@ -134,7 +134,7 @@ class Health:
                 yield name, share < _LEAST_SHARE, f"{text}. {collapse.low_rank}"
 
     def read(self) -> dict[str, Any]:
-        """What a resumed run must know, to be saved with the state; {} if nothing was found."""
+        """The memory of a resumed run, to be saved with the state; {} if nothing was found."""
         if not any(self._rows.values()) and not self._said:
             return {}
         return {"health": {"rows": self._rows.copy(), "said": sorted(self._said)}}

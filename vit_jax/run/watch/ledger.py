@@ -22,7 +22,7 @@ KINDS = ("input_wait", "compile", "evaluation", "save", "callbacks", "restart", 
 
 
 class Past(NamedTuple):
-    """What came before a start, in seconds.
+    """The time before a start, in seconds.
 
     wall_s: since the first start of the run.
     input_wait_s: in the steps that count.

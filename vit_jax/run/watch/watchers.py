@@ -1,4 +1,4 @@
-"""What watches the steps of a run, a function each; the loop knows only the watched step.
+"""Watchers of the steps of a run, a function each; the loop knows only the watched step.
 
 A watcher takes a step, (number, state, batch) -> (new state, metrics), and returns one: it may act
 before and after the step, add metrics, raise, or take its place. Others: `speed.Profiler.watch`,
