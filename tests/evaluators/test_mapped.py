@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 from hand_made import OF_SPLIT, make_inputs
+from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config
@@ -13,7 +14,7 @@ from vit_jax.data import make_source
 from vit_jax.evaluators.mapped import Mapped, measure_by_labels, read_class_map
 from vit_jax.objectives.metrics import make_metrics
 
-BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
+BOTH = make_metrics(("top1", "top5"), settings_of(base_config()).loss, False)
 NAMES = ("chair", "lamp", "spoon")
 
 

@@ -26,7 +26,7 @@ from vit_jax.evaluators.real import (
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.metrics import make_metrics
 
-BOTH = make_metrics(("top1", "top5"), base_config().loss, False)
+BOTH = make_metrics(("top1", "top5"), settings_of(base_config()).loss, False)
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 
 
