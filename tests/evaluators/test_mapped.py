@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 from hand_made import OF_SPLIT, make_inputs
-from read_settings import settings_of
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import LOSSES
