@@ -391,7 +391,7 @@ MUTATIONS = [
       "::test_a_batch_norm_before_the_head_follows_the_batch_and_merges_into_the_head"),
     M("vit_jax/transfer/resample.py", "(stretch - 1) / 2", "stretch / 2",
       "transfer/test_resample.py::test_half_pixel_is_a_cubic_kernel_over_repeated_edges"),
-    M("vit_jax/data/images/folder.py", "if files[p].size < 0]", "if files[p].size < -1]",
+    M("vit_jax/data/sources/folder.py", "if files[p].size < 0]", "if files[p].size < -1]",
       "data/test_image_list.py::test_too_many_missing_images_are_refused"),
     M("vit_jax/insight/results.py", "correct / images if images", "correct if images",
       "insight/test_results.py::test_results_of_several_labels"),

@@ -25,9 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from etils import epath
 
-from vit_jax.data import arrays, host_batches, image_batch, make_order, make_source, parse_ops, tar
+from vit_jax.data import host_batches, image_batch, make_order, make_source, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.sources import arrays, tar
 from vit_jax.diagnosis.benchmarks.input import round_calls
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 

@@ -12,7 +12,7 @@ import numpy as np
 from images import encode
 
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.vtab import TASKS
+from vit_jax.data.sources.vtab import TASKS
 
 TEST_EXAMPLES = 40
 

@@ -11,9 +11,10 @@ from table_files import make_table, save_to_disk, write_parquet
 from tar_files import write_tar
 
 from vit_jax.base.errors import ReadError
-from vit_jax.data import image_batch, make_source, parse_ops, pipeline, retries, tables
-from vit_jax.data.arrays import give
+from vit_jax.data import image_batch, make_source, parse_ops, pipeline, retries
 from vit_jax.data.host_tf import tfds
+from vit_jax.data.sources import tables
+from vit_jax.data.sources.arrays import give
 from vit_jax.data.subset import keep_records
 
 STAY_OPEN = "array_record", "arrow"  # their files, as long as the source

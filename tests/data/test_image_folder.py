@@ -13,7 +13,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.data import Divider, Division, make_source
 from vit_jax.data.division import divide_anew
 from vit_jax.data.host_tf import tf
-from vit_jax.data.pseudo import PseudoLabels
+from vit_jax.data.sources.pseudo import PseudoLabels
 
 TEN_EACH = {"cat": 10, "dog": 10, "eel": 10}
 

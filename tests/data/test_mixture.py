@@ -16,9 +16,9 @@ from vit_jax.config import SplitKey, train_split, with_values
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse_ops, pipeline
-from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part, share_images
+from vit_jax.data.sources import tfds as tfds_data
 from vit_jax.run.setup import validation
 from vit_jax.run.setup.sources import training_order
 from vit_jax.run.setup.validation import find_faults

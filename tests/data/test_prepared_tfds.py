@@ -12,9 +12,9 @@ from prepared import prepare
 from vit_jax import data
 from vit_jax.base.errors import InputError, ReadError
 from vit_jax.data import make_source, pipeline, records, retries
-from vit_jax.data import tfds as tfds_data
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.sources import tfds as tfds_data
 
 
 def source(name, data_dir, split="train", **fields):

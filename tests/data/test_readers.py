@@ -25,7 +25,7 @@ from vit_jax.data import (
 )
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.records import RecordFiles, stored_records, stretch_starts
-from vit_jax.data.tfds import View, open_prepared
+from vit_jax.data.sources.tfds import View, open_prepared
 
 ORDERS = {"record": {}, "chunk": {"chunk_size": 97, "streams": 4}}
 

@@ -7,8 +7,9 @@ import pytest
 import sklearn.datasets
 from at_fault import at_fault
 
-from vit_jax.data import make_source, sources
+from vit_jax.data import make_source
 from vit_jax.data.host_tf import tf
+from vit_jax.data.sources import made
 
 
 def read(source, *record_ids):
@@ -35,7 +36,7 @@ def test_digits(split, num_examples):
 def test_digits_are_read_without_importing_scikit_learn(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
-    sources._read_digits.cache_clear()
+    made._read_digits.cache_clear()
     make_source("digits", split="train", image_size=(8, 8))
     assert "sklearn" not in sys.modules
 

@@ -17,6 +17,7 @@ from tar_files import write_tar
 
 from vit_jax.base.errors import InputError
 from vit_jax.data import (
+    contract,
     image_batch,
     loading,
     make_order,
@@ -24,7 +25,6 @@ from vit_jax.data import (
     parse_ops,
     pipeline,
     read_labels,
-    sources,
 )
 from vit_jax.data.host_tf import tf
 
@@ -107,7 +107,7 @@ def test_names_labels_and_captions(tmp_path):
         labels = [example["label"].numpy().tolist() for example in read]
         assert labels == [[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]]
         assert several.file_names(0, 2) == ["a/ü.PNG", f"{long}.png"]
-        np.testing.assert_array_equal(sources.count_labels(several), [2, 1, 1])
+        np.testing.assert_array_equal(contract.count_labels(several), [2, 1, 1])
     write_tar(tmp_path / "web/0.tar", [("0.jpg", IMAGES[0]), ("0.json", b"{}"), ("0.txt", b"a")])
     assert open_tar(tmp_path / "web").class_names is None
 

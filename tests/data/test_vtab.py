@@ -16,7 +16,7 @@ from vit_jax.data import image_batch, make_source, parse_ops, read_labels
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.pipeline import host_eval_batches
-from vit_jax.data.vtab import (
+from vit_jax.data.sources.vtab import (
     GROUPS,
     TASKS,
     count_label,

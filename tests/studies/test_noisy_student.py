@@ -17,7 +17,7 @@ from vit_jax import create_model, save_pretrained
 from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
-from vit_jax.data.pseudo import read_pseudo_labels, select
+from vit_jax.data.sources.pseudo import read_pseudo_labels, select
 from vit_jax.data.subset import soften
 from vit_jax.devices.chips import find_slice
 from vit_jax.inference import pseudo_labels

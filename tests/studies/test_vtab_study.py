@@ -7,7 +7,7 @@ import pytest
 from studied import keys_at_fault, overrides_of, report_of
 
 from vit_jax.config.text import load_config
-from vit_jax.data.vtab import TASKS
+from vit_jax.data.sources.vtab import TASKS
 from vit_jax.main import main
 from vit_jax.studies.engine import Result
 from vit_jax.studies.tables import DIVERGED, FINISHED

@@ -114,7 +114,7 @@ def train(
       InputError: a ValueError that lists all faults; nothing has been written.
       NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
     """
-    from vit_jax.data.arrays import give
+    from vit_jax.data.sources.arrays import give
     from vit_jax.devices.mesh import start_backend
     from vit_jax.planning.search import choose_layout
     from vit_jax.run.setup.validation import load_config, validate

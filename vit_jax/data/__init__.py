@@ -11,6 +11,7 @@ from typing import Any
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
+from vit_jax.data.contract import DataSet, Request, Source, count_labels, read_labels
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.mixture import (
@@ -24,7 +25,7 @@ from vit_jax.data.mixture import (
 from vit_jax.data.ops import at_full_size, check_crops, parse_ops
 from vit_jax.data.order import Order, make_order, resolve_chunk_size, resolve_order
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
-from vit_jax.data.sources import DataSet, Request, Source, count_labels, read_labels
+from vit_jax.data.sources.tfds import ON_DISK
 from vit_jax.data.subset import (
     check_classes,
     give_channels,
@@ -33,7 +34,6 @@ from vit_jax.data.subset import (
     match_classes,
     soften,
 )
-from vit_jax.data.tfds import ON_DISK
 
 
 def make_source(

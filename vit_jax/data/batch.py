@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
 from vit_jax.data import order
+from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.ops import HostOp, check_crops
-from vit_jax.data.sources import Source
 
 _OPS_OF_A_VIEW = 64  # at most; op i of view v draws from the key number 64 (v + 1) + i
 

@@ -11,9 +11,9 @@ from vit_jax.config.sections import Data
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.order import resolve_chunk_size, resolve_order
+from vit_jax.data.sources.tfds import count_examples
+from vit_jax.data.sources.vtab import TASKS
 from vit_jax.data.subset import subset_size
-from vit_jax.data.tfds import count_examples
-from vit_jax.data.vtab import TASKS
 
 # name -> classes, examples by split, from TFDS's catalogue. The catalogue lacks imagenet21k: these
 # are the images of the release of 2011 (14,197,122) and the classes of published models.

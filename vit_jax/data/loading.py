@@ -15,12 +15,12 @@ import numpy as np
 
 from vit_jax.base.errors import InputError
 from vit_jax.data.batch import Crops, decode_early, make_all
+from vit_jax.data.contract import Source
 from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import HostOp, by
 from vit_jax.data.records import stored_records
 from vit_jax.data.retries import sure_reads
-from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"

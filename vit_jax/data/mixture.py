@@ -20,12 +20,12 @@ import numpy as np
 from vit_jax.base.errors import InputError, collect_faults, few
 from vit_jax.config import SOURCES, SplitKey, own_split
 from vit_jax.config.sections import Data
+from vit_jax.data.contract import Source, fingerprint
 from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
 from vit_jax.data.shards import WORD, canonical, parts_of
-from vit_jax.data.sources import Source, fingerprint
 
 logger = logging.getLogger("vit_jax")
 

@@ -25,9 +25,9 @@ import numpy as np
 from vit_jax.base import tree
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
+from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.loading import Batch, local_batches
-from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
 

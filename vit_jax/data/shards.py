@@ -31,12 +31,12 @@ from vit_jax.data.class_names import (
     sorted_classes,
     spell,
 )
+from vit_jax.data.contract import Request, Source, fingerprint
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.files import is_hidden, split_of, warn_once
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
-from vit_jax.data.sources import Request, Source, fingerprint
-from vit_jax.data.tfds import find_parts
+from vit_jax.data.sources.tfds import find_parts
 
 T = TypeVar("T")
 

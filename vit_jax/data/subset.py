@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.errors import InputError
+from vit_jax.data.contract import Source, fingerprint, read_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import with_channels
-from vit_jax.data.sources import Source, fingerprint, read_labels
 
 
 def check_classes(classes: Sequence[int] | None, key: str = "data.classes") -> None:

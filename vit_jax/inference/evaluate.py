@@ -31,9 +31,9 @@ from vit_jax.config import (
 )
 from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
-from vit_jax.data.arrays import give
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
+from vit_jax.data.sources.arrays import give
 from vit_jax.devices.kernels import choose_ops
 from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings

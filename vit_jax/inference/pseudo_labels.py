@@ -2,7 +2,7 @@
 
     WORKDIR/labels.json      what was labelled, by which model
     WORKDIR/part_00000.npz   probabilities of the first records, and so on
-    WORKDIR/labels.npz       the records to train on, and their labels: data/pseudo.py
+    WORKDIR/labels.npz       the records to train on, and their labels: data/sources/pseudo.py
     WORKDIR/summary.json     how many were kept, and by which choice; written last
 
 A part is written whole. The same command goes on with the parts that are missing, and chooses the
@@ -27,7 +27,7 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import absolute, check_folder, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
-from vit_jax.data.pseudo import PseudoLabels, agreement, select
+from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.run.setup.sources import find_places, say_places
 from vit_jax.transfer import Pretrained

@@ -13,7 +13,7 @@ import functools
 import statistics
 
 from vit_jax.base.errors import Faults
-from vit_jax.data.vtab import GROUPS, TASKS, find_missing
+from vit_jax.data.sources.vtab import GROUPS, TASKS, find_missing
 from vit_jax.studies.engine import Found, Member, Results, Study, seeded
 from vit_jax.studies.tables import Measured, Report
 

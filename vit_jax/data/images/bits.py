@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
+from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import is_deep_png
 from vit_jax.data.order import spread
-from vit_jax.data.sources import Source
 
 _SAMPLE = 8  # images of a source
 _FEWER = (8, 10, 12, 14)  # bits

@@ -13,6 +13,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.base.errors import InputError, collect_faults, shown
+from vit_jax.data.contract import Source, fingerprint
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import images_below
 from vit_jax.data.images.formats import (
@@ -24,7 +25,6 @@ from vit_jax.data.images.formats import (
     to_known_mode,
     why_file_unreadable,
 )
-from vit_jax.data.sources import Source, fingerprint
 from vit_jax.data.subset import give_channels
 
 

@@ -16,8 +16,8 @@ from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults, few
 from vit_jax.config import SOURCES, Evaluator, Settings, SplitKey
 from vit_jax.config.sections import Data, Run
+from vit_jax.data.contract import fingerprint
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
-from vit_jax.data.sources import fingerprint
 from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.losses import Loss, balanced_weights
@@ -374,7 +374,7 @@ def _check_learnable(objective: ObjectivePart, d: Data, source: data.Source) -> 
 
 
 def _open_split(d: Data, key: SplitKey, *, divider: data.Divider, **asked: Any) -> data.Source:
-    """Opens a split; `asked`: further fields of `data.sources.Request`."""
+    """Opens a split; `asked`: further fields of `data.contract.Request`."""
     keys = ("reader", "exif", "pixel_range", "decoding", "multi_label", "channels")
     common = {name: getattr(d, name) for name in keys}
     return data.make_source(

@@ -24,9 +24,9 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
+from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 from vit_jax.data.subset import give_channels, keep_records
 
 

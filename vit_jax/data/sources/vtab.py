@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.errors import InputError, few, nearest
+from vit_jax.data.contract import DataSet, Request, Source, fingerprint, read_labels
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_labels
-from vit_jax.data.tfds import View, open_prepared, prepared_folder
+from vit_jax.data.sources.tfds import View, open_prepared, prepared_folder
 
 logger = logging.getLogger("vit_jax")
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.data.class_names import as_label, places_of, sorted_classes
+from vit_jax.data.contract import DataSet, Request, Source
 from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
-from vit_jax.data.images.folder import check_split, of_classes, own_images, pick, split_files
 from vit_jax.data.images.formats import EXTENSIONS
-from vit_jax.data.sources import DataSet, Request, Source
+from vit_jax.data.sources.folder import check_split, of_classes, own_images, pick, split_files
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",;\t"

@@ -28,6 +28,7 @@ from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
 from vit_jax.data.class_names import spell
+from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
@@ -36,7 +37,6 @@ from vit_jax.data.images.given import image_of
 from vit_jax.data.records import open_in_python, read_one
 from vit_jax.data.retries import read_if_there, retried
 from vit_jax.data.shards import parts_of
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
 _SMALL_BYTES = 1 << 30  # arrays up to this size are copied, and count whole in the digest
 _SAMPLE = 64  # items that count in the digest of others

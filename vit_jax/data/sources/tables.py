@@ -24,6 +24,7 @@ from etils import epath, epy
 from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.config.parts import key
 from vit_jax.data.class_names import as_label
+from vit_jax.data.contract import DataSet, Request, Source
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import why_file_unreadable
 from vit_jax.data.order import Chunks
@@ -31,7 +32,6 @@ from vit_jax.data.ranges import RangedFile, is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.retries import read_if_there, retried
 from vit_jax.data.shards import Files, Labels, Part, Shard, find_files, find_splits, open_shards
-from vit_jax.data.sources import DataSet, Request, Source
 
 with epy.lazy_imports():
     import pyarrow as pa

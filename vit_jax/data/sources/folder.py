@@ -20,6 +20,7 @@ import numpy as np
 
 from vit_jax.base.errors import InputError, few, shown
 from vit_jax.data.class_names import as_name, places_of, sorted_classes
+from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.division import Divider, Groups
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import (
@@ -38,7 +39,6 @@ from vit_jax.data.images.files import (
 )
 from vit_jax.data.images.formats import read_image, turn_of, why_file_unreadable
 from vit_jax.data.retries import retried
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint
 
 T = TypeVar("T")
 

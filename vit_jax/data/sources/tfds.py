@@ -29,6 +29,7 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
+from vit_jax.data.contract import DataSet, Request, Source, fingerprint, read_tensors
 from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import Reading, as_known_format, to_pixels
@@ -41,7 +42,6 @@ from vit_jax.data.records import (
     stored_labels,
     stored_values,
 )
-from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_tensors
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024

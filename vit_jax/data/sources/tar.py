@@ -32,15 +32,15 @@ from etils import epath
 
 from vit_jax.base.errors import InputError, few, shown
 from vit_jax.base.files import cache_folder, write_whole
+from vit_jax.data.contract import DataSet, Request, Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import EXTENSIONS
-from vit_jax.data.images.list import as_labels
 from vit_jax.data.ranges import is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.retries import retried
 from vit_jax.data.shards import Labels, Part, Shard, find_files, find_splits, open_shards
-from vit_jax.data.sources import DataSet, Request, Source
+from vit_jax.data.sources.list import as_labels
 
 # How a compressed file begins -> the program that decompresses it.
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
