@@ -12,7 +12,6 @@ from PIL import Image
 
 from vit_jax.base.errors import InputError
 from vit_jax.data import (
-    arrays,
     count_labels,
     image_batch,
     loading,
@@ -23,6 +22,7 @@ from vit_jax.data import (
     read_labels,
 )
 from vit_jax.data.host_tf import tf
+from vit_jax.data.sources import arrays
 
 SIZE = (32, 32)
 

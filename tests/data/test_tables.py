@@ -29,10 +29,10 @@ from vit_jax.data import (
     pipeline,
     read_labels,
     resolve_order,
-    tables,
 )
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import Chunks
+from vit_jax.data.sources import tables
 
 SIZE = (32, 32)
 
