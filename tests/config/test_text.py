@@ -250,6 +250,15 @@ def test_a_stored_config_is_upgraded_from_format_to_format(config, monkeypatch, 
         parse_stored(json.dumps(content), epath.Path(tmp_path))
 
 
+def test_a_list_of_names_needs_no_quotes(config):
+    for text in ("top1,loss", "['top1', 'loss']"):
+        assert apply_overrides(config, [("log.metrics", text)]) == []
+        assert config.log.metrics == ("top1", "loss")
+    assert apply_overrides(config, [("log.metrics", "top1")]) == []
+    assert config.log.metrics == ("top1",)
+    assert apply_overrides(config, [("log.metrics", "top1, loss")])
+
+
 def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, monkeypatch, tmp_path):
     """Keys of a section, of a chosen part and of an evaluator, each with and without `before`."""
     config.optimizer.name = "lion"

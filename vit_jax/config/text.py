@@ -144,6 +144,8 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
         value = None
     value = tuple(value) if isinstance(value, list) else value
     if of_strings:
+        if value is None and re.fullmatch(r"\w+(,\w+)*", text):  # names need no quotes
+            return tuple(text.split(","))
         if not (isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)):
             raise ValueError("needs a list of strings in quotes, e.g. ['one', 'another']")
         return value
