@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
-from vit_jax.config import eval_splits, plugins
+from vit_jax.config import Settings, eval_splits, plugins
 from vit_jax.config.text import shipped_configs
 from vit_jax.data import SOURCES, parse_mix
 from vit_jax.main import parse_flags
@@ -131,8 +131,9 @@ def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     d = config.data
     found = {(name, d.data_dir): "data.data_dir"
              for name in (d.name, *(part.name for part in parse_mix(d.mix)))}  # fmt: skip
-    for name, entry in config.evals.items():
-        for split in eval_splits(config, entry).values():
+    settings, _ = Settings.read_open(config)
+    for name, entry in settings.evals.items():
+        for split in eval_splits(settings.data, entry).values():
             found.setdefault((split.data_name, split.data_dir), f"evals.{name}.data_dir")
     return tuple(
         DataSet(key, name, folder)

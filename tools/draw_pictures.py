@@ -70,6 +70,8 @@ def draw_floors():
             x = picture.box(x, y, room) + 8
         if i:
             picture.arrow((520, y - 10), (520, y + 8))
+    picture.text(440, 10, "imports from")
+    picture.text(440, 24, "below only")
     picture.save(DOCS / "explanation/floors.svg")
 
 

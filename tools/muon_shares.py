@@ -11,6 +11,7 @@ import jax
 import optax
 
 from vit_jax.base import tree
+from vit_jax.config import OPTIMIZERS
 from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import with_shardings
@@ -27,7 +28,9 @@ def update_of(optimizer: str, sizes: dict[str, int]) -> tuple[Program, int, int]
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = make_mesh(**{"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | sizes, devices=devices)
     model = create_model("ViT-B/16", 1000, scan=True)
-    tx = make_optimizer(optimizer, schedule=lambda step: 0.1, weight_decay=0.1)
+    tx = make_optimizer(
+        OPTIMIZERS.make({"name": optimizer, "weight_decay": 0.1}), schedule=lambda step: 0.1
+    )
     with jax.set_mesh(mesh):
         state = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0))
         state = with_shardings(state, mesh)

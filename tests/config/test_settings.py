@@ -11,8 +11,9 @@ from read_settings import decided
 from vit_jax.config import OBJECTIVES, Settings, base_config, classification
 from vit_jax.config.parts import Section, key
 from vit_jax.config.settings import warn_of_config
+from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.objectives.contract import ObjectivePart
+from vit_jax.objectives.distillation import Distillation
 from vit_jax.run.setup.validation import find_faults
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "vit_jax"
@@ -131,20 +132,46 @@ def test_mypy_knows_every_key(tmp_path):
 
 
 def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, caplog):
-    class Old(ObjectivePart):
+    class Old(Distillation):
         """Declares its conflicts in the earlier way."""
 
         def find_conflicts(self, config):
-            return [f"objective.name: not with {config.data.name}"]
+            return [*super().find_conflicts(config), f"data.name: not {config.data.name}"]
 
     warn_of_config.cache_clear()
     monkeypatch.setitem(OBJECTIVES, "old", Old)
-    config.objective.name = "old"
-    assert find_faults(config) == ["objective.name: not with digits"]
-    assert find_faults(config) == ["objective.name: not with digits"]
+    config.objective.name, config.objective.teacher = "old", "untrained:ViT-Ti/16"
+    config.objective.mode, config.loss.name = "soft", "sigmoid"
+    for _ in range(2):
+        keys = [fault.split("=")[0].split(":")[0] for fault in find_faults(config)]
+        assert keys == ["objective.mode", "data.name"]
     settings, _ = Settings.read_open(config)
     inputs = EvalInputs("test", settings, None, None, {}, (), (32, 32))
     assert inputs.config.data.name == "digits"
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "use conflicts(settings)" in said[0]
     assert "use inputs.settings" in said[1]
+
+
+def test_a_plug_in_s_evaluator_may_declare_metrics_in_the_earlier_way():
+    class Ours(Classification):
+        """By the name of version 0.2.0."""
+
+        def metrics(self):
+            return {"own": "lower"}
+
+    assert Ours(split="test", every=1).reports() == {"own": "lower"}
+    assert "top1" in Classification(split="test", every=1).reports()
+
+
+def test_any_part_may_have_a_key_called_own():
+    class Lamp(Section):
+        own: int = key(3, "of the lamp")
+
+    assert Lamp.read({"own": 7})[0].own == 7
+
+
+def test_metrics_of_training_have_names_of_their_own(config):
+    for names, faults in ((("top1",), 0), (("top1", "loss"), 1), ((), 0)):
+        config.log.metrics = names
+        assert len(find_faults(config)) == faults, names

@@ -182,11 +182,10 @@ def test_names_are_checked_before_a_run(config):
     assert find_faults(config) == []
     assert find_direction(settings_of(config).evals, "test/my_brier") == "lower"
     config.log.metrics, config.evals.test.metrics = ("top2", "micro_f1"), ("mean_ap",)
-    assert find_faults(config) == [
-        "log.metrics='top2': did you mean top5?",
-        "evals.test.metrics='mean_ap': known: top1, top5, loss, ece, macro_top1, macro_f1, "
-        "micro_f1, my_brier, my_worst",
-    ]
+    of_training, of_test = find_faults(config)
+    assert of_training == "log.metrics='top2': did you mean top5?"
+    assert of_test.startswith("evals.test.metrics='mean_ap': known: top1, top5, loss, ece, ")
+    assert of_test.endswith(", my_brier, my_worst")
     config.log.metrics, config.evals.test.metrics = ("micro_f1",), None
     assert find_faults(config) == ["log.metrics='micro_f1': needs images with several labels"]
     config.log.metrics, config.objective.name = ("top1",), "mae"

@@ -59,8 +59,12 @@ class Evaluator(Part):
         rule some metrics out: see `lacking`. None: the names are known after the first evaluation
         only.
         """
-        called_before = getattr(self, "metrics", None)  # in plug-ins for version 0.2.0
-        return called_before() if callable(called_before) else None
+        return self.reports_before()
+
+    def reports_before(self) -> Mapping[str, Better] | None:
+        """The same by a method `metrics`, in plug-ins of earlier versions; None: there is none."""
+        own = (vars(cls).get("metrics") for cls in type(self).__mro__)
+        return next((method(self) for method in own if callable(method)), None)
 
     def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
         """{metric: why} for those of `reports` that the data rule out.

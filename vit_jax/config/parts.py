@@ -159,7 +159,12 @@ class Section:
         """{name: declaration}, in the order of the fields."""
         hints = typing.get_type_hints(cls)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type] # every subclass is a dataclass
-        return {f.name: _declared(f, hints[f.name], f.metadata) for f in fields if f.name != "own"}
+        others = ("own",) if issubclass(cls, OpenSection) else ()
+        return {
+            field.name: _declared(field, hints[field.name], field.metadata)
+            for field in fields
+            if field.name not in others
+        }
 
     def check(self) -> list[str]:
         """Faults of several keys together, each starting with its key, without the section."""
@@ -191,7 +196,7 @@ class Section:
 
 
 class OpenSection(Section):
-    """A section whose other keys belong to what its name selects, or to several such.
+    """A section whose other keys belong to the part that its name selects, or to several parts.
 
     own: {key: value} for those that are set.
     """
@@ -306,7 +311,8 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
     def __setitem__(self, name: str, part: "type[P] | str") -> None:
         """Add a part; raises InputError if another one has its name."""
         there = self.get(name)
-        if there is not None and (isinstance(there, str) or there.__module__ != part.__module__):
+        texts = isinstance(there, str) or isinstance(part, str)
+        if there is not None and (texts or there.__module__ != part.__module__):
             raise InputError(f"{self.selector}={name!r}: exists; give your part another name")
         super().__setitem__(name, part)
 

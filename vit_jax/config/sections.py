@@ -247,8 +247,8 @@ class Optimizer(Section):
     accum_steps: int = key(
         None,
         "gradient accumulation: microbatches whose gradients are summed before an update; None: "
-        "chosen when the run "
-        "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
+        "chosen when the run starts, as 1, or on CPUs so that the activations of a microbatch stay "
+        "in the cache",
         within=POSITIVE,
         decided=True,
     )
@@ -354,7 +354,7 @@ class Log(Section):
 
     every: int = key("50 steps", "between two rows of metrics", form="interval")
     metrics: Texts | None = key(
-        None, "of labels, in training; None: top1, where images have one label"
+        None, "names of metrics of the labels, in training; None: top1, where images have one label"
     )
     wandb: str | None = key(None, "project in Weights & Biases; None: off")
     by_layer: bool = key(False, "log norms of each layer; costs a backward pass per logged row")

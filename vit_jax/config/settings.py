@@ -68,7 +68,8 @@ class Settings:
         """The settings of a resolved config.
 
         Raises:
-          InputError: with the faults of all keys; one that `resolve` decides is still None.
+          InputError: with the faults of all keys, one that `resolve` decides and that is still
+            None, or the first duration that is too long.
         """
         values = flatten(config)
         collect_faults([
@@ -84,8 +85,8 @@ class Settings:
     def read_open(cls, config: ConfigDict) -> tuple["Settings", list[str]]:
         """The settings of a config with open keys, which are None, and the faults of the others.
 
-        Durations are their texts. A value in fault stays as it is, and a section whose part is
-        unknown or in fault has its common keys only.
+        Durations are their texts. A value in fault stays as it is, a section whose part is unknown
+        or in fault has its common keys only, and `evals` lacks the entries in fault.
         """
         return cls._read(config, None)
 
@@ -128,7 +129,7 @@ class Settings:
     @property
     def has_average(self) -> bool:
         """Whether the run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
-        return self.optimizer.ema_decay is not None or self.optimizer.averages
+        return self.optimizer.ema_decay is not None or getattr(self.optimizer, "averages", False)
 
     def by_name(self) -> Iterator[tuple[str, Section]]:
         """(name, section) of each, "" being `run`, and ("evals.NAME", evaluator) of each entry."""

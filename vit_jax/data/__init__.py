@@ -55,7 +55,7 @@ def make_source(
       split, image_size, data_dir: see `Request`.
       classes: the labels to keep (`keep_classes`); None keeps all.
       subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
-      own: keys that plug-ins add to `config.data`; a data set gets those that it declares.
+      own: keys that sources add to `config.data`; a data set gets those that it declares.
       **asked: further fields of `Request`.
 
     Raises: InputError if the data are missing or differ from the expected numbers.

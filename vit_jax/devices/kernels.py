@@ -30,8 +30,6 @@ from vit_jax.models.rotary import turn
 
 logger = logging.getLogger("vit_jax")
 
-KERNELS = ("auto", "plain")
-
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES

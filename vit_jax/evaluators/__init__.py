@@ -66,7 +66,7 @@ def make_evaluators(
 ) -> dict[str, Measure]:
     """Bind the evaluators of `settings.evals`: {name: what `evaluate` runs}.
 
-    `sources` come from `open_sources`. `folder`: the workdir of a run that trains, where evaluators
+    `sources`: as opened for the run. `folder`: the workdir of a run that trains, where evaluators
     may write files; None: they write none. `see` gets an evaluator's name and its predictions at
     each run, if the evaluator is of the model's classes.
 

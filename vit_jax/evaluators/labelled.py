@@ -43,6 +43,8 @@ class LabelEvaluator(SplitEvaluator):
         return faults
 
     def reports(self):
+        if (before := self.reports_before()) is not None:
+            return before
         better = {name: metric.better for name, metric in self.chosen.items()}
         return better | {"num_examples": "neither"}
 

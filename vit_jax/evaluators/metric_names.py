@@ -84,7 +84,7 @@ def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int |
 def check_metrics(settings: Settings, sources: Mapping[SplitKey, Source]) -> None:
     """Check that the metrics by which a run decides are ones that its evaluators report.
 
-    Warns if the evaluator of such a metric declares none. `sources` come from `open_sources`.
+    Warns if the evaluator of such a metric declares none. `sources`: as opened.
 
     Raises:
       InputError: names the key, and the nearest metric or those that can be chosen.

@@ -71,7 +71,7 @@ class MultiLabel(ClassEvaluator):
             if inputs.see is not None:
                 inputs.see(Shown(logits_NC, labels_NC, id_N, precision_C))
             rows = metrics.rows(jnp.asarray(logits_NC), {"label": jnp.asarray(labels_NC)})
-            sums = jax.tree.map(lambda row: np.asarray(row, np.float64).sum(axis=0), rows)
+            sums = jax.tree.map(lambda row: np.asarray(row).sum(axis=0, dtype=np.float64), rows)
             values = metrics.finish(sums, len(logits_NC))
             values |= {"mean_ap": np.mean(precision_C[shown_C]), self.of_class: precision_C}
             names = *self.chosen, *([self.of_class] if self.by_class else [])

@@ -37,6 +37,10 @@ class Real(LabelEvaluator):
 
     usual = ("top1",)
 
+    def check(self):
+        text = "metrics='loss': would add up the losses of all right labels; leave it out"
+        return [*super().check(), *([text] if "loss" in (self.metrics or ()) else [])]
+
     def bind(self, inputs: EvalInputs) -> Measure:
         source = inputs.source()
         labels = read_real_labels(self.labels_file, source.num_classes)

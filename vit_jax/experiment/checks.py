@@ -6,7 +6,10 @@ from vit_jax.config.settings import warn_of_config
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.models import model_of
+from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.metrics import find_metrics
+
+_OF_STEPS = {"loss", "grad_norm", "masked", "lr", "corrupt"}  # names in every row
 
 
 def check_experiment(settings: Settings, faults: Faults) -> None:
@@ -15,16 +18,18 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     A section whose part is in fault has none, and is not checked further.
     """
     loss, o, schedule = settings.loss, settings.optimizer, settings.schedule
-    if hasattr(settings.objective, "find_conflicts"):
-        warn_of_config("find_conflicts(config)", "conflicts(settings)")
-        faults += settings.objective.find_conflicts(settings.config)
-    elif isinstance(settings.objective, Part):
-        faults += settings.objective.conflicts(settings)
-    if isinstance(settings.objective, Part):
-        names, name = settings.log.metrics, settings.objective.name
+    objective, names = settings.objective, settings.log.metrics
+    if isinstance(objective, Part):
+        name = objective.name
+        faults += objective.conflicts(settings)
+        if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
+            warn_of_config("find_conflicts(config)", "conflicts(settings)")
+            faults += objective.find_conflicts(settings.config)
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
+        for metric in {*(names or ())} & _OF_STEPS:
+            faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")
         faults.need(
-            names is None or settings.objective.learns_labels,
+            not names or objective.learns_labels,
             f"log.metrics={names!r}: objective.name={name!r} learns no labels; set it to None",
         )
     if isinstance(loss, Part):

@@ -185,7 +185,7 @@ class StoredModel:
         check_store(workdir)
         self.source, self._trained = str(workdir), trained
         self._checkpoints = workdir / "checkpoints"
-        settings = Settings.read(trained)
+        settings, _ = Settings.read_open(trained)
         self._best = best_step(workdir, settings) if best else None
         steps = restore.saved_steps(self._checkpoints)
         self.facts = {"checkpoints in --workdir": steps, "best step": self._best}
@@ -296,7 +296,9 @@ class _OfSource:
         return check_mesh(config)
 
     def read(self, config: ConfigDict) -> Settings:
-        return Settings.read_open(config)[0]  # a source has no keys of training
+        settings, faults = Settings.read_open(config)  # a source has no keys of training
+        collect_faults(faults)
+        return settings
 
     def settle(self, settings: Settings, sources: Sources) -> Settings:
         """Set the ops of evaluators without ops, and the loss of a source that is no run."""

@@ -123,7 +123,8 @@ class Resize(NamedTuple):
 class PositionEmbedding:
     """The position embedding of a grid of patches: its tables, and what is built from them.
 
-    One class is one value of `model.pos_embed`, by its name in `config.registries.POSITIONS`.
+    One class is one value of `model.pos_embed`, by its name in `config.registries.POSITIONS`. It
+    has no keys of its own.
 
     Fields:
       grid: rows and columns of patches.
@@ -154,7 +155,7 @@ class PositionEmbedding:
 
     @classmethod
     def is_table_of_stem(cls) -> bool:
-        """Whether a model with a `learned_1d` table computes the same, if it does at the stem."""
+        """Whether a `learned_1d` table can take its place where positions are added at the stem."""
         return cls.acts_on in ("tokens", "nothing") and cls.collection != CONSTANTS
 
     @classmethod
@@ -204,6 +205,11 @@ class PositionEmbedding:
     def with_prefix(self, added_1ND: jax.Array) -> jax.Array:
         """(1, P + S, D): `added_1ND`, of placed tokens, if any, and the patches; 0 for others."""
         num_without = self.num_prefix + self.num_patches - added_1ND.shape[1]
+        if num_without not in range(self.num_prefix + 1) or added_1ND.shape[::2] != (1, self.width):
+            raise InputError(
+                f"pos_embed: {type(self).__name__} gave the shape {added_1ND.shape}; needs (1, N, "
+                f"{self.width}) with N={self.num_patches} patches, and placed tokens before them"
+            )
         none_1ND = jnp.zeros((1, num_without, self.width), added_1ND.dtype)
         of_prefix, of_patches = added_1ND[:, : -self.num_patches], added_1ND[:, -self.num_patches :]
         return jnp.concatenate([of_prefix, none_1ND, of_patches], axis=1)

@@ -19,12 +19,12 @@ from vit_jax.config import POSITIONS, key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
-from vit_jax.models.contract import AttentionShape, Model, SplitLayer
+from vit_jax.models.contract import CONSTANTS, AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
-from vit_jax.models.position import NO_VECTORS, PLACES, SINCOS_1D, NoPositions, PositionEmbedding
+from vit_jax.models.position import NO_VECTORS, PLACES, NoPositions, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 
@@ -124,7 +124,7 @@ class ViT(BlockFields, RotaryFields, Model):
         self.prefix_tokens = self._make_prefix_tokens()
         self.pos_embedding, of_layers = None, None
         if self.position_class.collection == "params":
-            assert self.image_size is not None  # checked by _find_faults
+            assert self.image_size is not None  # checked by find_faults
             positions = self.positions(self.image_size)
             if self.positions_at == "layers":
                 of_layers = positions
@@ -351,7 +351,8 @@ class ViT(BlockFields, RotaryFields, Model):
     @classmethod
     def pos_embeds(cls) -> tuple[str, ...]:
         """The names in POSITIONS that `pos_embed` may have."""
-        return tuple(name for name in POSITIONS if name != SINCOS_1D)
+        kept = (POSITIONS.find(name).collection != CONSTANTS for name in POSITIONS)
+        return tuple(name for name, holds in zip(POSITIONS, kept, strict=True) if holds)
 
     @property
     def position_class(self) -> type[PositionEmbedding]:

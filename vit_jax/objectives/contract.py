@@ -258,6 +258,10 @@ class ObjectivePart(sections.Objective, Part):
         """Faults between its keys and other sections of a config, which may have open keys."""
         return []
 
+    def find_conflicts(self, config: Any) -> list[str]:
+        """The same from a ConfigDict, in plug-ins of earlier versions."""
+        return []
+
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         """The objective of a run.
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import Batch
 from vit_jax.config import METRICS, Part, sections
 from vit_jax.config.evals import Better
@@ -176,7 +176,17 @@ class Metrics(NamedTuple):
 
     def rows(self, logits_BC: jax.Array, batch: Batch) -> dict[str, Rows]:
         """{name: rows}, for `contract.sum_rows`."""
-        return {k: part.rows(logits_BC, batch, self.task) for k, part in self.parts.items()}
+        found = {k: part.rows(logits_BC, batch, self.task) for k, part in self.parts.items()}
+        for name, rows in found.items():
+            parts = rows if isinstance(rows, dict) else {"": rows}
+            shapes = [jnp.shape(row) for row in parts.values()]
+            first, own = logits_BC.shape[:1], () if isinstance(rows, dict) else logits_BC.shape[:1]
+            if any(shape[:1] != first or (own and shape != own) for shape in shapes):
+                raise InputError(
+                    f"metrics={name!r}: gave the shapes {shapes} for logits {logits_BC.shape}; "
+                    "needs one number for each image, or a dict of arrays with a row for each"
+                )
+        return found
 
     def finish(self, sums: Mapping[str, Any], number: float = 1.0) -> dict[str, Any]:
         """The metrics, from sums on the host; means are divided by `number`."""
@@ -201,7 +211,8 @@ def find_metrics(
     for name in names:
         if part := Metric if name in own else faults.check_in(section, METRICS.find, name):
             found[name] = part()
-            why = found[name].find_fault(multi_label, num_classes)
+            keys = "has keys, which no config can set; " * bool(part.declared())
+            why = keys + found[name].find_fault(multi_label, num_classes)
             faults.need(not why, f"{section}metrics={name!r}: {why}")
     collect_faults(faults)
     return found

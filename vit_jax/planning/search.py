@@ -48,6 +48,9 @@ Plan = Callable[[ConfigDict], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 
+_LARGEST_BATCH = 2**24  # images, as `global_batch_size` may be
+
+
 def _model_of(config: ConfigDict) -> Model:
     settings = Settings.read(config)
     return model_of(settings.model, settings.data)
@@ -93,6 +96,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
         growing = memory["temporaries"] + memory["batch"]
         room = memory["capacity"] - memory["peak"] + growing
         number = _round_down(int(number * max(room, 0) / growing), unit)
+        number = min(number, _round_down(_LARGEST_BATCH // ways, unit))
         if number >= too_many:
             number = _round_down((least + too_many) // 2, unit)
         if number <= least:
@@ -189,7 +193,7 @@ def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
     growing = memory["batch"] + memory["temporaries"]
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
     room = max(int(certain) - memory["peak"] + growing, 0)
-    images = config.global_batch_size // ways * room // growing
+    images = min(config.global_batch_size // ways * room // growing, _LARGEST_BATCH // ways)
     return ways * _round_down(images, config.optimizer.accum_steps) or None
 
 

@@ -46,7 +46,7 @@ class Timetable:
     """The steps at which a run logs, evaluates and saves; the last step does all three.
 
     Args:
-      durations: {key: steps} for every duration of the config, from `parse_durations`.
+      durations: {key: steps} for every duration of the config, as `Settings.durations`.
 
     keep_every: interval, in steps, of the checkpoints that are kept for ever; None: none are.
     replay_every: interval of the replays; None: there are none.

@@ -76,8 +76,7 @@ class Record(contextlib.AbstractContextManager):
         self._pending: collections.deque = collections.deque()
         self._last, self._untold = dict[str, float](), dict[str, float]()
         ranks = [name for name, entry in settings.evals.items() if entry.measures_rank]
-        collapse = None if e.objective is None else e.objective.collapse
-        self._health = Health(collapse, ranks, meta)
+        self._health = Health(e.objective.collapse, ranks, meta)
         self._finish = training_metrics(settings.log, settings.loss, settings.data).finish
         batch_size = settings.run.global_batch_size
         self._corrupt = CorruptRecords(meta, settings.data, batch_size)

@@ -37,7 +37,7 @@ _FILE = "teachers.json"
 def read_teachers(
     objective: ObjectivePart, data: Data, learner: Model, *, shapes_only: bool = False
 ) -> tuple[Teacher, ...]:
-    """The teachers of `config.objective`, with their weights; () if it has none.
+    """The teachers of an objective, with their weights; () if it has none.
 
     They compute in the student's `model.dtype` and, unless single layers are compared, scan their
     layers where the student does.

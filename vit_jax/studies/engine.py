@@ -255,7 +255,10 @@ class Study(Part):
             if name not in evals:
                 faults.append(f"{where}: no such evaluator; {nearest(name, list(evals))}")
                 continue
+            number = len(faults)
             known = faults.check(accuracies, metric.config, name)
+            if len(faults) > number:  # the evaluator has faults of its own
+                continue
             faults.need(known is None or is_named(metric.name, known),
                         f"{where}: needs an accuracy; known: {', '.join(known or ())}")  # fmt: skip
             finder = evals.get((metric.config.checkpoint.keep_best or "").partition("/")[0])

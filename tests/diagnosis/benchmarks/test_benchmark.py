@@ -6,7 +6,7 @@ import math
 import jax
 import PIL.Image
 import pytest
-from read_settings import settings_of
+from read_settings import decided, settings_of
 
 from vit_jax.commands.benchmark import as_table
 from vit_jax.config import base_config
@@ -44,7 +44,9 @@ def make_data_mesh():
 @pytest.fixture(scope="module")
 def step_figures():
     """Of one round: the median, the least and the greatest are that round's."""
-    return measure_step(tiny_config(), make_data_mesh(), num_steps=1, num_rounds=3, matmul_size=64)
+    return measure_step(
+        decided(tiny_config()), make_data_mesh(), num_steps=1, num_rounds=3, matmul_size=64
+    )
 
 
 def spreads(figures):
@@ -148,17 +150,17 @@ def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
 def test_inference_here_and_planned(monkeypatch):
     monkeypatch.setattr(inference, "BATCH_SIZES", (1, 2, 4))
     config = tiny_config()
-    found = inference.measure_inference(config, num_rounds=1)
+    found = inference.measure_inference(decided(config), num_rounds=1)
     assert list(found["batch"]) == ["1", "2", "4"] and found["largest_batch"] > 1000
     assert all(row["images_per_s"].keys() == SPREAD for row in found["batch"].values())
     assert found["capacity_by"] == "all of the RAM"
     limit = found["batch"]["2"]["memory_bytes"]
     monkeypatch.setattr(inference, "_capacity", lambda device: (limit, "a limit"))
-    limited = inference.measure_inference(config, num_rounds=1)
+    limited = inference.measure_inference(decided(config), num_rounds=1)
     assert limited["largest_batch"] == 2 and limited["batch"]["4"]["images_per_s"] is None
     assert limited["batch"]["2"]["images_per_s"]["min"] > 0
     target = targets.Target(find_slice("H100:1"))
-    planned = inference.plan_inference(config, target)
+    planned = inference.plan_inference(decided(config), target)
     assert planned["gflop_per_image"] == found["gflop_per_image"]
     assert planned["images_per_s"] == pytest.approx(
         0.4 * 989e12 / (1e9 * planned["gflop_per_image"])

@@ -199,7 +199,7 @@ class Tables(Opener):
         if config.init_fields != "source":  # reads no file for nothing
             return {}
         source = _open(config).run.weights_source
-        assert source is not None  # checked by config.checks
+        assert source is not None  # checked by `sections.Run`
         return take_fields(config, transfer.read_pretrained(source))
 
     def data(self, config: ConfigDict) -> Changes:
@@ -230,7 +230,7 @@ class Tables(Opener):
 
 
 def _open(config: ConfigDict) -> Settings:
-    """The settings of a config that has passed its checks, with open keys."""
+    """The settings of a config with open keys, whose faults have been or will be reported."""
     return Settings.read_open(config)[0]
 
 

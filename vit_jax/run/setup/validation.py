@@ -16,7 +16,6 @@ from vit_jax import models
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import (
     REQUIRED,
-    Part,
     Settings,
     add_plugins,
     checks,
@@ -50,9 +49,8 @@ def check_run(settings: Settings, config: ConfigDict, faults: Faults) -> None:
         if kind and name in config.evals:
             continue
         known: list[str] = []
-        averages = isinstance(settings.optimizer, Part) and settings.has_average
         for name, evaluator in settings.evals.items():
-            found = declared_metrics(name, evaluator, averages)
+            found = declared_metrics(name, evaluator, settings.has_average)
             known += [f"{name}/..."] if found is None else found
         leaf = metric.rpartition("/")[2]
         same = [m for m in known if m.endswith(f"/{leaf}") and leaf]

@@ -24,7 +24,7 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.config import Settings
+from vit_jax.config.durations import to_steps
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
 from vit_jax.config.stored import StoredConfig, parse_stored, read_config
@@ -81,7 +81,8 @@ def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
 
 def count_steps(workdir: epath.Path) -> int:
     """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
-    return Settings.read(read_config(workdir)).run.duration
+    config = read_config(workdir)
+    return to_steps(config, config.duration, "duration")
 
 
 def say_holder(workdir: epath.Path) -> str:

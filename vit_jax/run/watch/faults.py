@@ -1,7 +1,7 @@
 """Faults on purpose, by `job.inject`, to test what must find or survive them.
 
 Each is made once in a workdir, before a step; "," separates several. A flipped bit is the highest
-of the mantissa of an array's first number. `run.injected` makes the faults of processes.
+of the mantissa of an array's first number. `run.watch.injected` makes the faults of processes.
 """
 
 import re
@@ -85,7 +85,7 @@ def check_places(
 ) -> None:
     """Raise InputError unless `job.inject` names devices, processes and steps that a run has.
 
-    `durations`: {key: steps}, from `parse_durations`.
+    `durations`: {key: steps}, as `Settings.durations`.
     """
     faults, steps, every = Faults(), durations["duration"], durations.get("job.replay_every")
     for fault in parse_faults(text):

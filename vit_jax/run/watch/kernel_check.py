@@ -84,7 +84,8 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     )
 
     turns = None
-    if getattr(model, "rotary", None) is not None:
+    by_position = getattr(getattr(model, "position_class", None), "acts_on", None) == "turns"
+    if by_position or getattr(model, "rotary", None) is not None:
         angles = jax.random.uniform(keys[2], (1, padded, shape.width // 2), maxval=6.0)
         turns = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=2)
 
