@@ -153,9 +153,9 @@ def forgotten():
 def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "batches.py").write_text(PLUG_IN)
-    names = "['my_batches', 'loss']"
     assert main(["--config=quickstart:debug", "--config.plugins=batches.py", "--workdir=run",
-                 f"--config.log.metrics={names}", f"--config.evals.test.metrics={names}",
+                 "--config.log.metrics=my_batches",
+                 "--config.evals.test.metrics=my_batches,loss",
                  "--config.duration=4 steps", "--config.log.every=2 steps",
                  "--config.schedule.warmup=0 steps", "--config.evals.test.every=2 steps",
                  "--config.checkpoint.keep_best=test/my_batches"]) == 0  # fmt: skip
