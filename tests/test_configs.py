@@ -300,7 +300,7 @@ def test_a_full_config_is_planned(name, words, depth):
     """In the scanned form; the work of a step is at least that of its gradients."""
     c = without_files(name, words)
     c.model.depth = depth or c.model.depth
-    figures = calculate_plan(c, Target(find_slice("H100:2")))
+    figures = calculate_plan(settings_of(c), Target(find_slice("H100:2")))
     flops = figures["flops"]
     assert 2 * flops["forward_macs_per_image"] <= flops["model_per_image_by_jaxpr"]
     assert flops["model_per_step"] <= 1.001 * flops["counted_per_step"]

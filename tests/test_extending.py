@@ -169,9 +169,11 @@ def test_family_without_dtype_constrain_and_remat(config):
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
     preprocessing = parse_preprocessing(settings_of(config))
     make_evaluators(settings_of(config), preprocessing, experiment.model, mesh, sources)
-    figures = describe(decided(config), Target(find_slice("v5e:2x4"), 1), mesh, experiment)
+    figures = describe(
+        settings_of(decided(config)), Target(find_slice("v5e:2x4"), 1), mesh, experiment
+    )
     assert (figures["remat"], figures["scan"]) == ("none", False)
-    assert calculate_memory(decided(config), Target(find_slice("H100:1")))["fits"]
+    assert calculate_memory(settings_of(decided(config)), Target(find_slice("H100:1")))["fits"]
 
 
 @pytest.mark.usefixtures("parts")

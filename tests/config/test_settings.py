@@ -82,8 +82,8 @@ def test_what_one_section_declares_is_all_there_is():
                                          "65535"]  # fmt: skip
 
 
-def functions_below_run():
-    for room in BELOW_RUN:
+def functions_of(rooms):
+    for room in rooms:
         for path in sorted((PACKAGE / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef):
@@ -93,10 +93,12 @@ def functions_below_run():
 
 
 def test_rooms_below_run_take_sections():
-    """None takes a config, and few take all of `Settings`."""
-    found = dict(functions_below_run())
+    """None takes a config, and few take all of `Settings`; nor do watchers, plans and figures."""
+    found = dict(functions_of(BELOW_RUN))
     assert len(found) > 1000
-    assert [name for name, types in found.items() if any("ConfigDict" in t for t in types)] == []
+    others = ("planning", "run/watch", "insight", "diagnosis/benchmarks")
+    all_found = found | dict(functions_of(others))
+    assert [n for n, types in all_found.items() if any("ConfigDict" in t for t in types)] == []
     whole = [name for name, types in found.items() if "Settings" in types]
     assert 0 < len(whole) <= 12, whole
 

@@ -41,7 +41,7 @@ def tiny_config(**changes):
 @pytest.fixture(scope="module")
 def stored():
     """The step of a ViT with scan and remat "dots", compiled for 8 H100, and its mesh."""
-    mesh = plan_mesh(tiny_config(), H100)
+    mesh = plan_mesh(settings_of(tiny_config()), H100)
     return Program(lzma.decompress(GOLDEN.read_bytes()).decode()), mesh
 
 
@@ -134,7 +134,7 @@ def test_plans_for_a_t4_compute_in_float32(caplog):
     target = Target(find_slice("T4:8"), may_compile=False)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         model = planned_experiment(
-            settings_of(tiny_config()), plan_mesh(tiny_config(), target)
+            settings_of(tiny_config()), plan_mesh(settings_of(tiny_config()), target)
         ).model
     assert model.dtype == jnp.float32 and "Tesla T4 computes no bfloat16" in caplog.text
 
@@ -151,7 +151,7 @@ def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):
 def test_plan_for_several_hosts_is_compiled():
     config = tiny_config(**{"mesh.data": 4, "mesh.fsdp": 8})
     target = Target(find_slice("H100:32"))
-    figures = compile_plan(config, target)
+    figures = compile_plan(settings_of(config), target)
     memory = figures["memory_bytes"]
     assert figures["by"] == "compiler" and memory["fits"]
     assert memory["peak"] >= memory["temporaries"] + memory["params"] + memory["optimizer"]
@@ -193,7 +193,9 @@ def test_calculated_peaks_are_close_to_the_compilers(kind, remat):
     config = load_config(words)
     config.update_from_flattened_dict(changes | {"model.scan": True, "model.remat": remat})
     config = with_known_facts(config)
-    compiled = compile_plan(config, H100._replace(may_compile=True))["memory_bytes"]["peak"]
-    found = calculate_memory(config, H100)["peak"]
+    compiled = compile_plan(settings_of(config), H100._replace(may_compile=True))["memory_bytes"][
+        "peak"
+    ]
+    found = calculate_memory(settings_of(config), H100)["peak"]
     least = 0.7 if (kind, remat) in TOO_LOW else 1 / (1 + UNCERTAINTY)
     assert least * compiled < found < compiled * (1 + UNCERTAINTY)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from opened import with_known_facts
+from read_settings import settings_of
 
 from vit_jax.config import FAMILIES, base_config
 from vit_jax.config.text import load_config
@@ -117,7 +118,7 @@ def test_one_axis_is_padded_to_whole_lanes():
 def calculated(words, topology="v5e:4x4", **changes):
     config = load_config(words)
     config.update_from_flattened_dict(changes)
-    return calculate_memory(with_known_facts(config), Target(find_slice(topology)))
+    return calculate_memory(settings_of(with_known_facts(config)), Target(find_slice(topology)))
 
 
 B16 = "pretrain:ViT-B/16,imagenet2012"
@@ -161,7 +162,7 @@ ONE = Target(find_slice("v5e:1x1"))
 
 def test_a_frozen_trunk_keeps_nothing():
     whole, head = (
-        calculate_memory(tiny(**{"optimizer.freeze": freeze}), ONE)["temporaries"]
+        calculate_memory(settings_of(tiny(**{"optimizer.freeze": freeze})), ONE)["temporaries"]
         for freeze in (None, "(?!head).*")
     )
     assert head < whole / 3
@@ -170,7 +171,7 @@ def test_a_frozen_trunk_keeps_nothing():
 def test_recomputed_layers_lie_between_none_and_all():
     def temporaries(layers):
         own = {"model.remat": "full" if layers else "none", "model.remat_layers": layers or None}
-        return calculate_memory(tiny(**own), ONE)["temporaries"]
+        return calculate_memory(settings_of(tiny(**own)), ONE)["temporaries"]
 
     none, two, four = map(temporaries, (0, 2, 4))
     assert none > two > four and two == pytest.approx((none + four) / 2, abs=1)
@@ -178,7 +179,8 @@ def test_recomputed_layers_lie_between_none_and_all():
 
 def test_microbatches_divide_what_is_kept():
     one, four = (
-        calculate_memory(tiny(**{"optimizer.accum_steps": n}), ONE)["temporaries"] for n in (1, 4)
+        calculate_memory(settings_of(tiny(**{"optimizer.accum_steps": n})), ONE)["temporaries"]
+        for n in (1, 4)
     )
     assert one / 6 < four < 0.6 * one  # the images are there as a whole
 
@@ -189,7 +191,9 @@ def test_a_model_of_a_plug_in_is_counted(monkeypatch):
 
     monkeypatch.setitem(FAMILIES, "Other", Other)
     other = {"model.name": "Other-mu/4"}
-    narrow, wide = (calculate_memory(tiny(**other, **{"model.width": n}), ONE) for n in (64, 96))
+    narrow, wide = (
+        calculate_memory(settings_of(tiny(**other, **{"model.width": n})), ONE) for n in (64, 96)
+    )
     assert 0 < narrow["temporaries"] < wide["temporaries"]
 
 

@@ -159,7 +159,7 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(Experiment, "trace", record)
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda target: jax.devices())
     with pytest.raises(Recorded):
-        compile_plan(with_known_facts(config), Target(find_slice("v5e:2x4")))
+        compile_plan(settings_of(with_known_facts(config)), Target(find_slice("v5e:2x4")))
     run = prepare(config, tmp_path / "workdir")
     with pytest.raises(Recorded), jax.set_mesh(run.mesh):
         loop.compile_step(run)
@@ -238,7 +238,7 @@ EXCHANGED = [
 def eight_chips(topology="H100:8", **changes):
     """The experiment on 8 chips, and {(kind, axis): bytes} that a step of it exchanges."""
     config, target = tiny_config(**changes), Target(find_slice(topology))
-    mesh = planning.targets.plan_mesh(config, target)
+    mesh = planning.targets.plan_mesh(settings_of(config), target)
     experiment = planned_experiment(settings_of(config), mesh)
     accum_steps = settings_of(config).optimizer.accum_steps
     rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
@@ -310,7 +310,7 @@ def test_layers_that_are_compared_are_planned_as_they_are():
     taught = {"name": "distillation", "teacher": "untrained:ViT-mu/8", "mode": "features",
               "features": "0:0"}  # fmt: skip
     config = tiny_config(**{f"objective.{key}": value for key, value in taught.items()})
-    figures = calculated.calculate_plan(config, Target(find_slice("H100:1")))
+    figures = calculated.calculate_plan(settings_of(config), Target(find_slice("H100:1")))
     assert not figures["scan"] and figures["memory_bytes"]["fits"]
 
 
@@ -358,7 +358,7 @@ def test_network_within_a_host(name, network):
 def test_gpus_of_several_hosts_exchange_over_the_network():
     target = Target(find_slice("A100:32"))
     config = tiny_config(**{"mesh.data": 4, "mesh.fsdp": 8})
-    exchanges = calculated.calculate_plan(config, target)["collectives"]
+    exchanges = calculated.calculate_plan(settings_of(config), target)["collectives"]
     networks = {row["axes"][0]: row["network"] for row in exchanges}
     assert networks == {"fsdp": "NVLink", "data": "network"}
     for row in exchanges:  # a ring sends all but a device's own part; an all-reduce does it twice
@@ -464,7 +464,8 @@ def linear(monkeypatch):
     """
     planned = []
 
-    def plan(config, target):
+    def plan(settings, target):
+        config = settings.config
         remat = config.model.remat or "none"
         data, fsdp = config.mesh.data, config.mesh.fsdp
         fsdp = fsdp or 1
@@ -502,17 +503,18 @@ NOTHING_FITS = {"memory_bytes": {
 
 @pytest.mark.parametrize("start", [4, 40, 4096])
 def test_largest_batch(linear, start):
-    figures = largest_batch(tiny_config(global_batch_size=start), FOUR)
+    figures = largest_batch(settings_of(tiny_config(global_batch_size=start)), FOUR)
     assert figures["images_per_way"] == 4  # 7 fit; 4 is the next that suits the chip
     full = tiny_config(**{"global_batch_size": start, "model.remat": "full", "mesh.fsdp": 4})
-    assert largest_batch(full, FOUR)["images_per_way"] == 48  # of 52
+    assert largest_batch(settings_of(full), FOUR)["images_per_way"] == 48  # of 52
     assert len(linear) <= 12
 
 
 def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     planned = []
 
-    def plan(config, target):
+    def plan(settings, target):
+        config = settings.config
         images = config.global_batch_size // 4
         planned.append(images)
         return {"images_per_way": images, "memory_bytes": {
@@ -521,15 +523,17 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
-    assert largest_batch(tiny_config(global_batch_size=16), FOUR)["images_per_way"] == 16
+    assert (
+        largest_batch(settings_of(tiny_config(global_batch_size=16)), FOUR)["images_per_way"] == 16
+    )
     assert planned == [4, 64, 32, 16, 24]
     monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: plan(*_) | NOTHING_FITS)
-    figures = largest_batch(tiny_config(global_batch_size=16), FOUR)
+    figures = largest_batch(settings_of(tiny_config(global_batch_size=16)), FOUR)
     assert not figures["memory_bytes"]["fits"] and figures["images_per_way"] == 4
 
 
 def test_search_compares_meshes_and_remat(linear):
-    rows = find_layouts(tiny_config(), FOUR, batches=True)
+    rows = find_layouts(settings_of(tiny_config()), FOUR, batches=True)
     assert len(rows) == 6  # fsdp 1 and 4, times three
     assert {(row["mesh"]["fsdp"], row["remat"], row["images_per_way"]) for row in rows} == {
         (1, "none", 4), (1, "dots", 8), (1, "full", 24),
@@ -551,8 +555,8 @@ def test_search_compares_meshes_and_remat(linear):
 )  # fmt: skip
 def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     config = tiny_config(global_batch_size=batch)
-    figures = planning.search.plan(config, FOUR)
-    tried = find_remedies(config, FOUR, figures)
+    figures = planning.search.plan(settings_of(config), FOUR)
+    tried = find_remedies(settings_of(config), FOUR, figures)
     assert [remedy["fits"] for remedy in tried] == [False] * (len(tried) - 1) + [True]
     found = [{k: v for k, v in r["change"].items() if k != "mesh.replica"} for r in tried]
     assert found == changes
@@ -569,8 +573,10 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
 def test_calculated_plans_count_the_step_that_is_trained(changes):
     """They trace it with a scan over the layers, which is faster, where that computes the same."""
     config = tiny_config(**{"model.depth": 2} | changes)
-    figures = calculated.calculate_plan(config, FOUR)
-    mesh = planning.targets.plan_mesh(config, FOUR, planning.targets.describe_devices(FOUR))
+    figures = calculated.calculate_plan(settings_of(config), FOUR)
+    mesh = planning.targets.plan_mesh(
+        settings_of(config), FOUR, planning.targets.describe_devices(FOUR)
+    )
     experiment = make_experiment(settings_of(config), mesh)
     assert not experiment.model.scan and figures["scan"] is False
     with jax.set_mesh(mesh):
@@ -580,15 +586,19 @@ def test_calculated_plans_count_the_step_that_is_trained(changes):
 
 def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatch):
     config = tiny_config(global_batch_size=4 * 16)
-    figures = planning.search.plan(config, FOUR)
+    figures = planning.search.plan(settings_of(config), FOUR)
     del linear[:]
 
-    def calculated_peak(config, target):
+    def calculated_peak(settings, target):
+        config = settings.config
         peak = 40 if config.model.remat == "dots" else 10
         return {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}
 
     monkeypatch.setattr("vit_jax.planning.search.calculate_memory", calculated_peak)
-    assert [row["fits"] for row in find_remedies(config, FOUR, figures)] == [False, True]
+    assert [row["fits"] for row in find_remedies(settings_of(config), FOUR, figures)] == [
+        False,
+        True,
+    ]
     assert [remat for _, remat, _ in linear] == ["full"]
 
 
@@ -596,8 +606,8 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
 def test_remedies_by_calculation_compile_nothing(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", None)  # cannot be called
     config = tiny_config(global_batch_size=4 * 10**9 + 4)  # no number of microbatches divides it
-    figures = calculated.calculate_plan(config, FOUR)
-    *others, last = find_remedies(config, FOUR, figures, calculate=True)
+    figures = calculated.calculate_plan(settings_of(config), FOUR)
+    *others, last = find_remedies(settings_of(config), FOUR, figures, calculate=True)
     assert not figures["memory_bytes"]["fits"] and not any(row["fits"] for row in others)
     assert last["fits"] and last["change"]["global_batch_size"] < config.global_batch_size
     certain = figures["memory_bytes"]["capacity"] / (1 + calculated.UNCERTAINTY)
@@ -606,7 +616,9 @@ def test_remedies_by_calculation_compile_nothing(monkeypatch):
 
 def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
     config = tiny_config(global_batch_size=4 * 1000 + 4)  # no number of microbatches divides it
-    *others, last = find_remedies(config, FOUR, planning.search.plan(config, FOUR))
+    *others, last = find_remedies(
+        settings_of(config), FOUR, planning.search.plan(settings_of(config), FOUR)
+    )
     assert not any(remedy["fits"] for remedy in others)
     assert last["fits"] and last["change"]["global_batch_size"] == 4 * 48
 
@@ -617,7 +629,7 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: {"memory_bytes": memory})
     figures = {"mesh": {"replica": 1, "data": 4, "fsdp": 1, "tensor": 1}, "remat": "none",
                "images_per_way": 10_000, "global_batch_size": 40_000}  # fmt: skip
-    tried = find_remedies(config, FOUR, figures)
+    tried = find_remedies(settings_of(config), FOUR, figures)
     assert tried[-1] == {"change": {"topology": "v5e:2x4"}, "peak_bytes": None, "fits": None}
     assert any("optimizer.accum_steps" in remedy["change"] for remedy in tried)
     assert any("global_batch_size" in remedy["change"] for remedy in tried)
@@ -626,13 +638,14 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
 def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
     config, planned = tiny_config(global_batch_size=4 * 400), planning.search.plan
 
-    def plan(config, target):
+    def plan(settings, target):
+        config = settings.config
         if (config.optimizer.accum_steps or 1) > 1:
             raise InputError("the loss of an image depends on the others of its batch")
-        return planned(config, target)
+        return planned(settings, target)
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
-    *others, last = find_remedies(config, FOUR, plan(config, FOUR))
+    *others, last = find_remedies(settings_of(config), FOUR, plan(settings_of(config), FOUR))
     assert others and last["fits"] and "global_batch_size" in last["change"]
     assert not any("optimizer.accum_steps" in remedy["change"] for remedy in others)
 
@@ -710,7 +723,7 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     """It comes before the compiler starts, and says so if a calculation is refused."""
     pytest.importorskip("libtpu")
 
-    def plan(config, target):
+    def plan(settings, target):
         raise InputError("too early")
 
     monkeypatch.setattr(planning, "plan", plan)
@@ -728,9 +741,9 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
 def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)
     config = tiny_config()
-    plain = calculated.calculate_plan(config, target)
+    plain = calculated.calculate_plan(settings_of(config), target)
     config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/4"
-    taught = calculated.calculate_plan(config, target)
+    taught = calculated.calculate_plan(settings_of(config), target)
     (teacher,) = abstract_teachers(settings_of(config))
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves(teacher.variables))
     assert plain["memory_bytes"]["teachers"] == 0
@@ -756,7 +769,10 @@ def test_show_sharding(capsys):
 
 def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
     target = Target(find_slice("v5e:2x2"))
-    of = planning.cache_file
+
+    def of(config, target):
+        return planning.cache_file(settings_of(config), target)
+
     first = of(tiny_config(), target)
     assert first == of(tiny_config(), target)
     assert first.is_relative_to(tmp_path / "cache" / "vit_jax" / "plans")
@@ -781,7 +797,7 @@ def test_a_plan_with_a_teacher_is_found_again(monkeypatch):
         model = create_model("ViT-mu/4", 10, 8, width=width).clone(constrain=lambda x, axes: x)
         teacher = Teacher("t", 1.0, model, {}, (0.5,), (0.5,))
         monkeypatch.setattr(planning, "abstract_teachers", lambda config, t=teacher: [t])
-        found.add(planning.cache_file(config, target))
+        found.add(planning.cache_file(settings_of(config), target))
     assert len(found) == 2
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from opened import with_known_facts
+from read_settings import settings_of
 
 from vit_jax import planning
 from vit_jax.config import base_config, flatten, with_values
@@ -45,6 +46,16 @@ def config_of(**changes):
     return with_known_facts(c)
 
 
+def rank(config, target):
+    """The configs of `rank_layouts`."""
+    return [layout.config for layout in rank_layouts(settings_of(config), target)]
+
+
+def choose(config, mesh, **how):
+    """The config of `choose_layout`."""
+    return choose_layout(settings_of(config), mesh, **how).config
+
+
 @pytest.fixture
 def planned(monkeypatch, pytestconfig):
     """Plans of a state of 8 GiB and of layers that keep `by_layer` GiB each, or a tenth of it.
@@ -78,7 +89,8 @@ def planned(monkeypatch, pytestconfig):
     def layout_of(config):
         return config.mesh.fsdp or 1, bool(config.model.scan), recomputed(config.model)
 
-    def calculate(config, target):
+    def calculate(settings, target):
+        config = settings.config
         fsdp, scan, again = layout_of(config)
         facts.calculated.append((fsdp, scan, again))
         return {
@@ -88,10 +100,11 @@ def planned(monkeypatch, pytestconfig):
             "uneven": fsdp in facts.uneven,
         }  # fmt: skip
 
-    def plan(config, target, devices=None):
+    def plan(settings, target, devices=None):
+        config = settings.config
         fsdp, scan, again = layout_of(config)
         facts.compiled.append((fsdp, scan, again))
-        by = {"by": "calculation", "memory_bytes": calculate(config, target)["memory_bytes"]}
+        by = {"by": "calculation", "memory_bytes": calculate(settings, target)["memory_bytes"]}
         if target.is_compiled_for:
             by = {"by": "compiler", "memory_bytes": memory_of(config, target, facts.error)}
         m = config.model
@@ -112,7 +125,7 @@ def planned(monkeypatch, pytestconfig):
 
 
 def test_layers_recompute_nothing_where_that_fits(planned):
-    rows = find_layouts(config_of(), SIXTEEN)
+    rows = find_layouts(settings_of(config_of()), SIXTEEN)
     assert rows[0]["changes"] == {
         "mesh.data": -1, "mesh.fsdp": 16, "model.remat": "none", "model.scan": False
     }  # fmt: skip
@@ -123,13 +136,13 @@ def test_layers_recompute_nothing_where_that_fits(planned):
 @pytest.mark.parametrize(("by_layer", "layers"), [(1.3, 1), (2.0, 5), (2.5, 7)])
 def test_else_as_few_layers_recompute_as_fit(planned, by_layer, layers):
     planned.by_layer = by_layer
-    row = find_layouts(config_of(**{"mesh.fsdp": 16}), SIXTEEN)[0]
+    row = find_layouts(settings_of(config_of(**{"mesh.fsdp": 16})), SIXTEEN)[0]
     assert (row["scan"], row["remat"], row["remat_layers"]) == (False, "full", layers)
 
 
 def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
     planned.by_layer = 99
-    rows = find_layouts(config_of(), SIXTEEN)
+    rows = find_layouts(settings_of(config_of()), SIXTEEN)
     assert planned.compiled == [(1, True, DEPTH), (4, True, DEPTH), (16, True, DEPTH)]
     assert not any(row["fits"] for row in rows)
 
@@ -150,9 +163,9 @@ def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
 )
 def test_what_the_config_sets_stays(planned, own, tried):
     planned.by_layer = 0.3  # fits in every layout
-    find_layouts(config_of(**own), SIXTEEN)
+    find_layouts(settings_of(config_of(**own)), SIXTEEN)
     assert set(planned.compiled) == tried
-    for layout in rank_layouts(config_of(**own), SIXTEEN):
+    for layout in rank(config_of(**own), SIXTEEN):
         assert own.items() <= flatten(layout).items()
     assert set(planned.calculated) == tried
 
@@ -160,7 +173,9 @@ def test_what_the_config_sets_stays(planned, own, tried):
 def test_a_bit_recomputes_without_a_scan(planned):
     """A scan of its units makes a step slower and saves no memory."""
     planned.by_layer = 1.3  # 15.6 GiB without remat
-    rows = find_layouts(config_of(**{"model.name": "BiT-R50x1", "mesh.fsdp": 16}), SIXTEEN)
+    rows = find_layouts(
+        settings_of(config_of(**{"model.name": "BiT-R50x1", "mesh.fsdp": 16})), SIXTEEN
+    )
     assert [(row["scan"], row["remat"]) for row in rows] == [(False, "full")]
     assert planned.compiled == [(16, False, DEPTH), (16, False, 0)]
 
@@ -174,7 +189,7 @@ def mesh_of(target):
 def test_a_run_takes_the_fastest(planned, caplog):
     """By calculation; only its program is compiled."""
     with caplog.at_level(logging.INFO, "vit_jax"):
-        chosen = choose_layout(config_of(), mesh_of(SIXTEEN))
+        chosen = choose(config_of(), mesh_of(SIXTEEN))
     assert planned.compiled == [(16, False, 0)]
     assert (chosen.mesh.data, chosen.mesh.fsdp) == (-1, 16)
     assert (chosen.model.scan, chosen.model.remat) == (False, "none")
@@ -195,7 +210,7 @@ def test_a_run_takes_the_fastest(planned, caplog):
 )
 def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits, ranked):
     planned.by_layer, planned.waits = by_layer, waits
-    layouts = [flatten(layout) for layout in rank_layouts(config_of(), SIXTEEN)]
+    layouts = [flatten(layout) for layout in rank(config_of(), SIXTEEN)]
     found = [
         (c["mesh.fsdp"], 0 if c["model.remat"] == "none" else c["model.remat_layers"] or DEPTH)
         for c in layouts
@@ -206,12 +221,12 @@ def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits,
 @pytest.mark.parametrize(("lost", "first"), [(1.9, 16), (2.1, 1)])
 def test_a_mesh_with_kernels_comes_first_if_they_gain_more_than_it_waits(planned, lost, first):
     planned.by_layer, planned.lost = 0.1, lost
-    assert rank_layouts(config_of(), SIXTEEN)[0].mesh.fsdp == first
+    assert rank(config_of(), SIXTEEN)[0].mesh.fsdp == first
 
 
 def test_no_mesh_that_splits_tiles_comes_first(planned):
     planned.by_layer, planned.uneven = 0.1, (16,)
-    assert [c.mesh.fsdp for c in rank_layouts(config_of(), SIXTEEN)][:3] == [4, 1, 16]
+    assert [c.mesh.fsdp for c in rank(config_of(), SIXTEEN)][:3] == [4, 1, 16]
 
 
 @pytest.mark.parametrize(("fsdp", "rows"), [(16, 24), (64, 6)])
@@ -223,24 +238,24 @@ def test_rows_of_weights_that_fill_no_tile(fsdp, rows):
         "mesh.fsdp": fsdp,
         "mesh.data": -1,
     }
-    figures = calculate_layout(config_of(**own), Target(SLICES["v5e:8x8"]))
+    figures = calculate_layout(settings_of(config_of(**own)), Target(SLICES["v5e:8x8"]))
     assert 384 // fsdp == rows and figures["uneven"] == (rows % 8 > 0)
 
 
 def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
     """The run takes the first for which the compiler finds room, and says so."""
     planned.by_layer, planned.error = 1.2, 1.1  # 14.9 GiB by calculation, 16.4 by the compiler
-    layouts = rank_layouts(config := config_of(**{"mesh.fsdp": 16}), SIXTEEN)
+    layouts = rank(config := config_of(**{"mesh.fsdp": 16}), SIXTEEN)
     assert [(c.model.remat, c.model.remat_layers) for c in layouts] == [
         ("none", None), ("full", 2), ("full", None)
     ]  # fmt: skip
     with caplog.at_level(logging.INFO, "vit_jax"):
-        chosen = choose_layout(config, mesh_of(SIXTEEN))
+        chosen = choose(config, mesh_of(SIXTEEN))
     assert planned.compiled == [(16, False, 0), (16, False, 2)]
     assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
     refused = "the compiler finds no room for --config.mesh.fsdp=16"
     assert f"{refused} --config.model.scan=False --config.model.remat=none; the next" in caplog.text
-    by_calculation = choose_layout(config, mesh_of(SIXTEEN), may_compile=False)
+    by_calculation = choose(config, mesh_of(SIXTEEN), may_compile=False)
     assert by_calculation.model.remat_layers == 2 and len(planned.compiled) == 2
 
 
@@ -248,18 +263,18 @@ def test_gpus_take_no_risk_where_another_layout_fits(planned):
     """No compiler refuses what does not fit."""
     planned.by_layer = 4.5  # 54.5 of 55.88 GiB without remat
     gpus = Target(Slice("H100:16", "H100", 16, 2))
-    chosen = choose_layout(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
+    chosen = choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
     assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
     planned.by_layer = 6  # full remat of 5 layers of 12, or "dots", as if of 4.8
-    assert choose_layout(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus)).model.remat == "dots"
+    assert choose(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus)).model.remat == "dots"
     planned.by_layer = 45  # also the smallest layout may not fit
-    assert choose_layout(config_of(), mesh_of(gpus)).model.remat == "full"
+    assert choose(config_of(), mesh_of(gpus)).model.remat == "full"
     assert not planned.compiled
 
 
 def test_without_auto_the_layout_is_the_config_s(planned, capsys):
     config = config_of(auto=False)
-    assert rank_layouts(config, SIXTEEN) == [config] and not planned.calculated
+    assert rank(config, SIXTEEN) == [config] and not planned.calculated
     assert main([*PLAN, "--config.auto=false", "--format=json"]) == 0
     assert planned.compiled == [(1, False, 0)]
     assert main([*PLAN, "--format=json"]) == 0
@@ -284,21 +299,21 @@ def test_exchanges_of_activations_need_not_be_known(monkeypatch):
     """A family of the user's own over `tensor`."""
     monkeypatch.setattr(ViT, "split_layers", Model.split_layers)
     config = config_of(**{"model.name": "ViT-mu/8", "mesh.tensor": 2, "optimizer.peak_lr": 1.0})
-    chosen = choose_layout(config, mesh_of(Target(Slice("H100:4", "H100", 4, 1))))
+    chosen = choose(config, mesh_of(Target(Slice("H100:4", "H100", 4, 1))))
     assert chosen.model.remat == "none" and chosen.mesh.fsdp is not None
 
 
 def test_a_run_that_fits_no_layout_is_refused(planned):
     planned.by_layer = 99
     with at_fault("auto"):
-        choose_layout(config_of(), mesh_of(SIXTEEN))
+        choose(config_of(), mesh_of(SIXTEEN))
 
 
 @pytest.mark.parametrize("devices", [jax.devices(), [DescribedDevice(0, 0, "TPU v99", "tpu")]])
 def test_devices_of_unknown_memory_keep_the_layout(planned, caplog, devices):
     mesh = types.SimpleNamespace(devices=np.array(devices, dtype=object))
     with caplog.at_level(logging.INFO, "vit_jax"):
-        assert choose_layout(config := config_of(), mesh) is config
+        assert choose_layout(settings := settings_of(config_of()), mesh) is settings
     assert ("TPU v99 is not known" in caplog.text) == (devices[0].platform == "tpu")
     assert not planned.compiled and not planned.calculated
 
@@ -351,7 +366,7 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
 
     def choose(config, mesh):
         assert mesh.size == 8
-        return with_values(config, {"model.remat": "none"})
+        return config.with_values({"model.remat": "none"})
 
     opened = Files(tmp_path, run := read_run(tmp_path), choose)
     opened.mesh = mesh

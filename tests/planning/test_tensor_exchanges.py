@@ -219,7 +219,7 @@ def test_a_calculated_plan():
     c.data.name, c.data.image_size, c.data.ops = "imagenet2012", 32, "flip"
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.mesh.data, c.mesh.fsdp, c.mesh.tensor = 2, 2, 2
-    figures = calculate_plan(with_known_facts(c), Target(find_slice("H100:8")))
+    figures = calculate_plan(settings_of(with_known_facts(c)), Target(find_slice("H100:8")))
     flops = figures["flops"]
     assert flops["model_per_image_by_sizes"] is None
     # The gradient by the pixels is not asked for.
@@ -239,7 +239,7 @@ def test_exchanges_are_those_of_the_objective():
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.mesh.data, c.mesh.tensor = 4, 2
     config, target = with_known_facts(c), Target(find_slice("H100:8"))
-    mesh = plan_mesh(config, target, describe_devices(target))
+    mesh = plan_mesh(settings_of(config), target, describe_devices(target))
     table = collective_table(
         planned_experiment(settings_of(config), mesh), mesh.shape, target, 16, 1
     )

@@ -32,6 +32,7 @@ from vit_jax.commands.flags import (
     positive_int,
     require_flags,
 )
+from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -43,7 +44,19 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
     """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import input as input_benchmark
 
-    return input_benchmark.measure_input(config, num_rounds=flags.repeat)
+    settings, source = open_data(config)
+    return input_benchmark.measure_input(settings, source, num_rounds=flags.repeat)
+
+
+def open_data(config: ConfigDict) -> tuple[Settings, Any]:
+    """The resolved settings and the training data."""
+    from vit_jax.config import train_split
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
+
+    tables = Tables(opens_data=True)
+    settings = resolve(config, tables).settings
+    return settings, tables.sources[train_split(settings.data)]
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
@@ -54,11 +67,11 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     from vit_jax.run.setup.resolve import resolve
 
     mesh = check_mesh(config)
-    config = resolve(config, Tables(mesh)).config
+    settings = resolve(config, Tables(mesh)).settings
     if config.auto:  # as a run
-        config = choose_layout(config, mesh)
-        mesh = check_mesh(config)
-    return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
+        settings = choose_layout(settings, mesh)
+        mesh = check_mesh(settings.config)
+    return step.measure_step(settings, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
 def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +80,7 @@ def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str
     from vit_jax.run.setup.opener import Tables
     from vit_jax.run.setup.resolve import resolve
 
-    return inference.measure_inference(resolve(config, Tables()).config, num_rounds=flags.repeat)
+    return inference.measure_inference(resolve(config, Tables()).settings, num_rounds=flags.repeat)
 
 
 def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
@@ -79,7 +92,7 @@ def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
 
     target = Target(target_slice)
     start_planning(target)
-    return inference.plan_inference(resolve(config, Tables()).config, target)
+    return inference.plan_inference(resolve(config, Tables()).settings, target)
 
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
@@ -87,7 +100,8 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     require_flags(flags, ("output",), "--output=sheet.png")
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
 
-    draw_contact_sheet(config, flags.output)
+    settings, source = open_data(config)
+    draw_contact_sheet(settings.data, settings.run.seed, source, flags.output)
     logger.info("drawn: %s", flags.output)
 
 

@@ -28,6 +28,7 @@ from vit_jax.commands.flags import (
     load_valid_config,
     require_flags,
 )
+from vit_jax.config import Settings
 from vit_jax.devices.chips import CHIPS, Slice, find_slice
 from vit_jax.devices.flops import format_bytes
 from vit_jax.job import exit_codes
@@ -73,15 +74,15 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run.setup.resolve import resolve
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    config = resolve(config, Tables()).config
+    settings = resolve(config, Tables()).settings
     target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
     start_planning(target)
     if flags.show_sharding:
-        return _show(flags, show_sharding(config, target), sharding_table)
+        return _show(flags, show_sharding(settings, target), sharding_table)
     if flags.search is not None:
-        rows = find_layouts(config, target, price, batches=flags.search == "batch")
+        rows = find_layouts(settings, target, price, batches=flags.search == "batch")
         return _show(flags, rows, layouts_table, rows[0]["fits"])
-    figures = _plan(config, target, price)
+    figures = _plan(settings, target, price)
     return _show(flags, figures, print_plan, figures["memory_bytes"]["fits"])
 
 
@@ -123,7 +124,7 @@ def plan(
     config = load_config(config, overrides)
     validate(config, [], "config")
     start_planning(target)
-    return _plan(resolve(config, Tables()).config, target, price_per_chip_hour)
+    return _plan(resolve(config, Tables()).settings, target, price_per_chip_hour)
 
 
 def _find_slice(topology: str, num_slices: int) -> Slice:
@@ -136,22 +137,22 @@ def _find_slice(topology: str, num_slices: int) -> Slice:
     return found
 
 
-def _plan(config: ConfigDict, target: Any, price: float | None) -> dict[str, Any]:
-    """The figures of the fastest layout that the resolved `config` leaves open."""
+def _plan(settings: Settings, target: Any, price: float | None) -> dict[str, Any]:
+    """The figures of the fastest layout that a config leaves open."""
     from vit_jax import planning
     from vit_jax.planning.search import plan_layouts, rank_layouts
 
-    layouts = rank_layouts(config, target)
+    layouts = rank_layouts(settings, target)
     if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, price))
-    config, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
-    return _estimated(figures, config, target, price)
+    settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
+    return _estimated(figures, settings, target, price)
 
 
 def _estimated(
-    figures: dict[str, Any], config: ConfigDict, target: Any, price: float | None
+    figures: dict[str, Any], settings: Settings, target: Any, price: float | None
 ) -> dict[str, Any]:
-    """`figures` of the plan of `config` with time and cost, and if it does not fit with remedies.
+    """`figures` of the plan of `settings` with time and cost, and if it does not fit with remedies.
 
     The remedies are found by calculation or by the compiler, as the figures were.
     """
@@ -161,19 +162,19 @@ def _estimated(
     figures |= {"estimate": estimate(figures, price)}
     if not figures["memory_bytes"]["fits"]:
         by_calculation = figures["by"] != "compiler"
-        figures["remedies"] = find_remedies(config, target, figures, calculate=by_calculation)
+        figures["remedies"] = find_remedies(settings, target, figures, calculate=by_calculation)
     return figures
 
 
-def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
+def _first_answer(settings: Settings, target: Any, price: float | None) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     from vit_jax.planning.calculated import calculate_plan
 
     try:
-        figures = calculate_plan(config, target)
+        figures = calculate_plan(settings, target)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
-    shown = answer(_estimated(figures, config, target, price))
+    shown = answer(_estimated(figures, settings, target, price))
     return f"{shown}. The compiler's figures follow."
 
 

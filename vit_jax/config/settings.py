@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import sections
-from vit_jax.config.base import declared_keys, flatten
+from vit_jax.config.base import declared_keys, flatten, with_values
 from vit_jax.config.durations import to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
@@ -115,6 +115,10 @@ class Settings:
             if evaluator is not None:
                 evals[name] = evaluator
         return cls(**found, evals=evals, config=config), list(faults)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Settings":
+        """The settings of the same config with other `values`, {dotted key: value}."""
+        return Settings.read(with_values(self.config, values))
 
     @functools.cached_property
     def durations(self) -> dict[str, int]:

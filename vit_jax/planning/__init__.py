@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
-from ml_collections import ConfigDict
 
 from vit_jax.base import files
 from vit_jax.config import Settings
@@ -27,42 +26,42 @@ from vit_jax.run.teachers import abstract_teachers
 
 
 def plan(
-    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+    settings: Settings, target: Target, devices: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    """Plan the run of `config`: figures for JSON.
+    """Plan the run of some settings: figures for JSON.
 
-    Plans are cached by config, code and versions.
+    Plans are cached by settings, code and versions.
 
     Args:
-      config: with `data.num_classes` and `data.num_examples` set; no data are read.
+      settings: resolved; no data are read.
       target: the hardware to plan for.
       devices: its devices if they are present; None: descriptions of them.
 
     Raises:
-      InputError: the config does not suit the devices.
+      InputError: the settings do not suit the devices.
     """
-    cached = cache_file(config, target)
+    cached = cache_file(settings, target)
     if cached.exists():
         return json.loads(cached.read_text())
     if target.is_compiled_for:
-        figures = compile_plan(config, target, devices)
+        figures = compile_plan(settings, target, devices)
     else:
-        figures = calculate_plan(config, target)
+        figures = calculate_plan(settings, target)
     figures |= {"software": software()}
     cached.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(files.absolute(cached), json.dumps(figures) + "\n")
     return figures
 
 
-def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
-    """The cache file of the plan of `config` for `target`, named by a hash of all its inputs."""
+def cache_file(settings: Settings, target: Target) -> pathlib.Path:
+    """The cache file of the plan of `settings` for `target`, named by a hash of all its inputs."""
     said = [
-        stored_config.to_json(config),
+        stored_config.to_json(settings.config),
         target.slice.name,
         target.num_slices,
         *([] if target.may_compile else ["calculated"]),
-        software() | digests(config.plugins),
-        *[_describe(teacher.model) for teacher in abstract_teachers(Settings.read(config))],
+        software() | digests(settings.run.plugins),
+        *[_describe(teacher.model) for teacher in abstract_teachers(settings)],
     ]
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return files.cache_folder("plans") / f"{digest}.json"

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
-from vit_jax.config import Settings, with_values
+from vit_jax.config import Settings
 from vit_jax.config import stored as stored_config
 from vit_jax.config.durations import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -41,16 +40,16 @@ _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrol
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
 
-def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
+def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
     Temporaries are counted on the jaxpr of the gradients (`kept`).
     """
-    mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = planned_experiment(Settings.read(config), mesh)
-    figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
-    images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
-    memory = calculate_memory(config, target)
+    mesh = plan_mesh(settings, target, describe_devices(target))
+    experiment = planned_experiment(settings, mesh)
+    figures = describe(settings, target, mesh, experiment, _scanned(settings, mesh))
+    images, accum_steps = figures["images_per_way"], settings.optimizer.accum_steps
+    memory = calculate_memory(settings, target)
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
@@ -62,23 +61,23 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     }
 
 
-def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
+def _scanned(settings: Settings, mesh: Mesh) -> Experiment | None:
     """The experiment with its layers in a scan, traced in a fraction of the time.
 
     None where a scan would not compute the same: layers that are recomputed, frozen or compared one
     by one.
     """
     by_layer = (
-        config.model.remat_layers is not None
-        or config.optimizer.freeze is not None
-        or Settings.read(config).objective.watches_layers
+        settings.model.own.get("remat_layers") is not None
+        or settings.optimizer.freeze is not None
+        or settings.objective.watches_layers
     )
-    if by_layer or config.model.scan or "scan" not in fields_of(config.model.name):
+    if by_layer or settings.model.own.get("scan") or "scan" not in fields_of(settings.model.name):
         return None
-    return planned_experiment(Settings.read(with_values(config, {"model.scan": True})), mesh)
+    return planned_experiment(settings.with_values({"model.scan": True}), mesh)
 
 
-def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
+def calculate_memory(settings: Settings, target: Target) -> dict[str, Any]:
     """The key `memory_bytes` of `calculate_plan`, in less time.
 
     It takes one trace, and two where some layers are recomputed. Configs that differ only in the
@@ -87,11 +86,11 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     Raises:
       InputError: as `calculate_plan`.
     """
-    return _lay_out(config, target)[1]
+    return _lay_out(settings, target)[1]
 
 
-def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """Figures that rank the layout of `config`, in the time of `calculate_memory`, which it has.
+def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
+    """Figures that rank the layout of `settings`, in the time of `calculate_memory`, which it has.
 
     recomputed: share of the layers that the backward pass computes again; a scan adds a little.
     without_kernels_s: seconds that a TPU loses where layers have no kernels of rows
@@ -101,21 +100,21 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     uneven: whether a TPU's share of a matrix that fsdp splits ends within a tile.
 
     Raises:
-      InputError: the config does not suit the target.
+      InputError: the settings do not suit the target.
     """
-    mesh = plan_mesh(config, target, describe_devices(target))
-    experiment, memory, jaxpr = _lay_out(config, target)
+    mesh = plan_mesh(settings, target, describe_devices(target))
+    experiment, memory, jaxpr = _lay_out(settings, target)
     is_lost = not (target.chip.is_gpu or _has_kernel(jaxpr, "projections_forward"))
     lost = 0.0
     if is_lost:
         flops = jaxpr_flops(jaxpr) / mesh.shape["tensor"]
         lost = _LOST_WITHOUT_KERNELS * flops / target.chip.peak_flops
-    table = parameter_table(experiment, mesh.shape, target, config.optimizer.accum_steps)
+    table = parameter_table(experiment, mesh.shape, target, settings.optimizer.accum_steps)
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
-    if again and config.model.remat_layers is not None:
-        again = config.model.remat_layers / model.depth
+    if again and settings.model.own.get("remat_layers") is not None:
+        again = settings.model.own.get("remat_layers") / model.depth
     return {
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,
@@ -131,24 +130,25 @@ def _is_uneven(leaf: jax.ShapeDtypeStruct) -> bool:
     return leaf.ndim <= 3 and any(size % _ROWS for size, axes in parts if "fsdp" in axes_of(axes))
 
 
-def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any], Jaxpr]:
+def _lay_out(settings: Settings, target: Target) -> tuple[Experiment, dict[str, Any], Jaxpr]:
     """An experiment whose state is on the config's mesh, the memory of its step, and the jaxpr of
     its gradients on one device.
     """
-    mesh = plan_mesh(config, target, describe_devices(target))
-    # Durations in steps, as the epochs of a smaller batch have more of them.
-    alone = with_values(config, in_steps(config))
-    share = config.global_batch_size // batch_ways(mesh.shape)
-    alone.global_batch_size = (
-        share + share % 2 * parse_preprocessing(Settings.read(config)).mixes
-    )  # whole pairs
-    # The order of the data is of the whole batch; it takes no memory on a device.
-    alone.data.order, alone.data.streams, alone.data.repeats = "record", None, 1
-    alone.mesh.update(dict.fromkeys(AXES, 1))
-    layers, alone.model.remat_layers = config.model.remat_layers, None
+    mesh = plan_mesh(settings, target, describe_devices(target))
+    share = settings.run.global_batch_size // batch_ways(mesh.shape)
+    whole_pairs = share + share % 2 * parse_preprocessing(settings).mixes
+    layers = settings.model.own.get("remat_layers")
+    alone = settings.with_values(
+        # Durations in steps, as the epochs of a smaller batch have more of them. The order of the
+        # data is of the whole batch; it takes no memory on a device.
+        in_steps(settings.config)
+        | {"global_batch_size": whole_pairs, "model.remat_layers": None}
+        | {"data.order": "record", "data.streams": None, "data.repeats": 1}
+        | {f"mesh.{axis}": 1 for axis in AXES}
+    )
     experiment, temporaries, jaxpr = _count_temporaries(alone, target, mesh)
     if layers is not None:  # between none and all of them, in proportion
-        alone.model.remat = "none"
+        alone = alone.with_values({"model.remat": "none"})
         _, without, _ = _count_temporaries(alone, target, mesh)
         temporaries = without + (temporaries - without) * layers // experiment.model.depth
     memory = state_bytes(experiment) | {"temporaries": temporaries}
@@ -162,7 +162,7 @@ def _has_kernel(jaxpr: Jaxpr, name: str) -> bool:
 
 
 def _count_temporaries(
-    alone: ConfigDict, target: Target, mesh: Mesh
+    alone: Settings, target: Target, mesh: Mesh
 ) -> tuple[Experiment, int, Jaxpr]:
     """The experiment with its state on `mesh`, the peak of the temporaries of its gradients, and
     their jaxpr.
@@ -171,10 +171,10 @@ def _count_temporaries(
     TPUs if data has several devices; else the TPU compiler sums them whole.
 
     Args:
-      alone: the config for one device and its images.
+      alone: the settings for one device and its images.
     """
     is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
-    text = f"{stored_config.to_json(alone)} {target.slice.chip} {is_whole}"
+    text = f"{stored_config.to_json(alone.config)} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
     experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
@@ -215,7 +215,7 @@ def _count_temporaries(
     on_tpu = not target.chip.is_gpu
     peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
     if splits:
-        images = alone.global_batch_size // alone.optimizer.accum_steps
+        images = alone.run.global_batch_size // alone.optimizer.accum_steps
         images *= not _has_kernel(jaxpr, "mlp_backward")
         peak += _shares_bytes(experiment, images)
     return experiment, peak, jaxpr
@@ -241,7 +241,7 @@ class _Alone:
     """A config for one device, equal to others with the same `text`."""
 
     text: str
-    config: ConfigDict = dataclasses.field(compare=False)
+    settings: Settings = dataclasses.field(compare=False)
     mesh: Mesh = dataclasses.field(compare=False)
 
 
@@ -257,7 +257,7 @@ def _mesh_of_one(target: Target, is_whole: bool) -> Mesh:
 
 @functools.lru_cache(maxsize=8)
 def _experiment_of(alone: _Alone) -> Experiment:
-    return planned_experiment(Settings.read(alone.config), alone.mesh)
+    return planned_experiment(alone.settings, alone.mesh)
 
 
 @functools.lru_cache(maxsize=8)

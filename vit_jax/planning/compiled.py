@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
@@ -25,18 +24,18 @@ logger = logging.getLogger("vit_jax")
 
 
 def compile_plan(
-    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+    settings: Settings, target: Target, devices: Sequence[Any] | None = None
 ) -> dict[str, Any]:
     """`plan` by the compiler for the target's chips.
 
     Only the TPU compiler refuses a program that is too large; for GPUs its bytes decide.
     """
-    mesh = plan_mesh(config, target, devices)
-    experiment = planned_experiment(Settings.read(config), mesh)
-    figures = describe(config, target, mesh, experiment)
+    mesh = plan_mesh(settings, target, devices)
+    experiment = planned_experiment(settings, mesh)
+    figures = describe(settings, target, mesh, experiment)
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",
-        config.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
+        settings.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
         figures["images_per_way"], figures["remat"],
     )  # fmt: skip
     since = time.perf_counter()

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
 from vit_jax.config import Settings
@@ -22,7 +21,7 @@ from vit_jax.run.teachers import planned_experiment
 
 
 def describe(
-    config: ConfigDict,
+    settings: Settings,
     target: Target,
     mesh: Mesh,
     experiment: Experiment,
@@ -41,8 +40,8 @@ def describe(
     with jax.set_mesh(mesh):
         step_flops = counted.flops_per_step
     return {
-        "config": stored_config.to_json(config),
-        "model": describe_model(Settings.read(config).model),
+        "config": stored_config.to_json(settings.config),
+        "model": describe_model(settings.model),
         "topology": target.slice.name,
         "num_slices": target.num_slices,
         "num_chips": count_chips(mesh.devices.flat),
@@ -52,8 +51,8 @@ def describe(
         "remat": model.remat,
         "remat_layers": model.remat_layers,
         "scan": model.scan,
-        "global_batch_size": config.global_batch_size,
-        "images_per_way": config.global_batch_size // ways,
+        "global_batch_size": settings.run.global_batch_size,
+        "images_per_way": settings.run.global_batch_size // ways,
         "total_steps": experiment.total_steps,
         "num_params": experiment.num_params,
         "dropout": getattr(model, "dropout", 0.0),
@@ -62,7 +61,7 @@ def describe(
             "forward_macs_per_image": counted.forward_flops_per_image // 2,
             "model_per_image_by_sizes": by_sizes,
             "model_per_image_by_jaxpr": counted.flops_per_image,
-            "model_per_step": counted.flops_per_image * config.global_batch_size,
+            "model_per_step": counted.flops_per_image * settings.run.global_batch_size,
             "counted_per_step": step_flops,
         },
     }
@@ -129,9 +128,9 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
     )
 
 
-def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
+def show_sharding(settings: Settings, target: Target) -> list[dict[str, Any]]:
     """The name, shape, sharding and bytes per device of every parameter."""
-    experiment = planned_experiment(Settings.read(config), plan_mesh(config, target))
+    experiment = planned_experiment(settings, plan_mesh(settings, target))
     return [
         {
             "name": name,

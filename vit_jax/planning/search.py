@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax import planning
 from vit_jax.base.errors import InputError
@@ -22,7 +21,6 @@ from vit_jax.config import (
     Settings,
     default_config,
     flatten,
-    with_values,
 )
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
@@ -44,49 +42,45 @@ _LAYER_TRIES = 4  # numbers of recomputed layers to try for one mesh
 _SHOWN = ("mesh", "scan", "remat", "remat_layers", "global_batch_size", "images_per_way",
           "compile_s")  # fmt: skip
 
-Plan = Callable[[ConfigDict], dict[str, Any]]
+Plan = Callable[[Settings], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 
 _LARGEST_BATCH = 2**24  # images, as `global_batch_size` may be
 
 
-def _model_of(config: ConfigDict) -> Model:
-    settings = Settings.read(config)
+def _model_of(settings: Settings) -> Model:
     return model_of(settings.model, settings.data)
 
 
-def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
+def meshes(settings: Settings, target: Target) -> list[dict[str, int]]:
     """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64."""
-    own = target_mesh(config, target, describe_devices(target)).shape
+    own = target_mesh(settings, target, describe_devices(target)).shape
     rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
     splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
     return [dict(own) | {"fsdp": fsdp, "data": rest // fsdp} for fsdp in sorted(splits)]
 
 
-def _remats(config: ConfigDict) -> tuple[str, ...]:
+def _remats(settings: Settings) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
-    if (
-        "remat" in fields_of(config.model.name)
-        and not Settings.read(config).objective.watches_layers
-    ):
+    if "remat" in fields_of(settings.model.name) and not settings.objective.watches_layers:
         return REMAT["choices"]
     return ("none",)
 
 
-def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any]:
+def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
     """`plan` of the largest batch that fits, as far as `_TRIES` compilations find it.
 
     The number of images in each part of the batch is 1, 2, 4 or a multiple of 8. The duration is
     taken from the config, so "90 epochs" stay 90 epochs. If none fits, it is the last plan tried.
     """
-    ways = batch_ways(target_mesh(config, target).shape)
-    unit = config.optimizer.accum_steps
+    ways = batch_ways(target_mesh(settings, target).shape)
+    unit = settings.optimizer.accum_steps
     least, fitting = 0, {}  # the largest number that fits so far, and its plan
     too_many = math.inf
-    number = _round_down(max(config.global_batch_size // ways, unit), unit)
+    number = _round_down(max(settings.run.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
-        figures = plan(with_values(config, {"global_batch_size": number * ways}), target)
+        figures = plan(settings.with_values({"global_batch_size": number * ways}), target)
         memory = figures["memory_bytes"]
         if memory["fits"]:
             least, fitting = number, figures
@@ -111,7 +105,7 @@ def _round_down(number: int, unit: int) -> int:
 
 
 def find_remedies(
-    config: ConfigDict, target: Target, figures: Mapping[str, Any], *, calculate: bool = False
+    settings: Settings, target: Target, figures: Mapping[str, Any], *, calculate: bool = False
 ) -> list[dict[str, Any]]:
     """Changes that may make a plan fit; each one is planned, up to the first that fits.
 
@@ -126,21 +120,21 @@ def find_remedies(
       [{"change": {config key: value} or {"topology": name}, "peak_bytes", "fits"}]; the last two
       are None for a topology.
     """
-    both, tries = _changes(config, figures)
+    both, tries = _changes(settings, figures)
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
-            tried += _try(config, change, target, calculate)
+            tried += _try(settings, change, target, calculate)
             if tried and tried[-1]["fits"]:
                 return tried
-    saving = with_values(config, both)
+    saving = settings.with_values(both)
     if calculate:
         batch = _calculated_batch(saving, target)
     else:
         largest = largest_batch(saving, target)
         batch = largest["memory_bytes"]["fits"] and largest["global_batch_size"]
-    least = batch_ways(figures["mesh"]) * config.optimizer.accum_steps
-    tried += _try(config, both | {"global_batch_size": batch or least}, target, calculate)
+    least = batch_ways(figures["mesh"]) * settings.optimizer.accum_steps
+    tried += _try(settings, both | {"global_batch_size": batch or least}, target, calculate)
     same = [other for other in SLICES.values() if other.chip == target.slice.chip]
     larger = next((other.name for other in same if other.num_chips > target.slice.num_chips), None)
     if larger is not None and not any(each["fits"] for each in tried):
@@ -149,10 +143,10 @@ def find_remedies(
 
 
 def _changes(
-    config: ConfigDict, figures: Mapping[str, Any]
+    settings: Settings, figures: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The change that saves most without smaller parts of a batch, and all changes to try first."""
-    shape, remats = figures["mesh"], _remats(config)
+    shape, remats = figures["mesh"], _remats(settings)
     heavier = [{"model.remat": remat} for remat in remats[remats.index(figures["remat"]) + 1 :]]
     full = heavier[-1] if heavier else {}
     together = shape["data"] * shape["fsdp"]
@@ -160,7 +154,7 @@ def _changes(
     split = {} if shape["fsdp"] >= fsdp else {
         "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
     }  # fmt: skip
-    share, accum = figures["images_per_way"], config.optimizer.accum_steps
+    share, accum = figures["images_per_way"], settings.optimizer.accum_steps
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
@@ -168,14 +162,14 @@ def _changes(
 
 
 def _try(
-    config: ConfigDict, change: Changes, target: Target, calculate: bool
+    settings: Settings, change: Changes, target: Target, calculate: bool
 ) -> list[dict[str, Any]]:
     """A remedy's row: planned, or calculated if that is asked for or says that it cannot fit.
 
     There is none if the run would refuse the change, such as microbatches of an objective that
     couples rows.
     """
-    changed = with_values(config, change)
+    changed = settings.with_values(change)
     try:
         memory = calculate_memory(changed, target)
         if not calculate and memory["fits"]:
@@ -186,19 +180,19 @@ def _try(
     return [{"change": change, "peak_bytes": memory["peak"], "fits": fits}]
 
 
-def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
+def _calculated_batch(settings: Settings, target: Target) -> int | None:
     """The largest batch that surely fits by calculation, or None."""
-    memory = calculate_memory(config, target)
-    ways = batch_ways(target_mesh(config, target, describe_devices(target)).shape)
+    memory = calculate_memory(settings, target)
+    ways = batch_ways(target_mesh(settings, target, describe_devices(target)).shape)
     growing = memory["batch"] + memory["temporaries"]
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
     room = max(int(certain) - memory["peak"] + growing, 0)
-    images = min(config.global_batch_size // ways * room // growing, _LARGEST_BATCH // ways)
-    return ways * _round_down(images, config.optimizer.accum_steps) or None
+    images = min(settings.run.global_batch_size // ways * room // growing, _LARGEST_BATCH // ways)
+    return ways * _round_down(images, settings.optimizer.accum_steps) or None
 
 
 def find_layouts(
-    config: ConfigDict,
+    settings: Settings,
     target: Target,
     price_per_chip_hour: float | None = None,
     *,
@@ -210,7 +204,7 @@ def find_layouts(
     all meshes with all remat policies instead, each with the largest batch that fits.
     """
     plan = functools.partial(planning.plan, target=target)
-    found = _largest_batches(config, target) if batches else _layouts(config, target, plan)
+    found = _largest_batches(settings, target) if batches else _layouts(settings, target, plan)
     rows = []
     for changes, figures in found:
         memory = figures["memory_bytes"]
@@ -223,42 +217,42 @@ def find_layouts(
 
 
 def _largest_batches(
-    config: ConfigDict, target: Target
+    settings: Settings, target: Target
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """All meshes with all remat policies, each with `largest_batch`."""
-    for mesh in meshes(config, target):
-        for remat in _remats(config):
+    for mesh in meshes(settings, target):
+        for remat in _remats(settings):
             changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
             changes["model.remat"] = remat
-            figures = largest_batch(with_values(config, changes), target)
+            figures = largest_batch(settings.with_values(changes), target)
             yield changes | {"global_batch_size": figures["global_batch_size"]}, figures
 
 
-def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
-    """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
+def rank_layouts(settings: Settings, target: Target) -> list[Settings]:
+    """`settings` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
     Fewer recomputed layers are faster than any mesh; then comes a mesh that splits weights into
     whole tiles, and whose exchanges and layers without kernels add least to a step. Where no
     compiler refuses a layout, as for GPUs, those that may not fit come last. Without `auto` it is
     the config in its own layout, and if none may fit, in that of least memory.
     """
-    if not config.auto:
-        return [config]
+    if not settings.run.auto:
+        return [settings]
     calculate = functools.partial(calculate_layout, target=target)
     found = []
-    for changes, figures in _layouts(config, target, calculate):
+    for changes, figures in _layouts(settings, target, calculate):
         memory = figures["memory_bytes"]
         risk = not target.is_compiled_for and memory["may_not_fit"]
         (added, hidden), peak = figures["exchange_s"], memory["peak"]
         adds = added + figures["without_kernels_s"], hidden
         order = not memory["fits"], risk, figures["recomputed"], figures["uneven"], adds, peak
-        found.append((order, with_values(config, changes)))
+        found.append((order, settings.with_values(changes)))
     found.sort(key=lambda each: each[0])
     least = min(found, key=lambda each: each[0][-1])[1]
     return [layout for (fails, *_), layout in found if not fails] or [least]
 
 
-def plan_layouts(layouts: Sequence[ConfigDict], plan: Plan) -> tuple[ConfigDict, dict[str, Any]]:
+def plan_layouts(layouts: Sequence[Settings], plan: Plan) -> tuple[Settings, dict[str, Any]]:
     """The first of `rank_layouts` that fits by `plan`, and its plan; else the last.
 
     Only that one is planned, and those before it, which the compiler has refused.
@@ -272,15 +266,15 @@ def plan_layouts(layouts: Sequence[ConfigDict], plan: Plan) -> tuple[ConfigDict,
     raise AssertionError("there is always a layout")
 
 
-def describe_layout(config: ConfigDict) -> str:
+def describe_layout(settings: Settings) -> str:
     """The flags of LAYOUT_KEYS that are not open."""
-    flat = flatten(config)
+    flat = flatten(settings.config)
     known = {key: flat[key] for key in LAYOUT_KEYS if flat[key] is not None}
     return " ".join(f"--config.{key}={value}" for key, value in known.items())
 
 
-def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -> ConfigDict:
-    """`config` with the fastest layout that fits the devices of `mesh`, which the log names.
+def choose_layout(settings: Settings, mesh: Mesh, *, may_compile: bool = True) -> Settings:
+    """`settings` with the fastest layout that fits the devices of `mesh`, which the log names.
 
     CPUs, and devices of unknown memory, keep the config's layout. Without `may_compile` the
     calculation decides.
@@ -294,12 +288,12 @@ def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -
         if (device := devices[0]).platform != "cpu":
             kind = device.device_kind
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
-        return config
+        return settings
     target = target._replace(may_compile=may_compile)
     plan = functools.partial(calculate_layout, target=target)
     if target.is_compiled_for:
         plan = functools.partial(planning.plan, target=target, devices=devices)
-    layout, figures = plan_layouts(rank_layouts(config, target), plan)
+    layout, figures = plan_layouts(rank_layouts(settings, target), plan)
     memory = figures["memory_bytes"]
     if not memory["fits"]:
         raise InputError(
@@ -313,64 +307,66 @@ def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -
 
 
 def _layouts(
-    config: ConfigDict, target: Target, plan: Plan
+    settings: Settings, target: Target, plan: Plan
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
-    """The layouts of the keys that `config` leaves open, with their plans.
+    """The layouts of the keys that the config leaves open, with their plans.
 
     Its own mesh, if it is not the default one, else several; on each the layouts of the layers.
     """
     free: list[Changes] = [{}]
-    if _is_default(config, ("mesh.data", "mesh.fsdp")):
-        free = [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(config, target)]
+    if _is_default(settings, ("mesh.data", "mesh.fsdp")):
+        free = [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(settings, target)]
     for mesh in free:
-        on_mesh = with_values(config, mesh)
+        on_mesh = settings.with_values(mesh)
         for changes, figures in _layouts_on(on_mesh, plan, tries_dots=target.chip.is_gpu):
             yield mesh | changes, figures
 
 
-def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:
-    values, defaults = flatten(config), flatten(default_config(config.plugins))
+def _is_default(settings: Settings, keys: tuple[str, ...]) -> bool:
+    values, defaults = flatten(settings.config), flatten(default_config(settings.run.plugins))
     return all(values[key] == defaults[key] for key in keys)
 
 
 def _layouts_on(
-    config: ConfigDict, plan: Plan, tries_dots: bool
+    settings: Settings, plan: Plan, tries_dots: bool
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """Layouts of the layers on the config's mesh, with their plans.
 
     The first needs the least memory: if it does not fit, no other is tried. `tries_dots`: also
     remat "dots", which on TPUs is slower than full remat of some layers.
     """
-    fields = fields_of(config.model.name)
-    if len(_remats(config)) == 1 or not _is_default(config, ("model.remat", "model.remat_layers")):
-        yield {}, plan(config)
+    fields = fields_of(settings.model.name)
+    if len(_remats(settings)) == 1 or not _is_default(
+        settings, ("model.remat", "model.remat_layers")
+    ):
+        yield {}, plan(settings)
         return
-    scan = config.model.scan
+    scan = settings.model.own.get("scan")
     # A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
-    free = scan is None and about(with_known(_model_of(config), scan=True)).stacks_layers
+    free = scan is None and about(with_known(_model_of(settings), scan=True)).stacks_layers
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
-    figures = plan(with_values(config, least))
+    figures = plan(settings.with_values(least))
     yield least, figures
     if not figures["memory_bytes"]["fits"]:
         return
-    figures = plan(with_values(config, none))
+    figures = plan(settings.with_values(none))
     memory = figures["memory_bytes"]
     if memory["fits"]:
         yield none, figures
     is_certain = memory["fits"] and not memory["may_not_fit"]
     if tries_dots and not is_certain:
         dots = none | {"model.remat": "dots"}
-        yield dots, plan(with_values(config, dots))
+        yield dots, plan(settings.with_values(dots))
     if not is_certain and "remat_layers" in fields and not scan:
-        yield from _with_least_remat(config, plan, figures)
+        yield from _with_least_remat(settings, plan, figures)
 
 
 def _with_least_remat(
-    config: ConfigDict, plan: Plan, figures: dict[str, Any]
+    settings: Settings, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
-    depth = _model_of(config).depth
+    depth = _model_of(settings).depth
     saved, layers = figures["memory_bytes"]["temporaries"] / depth, 0
     for _ in range(_LAYER_TRIES):
         memory = figures["memory_bytes"]
@@ -381,7 +377,7 @@ def _with_least_remat(
         if layers > depth:
             return
         changes = {"model.scan": False, "model.remat": "full", "model.remat_layers": layers}
-        figures = plan(with_values(config, changes))
+        figures = plan(settings.with_values(changes))
         if figures["memory_bytes"]["fits"]:
             yield changes, figures
         if figures["memory_bytes"]["fits"] and not figures["memory_bytes"]["may_not_fit"]:

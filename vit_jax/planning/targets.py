@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from vit_jax.config import Settings
 from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, SLICES, Chip, Slice, count_chips
 from vit_jax.devices.gpus import GPUS, describe_to_xla, has_cuda
 from vit_jax.devices.mesh import (
@@ -153,25 +153,25 @@ def target_of(devices: Sequence[Any]) -> Target | None:
     return None if found is None else Target(found, num_slices)
 
 
-def target_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config.mesh` over the target's `devices`; None: those of `find_devices`.
+def target_mesh(settings: Settings, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of the section `mesh` over the target's `devices`; None: those of `find_devices`.
 
     Raises:
       InputError: the sizes do not suit the devices.
     """
-    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    axes = {axis: getattr(settings.mesh, axis) for axis in AXES}
     return make_mesh(**axes, devices=find_devices(target) if devices is None else devices)
 
 
-def plan_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
+def plan_mesh(settings: Settings, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
     """`target_mesh`, after a check that it can split the config's batch.
 
     Raises:
       InputError: it cannot split the batch, or the sizes do not suit the devices.
     """
-    mesh = target_mesh(config, target, devices)
-    check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
+    mesh = target_mesh(settings, target, devices)
+    check_batch_size(mesh, settings.run.global_batch_size, "global_batch_size")
+    check_accum_steps(mesh, settings.run.global_batch_size, settings.optimizer.accum_steps)
     return mesh
 
 

@@ -164,7 +164,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     Raises:
       InputError: the parts do not suit each other.
     """
-    settings, mesh = Settings.read(resolved.config), opened.mesh
+    settings, mesh = resolved.settings, opened.mesh
     preprocessing = opened.preprocessing
     train_source = opened.sources[train_split(settings.data)]
     teachers = opened.read_teachers(settings)

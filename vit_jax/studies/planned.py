@@ -8,7 +8,6 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import flatten, own_keys, with_values
-from vit_jax.config.durations import parse_durations
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -47,14 +46,14 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        config = resolve(config, _Tables()).config
-        flat = flatten(config)
+        settings = resolve(config, _Tables()).settings
+        flat = flatten(settings.config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
-            layout = rank_layouts(config, self._target)[0]
+            layout = rank_layouts(settings, self._target)[0]
             self._plans[key] = calculate_plan(layout, self._target)
-        steps = parse_durations(config)["duration"]
+        steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]
         return {

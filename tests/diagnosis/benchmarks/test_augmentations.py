@@ -3,7 +3,9 @@
 import numpy as np
 import PIL.Image
 import pytest
+from read_settings import settings_of
 
+from vit_jax.commands.benchmark import open_data
 from vit_jax.config import base_config
 from vit_jax.data import augment, make_source
 from vit_jax.diagnosis.benchmarks.augmentations import draw_bands, draw_contact_sheet, make_columns
@@ -22,6 +24,12 @@ def two_operations(monkeypatch):
     monkeypatch.setattr("vit_jax.diagnosis.benchmarks.augmentations._DEVICE_OPS", ("mixup(8.0)",))
 
 
+def drawn(config):
+    """What `draw_contact_sheet` takes of a config."""
+    settings, source = open_data(config)
+    return settings.data, settings.run.seed, source
+
+
 @pytest.fixture
 def config():
     c = base_config()
@@ -35,7 +43,7 @@ def config():
 def test_columns(config):
     source = make_source("digits", split="train", image_size=(8, 8))
     config.data.num_classes = 10
-    columns = dict(make_columns(config, source))
+    columns = dict(make_columns(settings_of(config).data, config.seed, source))
     assert [*columns][:3] == ["original\n", "data.ops\ndraw 1", "data.ops\ndraw 2"]
     original = columns["before\nrandaugment"]
     digits = source.read(np.array([0, 359, 718, 1077]))["image"].numpy()
@@ -79,8 +87,8 @@ def test_bands_lie_below_each_other_and_columns_beside():
 def test_the_file(config, tmp_path, monkeypatch):
     columns = [(f"{i}\n", [np.zeros((8, 8, 3), np.uint8)] * 4) for i in range(40)]
     made = "vit_jax.diagnosis.benchmarks.augmentations.make_columns"
-    monkeypatch.setattr(made, lambda config, source: columns)
-    draw_contact_sheet(config, tmp_path / "sheet.png")
+    monkeypatch.setattr(made, lambda *_: columns)
+    draw_contact_sheet(*drawn(config), tmp_path / "sheet.png")
     assert PIL.Image.open(tmp_path / "sheet.png").size == (4 + 17 * 116, 30 + 3 * (45 + 4 * 116))
 
 
@@ -91,10 +99,10 @@ def test_operations_before_the_crop_and_images_decoded_by_their_reader(
     config.data.name, config.data.data_dir = "imagenet_sample", str(shared_data)
     config.data.split = "train[:8]"
     config.data.ops = "decode|randaugment(1, 5)|inception_crop|flip"
-    draw_contact_sheet(config, tmp_path / "sizes.png")
+    draw_contact_sheet(*drawn(config), tmp_path / "sizes.png")
     config.data.name, config.data.image_size, config.model.name = "cifar10", 32, "ViT-mu/8"
     config.data.split, config.data.reader, config.data.ops = "test[:50]", "offsets", "flip"
-    draw_contact_sheet(config, tmp_path / "encoded.png")
+    draw_contact_sheet(*drawn(config), tmp_path / "encoded.png")
     with PIL.Image.open(tmp_path / "sizes.png") as a, PIL.Image.open(tmp_path / "encoded.png") as b:
         assert a.size == b.size
 
@@ -108,5 +116,7 @@ def test_records_that_cannot_be_decoded_are_passed_over(tmp_path, config, two_op
             PIL.Image.fromarray(red).save(tmp_path / name / f"{i}.png")
     source = make_source("folder", split="train", image_size=(8, 8), data_dir=tmp_path)
     config.data.num_classes, config.data.ops = 2, "decode|resize"
-    original = np.stack(dict(make_columns(config, source))["original\n"])
+    original = np.stack(
+        dict(make_columns(settings_of(config).data, config.seed, source))["original\n"]
+    )
     assert (original[..., 0] == 200).all()

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 from read_settings import decided, settings_of
 
-from vit_jax.commands.benchmark import as_table
+from vit_jax.commands.benchmark import as_table, open_data
 from vit_jax.config import base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
@@ -45,7 +45,11 @@ def make_data_mesh():
 def step_figures():
     """Of one round: the median, the least and the greatest are that round's."""
     return measure_step(
-        decided(tiny_config()), make_data_mesh(), num_steps=1, num_rounds=3, matmul_size=64
+        settings_of(decided(tiny_config())),
+        make_data_mesh(),
+        num_steps=1,
+        num_rounds=3,
+        matmul_size=64,
     )
 
 
@@ -113,7 +117,7 @@ def test_input_figures_are_consistent(tmp_path):
     c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
     c.data.num_examples, c.data.ops = None, "scaled_inception_crop|flip"
     c.data.max_corrupt_fraction = 1.0
-    figures = measure_input(c)
+    figures = measure_input(*open_data(c))
     assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
     assert list(ms) == ["pipeline", "full_size", "decode", "fused_float32", "unfused_float32"]
@@ -125,7 +129,7 @@ def test_input_figures_are_consistent(tmp_path):
 
 
 def test_input_of_pixels_stands_alone(one_short_round):
-    figures = measure_input(tiny_config())
+    figures = measure_input(*open_data(tiny_config()))
     assert list(figures["cpu_ms_per_image"]) == ["pipeline"]
     assert not [name for name in figures if name.startswith("ratio")]
 
@@ -150,17 +154,17 @@ def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
 def test_inference_here_and_planned(monkeypatch):
     monkeypatch.setattr(inference, "BATCH_SIZES", (1, 2, 4))
     config = tiny_config()
-    found = inference.measure_inference(decided(config), num_rounds=1)
+    found = inference.measure_inference(settings_of(decided(config)), num_rounds=1)
     assert list(found["batch"]) == ["1", "2", "4"] and found["largest_batch"] > 1000
     assert all(row["images_per_s"].keys() == SPREAD for row in found["batch"].values())
     assert found["capacity_by"] == "all of the RAM"
     limit = found["batch"]["2"]["memory_bytes"]
     monkeypatch.setattr(inference, "_capacity", lambda device: (limit, "a limit"))
-    limited = inference.measure_inference(decided(config), num_rounds=1)
+    limited = inference.measure_inference(settings_of(decided(config)), num_rounds=1)
     assert limited["largest_batch"] == 2 and limited["batch"]["4"]["images_per_s"] is None
     assert limited["batch"]["2"]["images_per_s"]["min"] > 0
     target = targets.Target(find_slice("H100:1"))
-    planned = inference.plan_inference(decided(config), target)
+    planned = inference.plan_inference(settings_of(decided(config)), target)
     assert planned["gflop_per_image"] == found["gflop_per_image"]
     assert planned["images_per_s"] == pytest.approx(
         0.4 * 989e12 / (1e9 * planned["gflop_per_image"])

@@ -9,17 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.config import Settings, image_hw, train_split
+from vit_jax.config.sections import Data
 from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
-from vit_jax.run.setup.opener import Tables
-from vit_jax.run.setup.resolve import resolve
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5
@@ -31,7 +28,7 @@ _CELL, _GAP, _LINE, _FONT_SIZE = 112, 4, 15, 12  # pixels
 Column = tuple[str, Sequence[np.ndarray]]  # heading of two lines, and one image per row
 
 
-def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
+def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLike) -> None:
     """Write a PNG with a row for each of four training images and a column for each augmentation.
 
     The first column shows the whole image, the next five draws of all of `data.ops`, as in
@@ -41,23 +38,20 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
     with strong parameters. Columns wrap into bands.
 
     Args:
-      config: a valid config; its data set must exist.
+      d, seed: of a resolved config.
+      source: the training data.
       output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: if the data set is missing or contradicts the config.
+      InputError: if the images are not in colour, or smaller than a crop.
     """
-    if config.data.channels != 3:
+    if d.channels != 3:
         raise InputError(
-            f"data.channels={config.data.channels}: augmentations are drawn in colour; leave it out"
+            f"data.channels={d.channels}: augmentations are drawn in colour; leave it out"
         )
-    tables = Tables(opens_data=True)
-    config = resolve(config, tables).config
-    original, *changed = make_columns(
-        config, tables.sources[train_split(Settings.read(config).data)]
-    )
+    original, *changed = make_columns(d, seed, source)
     sheet = draw_bands(
-        f"{config.data.name} {config.data.split}; data.ops: {config.data.ops}",
+        f"{d.name} {d.split}; data.ops: {d.ops}",
         [
             [original, *changed[i : i + _CHANGES_IN_A_BAND]]
             for i in range(0, len(changed), _CHANGES_IN_A_BAND)
@@ -68,15 +62,15 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
     files.write_whole(files.absolute(output), buffer.getvalue())
 
 
-def make_columns(config: ConfigDict, source: Source) -> list[Column]:
+def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
     """The sheet's columns in order; each has one image, uint8 (h, w, 3), for each of four records.
 
     Args:
-      config: with data.num_classes set.
+      d, seed: of a resolved config.
       source: the training split.
     """
-    size = image_hw(config.data.image_size)
-    host_ops, device_ops = parse_ops(config.data.ops, size)
+    size = d.image_size
+    host_ops, device_ops = parse_ops(d.ops, size)
     check_crops(host_ops, "data.ops")
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
@@ -84,14 +78,14 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
     (to_size,), _ = parse_ops("resize", size)
 
     def on_host(ops, images, sample=0):
-        keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, config.seed)
+        keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, seed)
         for i, op in enumerate(ops):
             images = [op(image, order.fold_in(keys[j], i)) for j, image in enumerate(images)]
         return [image.numpy() for image in images]
 
     def on_device(ops):
         pixels = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
-        classes = {"num_classes": config.data.num_classes}
+        classes = {"num_classes": d.num_classes}
         transform = jax.jit(make_device_transform(ops, **pixels, **classes))
 
         def apply(images, sample=0):
@@ -101,7 +95,7 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
                 "mask": jnp.ones(_ROWS),
                 "id": jnp.asarray(records, jnp.int32),
             }
-            row_keys = jax.random.split(jax.random.key(config.seed + sample), _ROWS)
+            row_keys = jax.random.split(jax.random.key(seed + sample), _ROWS)
             changed = transform(batch, row_keys)["image"]
             return np.asarray(jnp.round(changed)).astype(np.uint8)
 

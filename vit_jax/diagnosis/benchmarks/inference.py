@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from vit_jax.config import Settings
 from vit_jax.devices import flops
@@ -30,7 +29,7 @@ _NUM_ROUNDS = 3
 
 
 def compile_forward(
-    config: ConfigDict, mesh: Mesh, batch_size: int
+    settings: Settings, mesh: Mesh, batch_size: int
 ) -> tuple[Any, Callable[[], tuple[Any, jax.Array]], int]:
     """(compiled, function that makes its arguments, bytes) of the forward pass of the model.
 
@@ -38,7 +37,6 @@ def compile_forward(
 
     Parameters are float32, images (B, H, W, channels) float32; the model computes in `model.dtype`.
     """
-    settings = Settings.read(config)
     model = planned_experiment(settings, mesh).model
     shape = (batch_size, *settings.data.image_size, about(model).channels)
     everywhere = NamedSharding(mesh, P())
@@ -77,7 +75,7 @@ def largest_batch(memory: dict[int, int], capacity: int) -> int:
     return max(int((capacity - at_large) / each) + large, 0)
 
 
-def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> dict[str, Any]:
+def measure_inference(settings: Settings, *, num_rounds: int | None = None) -> dict[str, Any]:
     """Compile and run the forward pass on the first of this machine's devices.
 
     Returns:
@@ -85,12 +83,12 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
       rounds, or None for a batch that does not fit; bytes, and the largest batch by these bytes.
     """
     device = jax.devices()[0]
-    config, mesh = _on_one_device(config, device)
+    settings, mesh = _on_one_device(settings, device)
     capacity, by = _capacity(device)
     rows: dict[str, dict[str, Any]] = {}
     memory = {}
     for batch_size in BATCH_SIZES:
-        forward, make_arguments, memory[batch_size] = compile_forward(config, mesh, batch_size)
+        forward, make_arguments, memory[batch_size] = compile_forward(settings, mesh, batch_size)
         row = rows[str(batch_size)] = {"images_per_s": None, "memory_bytes": memory[batch_size]}
         if memory[batch_size] > capacity:
             continue
@@ -104,7 +102,7 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
         row["images_per_s"] = spread([batch_size / cost.wall_s for cost in costs])
     return {
         "device_kind": device.device_kind,
-        "gflop_per_image": _gflop_per_image(config, mesh),
+        "gflop_per_image": _gflop_per_image(settings, mesh),
         "batch": rows,
         "capacity_bytes": capacity,
         "capacity_by": by,
@@ -112,7 +110,7 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
     }
 
 
-def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
+def plan_inference(settings: Settings, target: Target) -> dict[str, Any]:
     """The same for a chip that is not here.
 
     The memory is that of the chip's compiler, if it is installed; else that of this machine's CPU
@@ -121,11 +119,11 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     """
     chip, compiled_for = target.chip, target.is_compiled_for
     device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]
-    config, mesh = _on_one_device(config, device)
-    memory = {size: compile_forward(config, mesh, size)[-1] for size in BATCH_SIZES[1:]}
+    settings, mesh = _on_one_device(settings, device)
+    memory = {size: compile_forward(settings, mesh, size)[-1] for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
     kind = "GPU" if chip.is_gpu else "TPU"
-    gflop = _gflop_per_image(config, mesh)
+    gflop = _gflop_per_image(settings, mesh)
     share = USUAL_SHARE if chip.is_gpu else 1.0
     return {
         "topology": target.slice.name,
@@ -139,16 +137,15 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     }
 
 
-def _on_one_device(config: ConfigDict, device: Any) -> tuple[ConfigDict, Mesh]:
-    """A copy of `config` for one device, and the mesh of that device."""
-    config, axes = config.copy_and_resolve_references(), dict.fromkeys(AXES, 1)
-    config.mesh.update(axes)
-    config.optimizer.accum_steps = 1
-    return config, make_mesh(**axes, devices=[device])
+def _on_one_device(settings: Settings, device: Any) -> tuple[Settings, Mesh]:
+    """`settings` for one device, and the mesh of that device."""
+    sizes = {f"mesh.{axis}": 1 for axis in AXES}
+    settings = settings.with_values(sizes | {"optimizer.accum_steps": 1})
+    return settings, make_mesh(**dict.fromkeys(AXES, 1), devices=[device])
 
 
-def _gflop_per_image(config: ConfigDict, mesh: Mesh) -> float:
-    return 2 * flops.forward_macs(planned_experiment(Settings.read(config), mesh).model) / 1e9
+def _gflop_per_image(settings: Settings, mesh: Mesh) -> float:
+    return 2 * flops.forward_macs(planned_experiment(settings, mesh).model) / 1e9
 
 
 def _capacity(device: jax.Device) -> tuple[int, str]:

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax import data
-from vit_jax.config import Settings, image_hw, train_split
+from vit_jax.config import Settings
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
-from vit_jax.run.setup.opener import Tables
-from vit_jax.run.setup.resolve import resolve
 from vit_jax.run.setup.sources import training_order
 
 _NUM_ROUNDS = 7
@@ -24,8 +21,10 @@ _MOST_ROWS = 128  # maximum rows of the global batch that are read
 _IMAGES_A_ROUND = 512
 
 
-def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[str, Any]:
-    """CPU milliseconds per image of `config`'s training input pipeline, on one host.
+def measure_input(
+    settings: Settings, source: data.Source, *, num_rounds: int | None = None
+) -> dict[str, Any]:
+    """CPU milliseconds per image of a config's training input pipeline, on one host.
 
     The pipeline produces the first rows of each global batch, at most 128, as one host of several
     would. For encoded images, the same rounds also time other tf.data pipelines on the same
@@ -39,7 +38,8 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     A round reads several batches from each pipeline, each from start to end.
 
     Args:
-      config: names the data and the ops.
+      settings: resolved; names the ops.
+      source: the training data.
       num_rounds: rounds to time, after one that is not; None: 7.
 
     Returns:
@@ -49,18 +49,14 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     Raises:
       InputError: the data are missing, or do not fit the ops.
     """
-    image_size = image_hw(config.data.image_size)
-    tables = Tables(opens_data=True)
-    config = resolve(config, tables).config
-    settings = Settings.read(config)
-    source = tables.sources[train_split(settings.data)]
-    host_ops, _ = data.parse_ops(config.data.ops, image_size)
-    spec = data.image_batch(config.global_batch_size, image_size, host_ops)
-    rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
+    image_size, run = settings.data.image_size, settings.run
+    host_ops, _ = data.parse_ops(settings.data.ops, image_size)
+    spec = data.image_batch(run.global_batch_size, image_size, host_ops)
+    rows = np.arange(min(run.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = num_rounds or _NUM_ROUNDS
-    data_order = training_order(settings.data, settings.run, source)
-    where: dict[str, Any] = {"seed": config.seed, "rows": rows, "data_order": data_order}
+    data_order = training_order(settings.data, run, source)
+    where: dict[str, Any] = {"seed": run.seed, "rows": rows, "data_order": data_order}
     makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
     full_size = data.at_full_size(host_ops)
     if source.encoded and full_size != host_ops:
@@ -80,7 +76,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     cpu_ms = {name: [1e3 * c.cpu_s / images for c in found] for name, found in costs.items()}
     figures = {
         "data": source.name,
-        "ops": config.data.ops,
+        "ops": settings.data.ops,
         "image_size": list(image_size),
         "rows": len(rows),
         "images": images * num_rounds,

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.config import Settings
 from vit_jax.data.elements import PARALLEL_CALLS
@@ -25,21 +24,21 @@ _BUDGET_S = 20.0  # duration of all steps if their number is not given
 
 
 def measure_step(
-    config: ConfigDict,
+    settings: Settings,
     mesh: Mesh,
     *,
     num_steps: int | None = None,
     num_rounds: int | None = None,
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, Any]:
-    """Compile and run the training step of `config` on a synthetic batch on the devices.
+    """Compile and run the training step of a config on a synthetic batch on the devices.
 
     On a CPU, each round also times float32 products of two square matrices with as many FLOPs on
     the same threads. `ratio_to_matmul` is the ratio of the CPU seconds of steps and products in one
     round; it would be 1 if only matrix products took time.
 
     Args:
-      config: with `data.num_classes` and `data.num_examples` set; no data are read.
+      settings: resolved; no data are read.
       mesh: the mesh of the devices.
       num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps, and at least
         one a round.
@@ -50,9 +49,9 @@ def measure_step(
       Figures for JSON; measured ones as {"median", "min", "max"} of the rounds. `mfu` is None if
       the chip's peak is unknown.
     """
-    experiment = planned_experiment(Settings.read(config), mesh)
+    experiment = planned_experiment(settings, mesh)
     with jax.set_mesh(mesh):
-        take_steps, compile_s, memory = compile_steps(experiment, config.data.num_classes)
+        take_steps, compile_s, memory = compile_steps(experiment, settings.data.num_classes)
         take_steps(_WARM_UP_STEPS)
         if num_steps is None:
             since = time.perf_counter()
@@ -60,7 +59,7 @@ def measure_step(
             in_budget = math.floor(_BUDGET_S / (time.perf_counter() - since))
             num_steps = max(5, in_budget, num_rounds or 1)
         num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
-        images = config.global_batch_size * (num_steps // num_rounds)
+        images = settings.run.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
         if on_cpu := mesh.devices.flat[0].platform == "cpu":
             products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
@@ -76,7 +75,7 @@ def measure_step(
         "num_devices": mesh.size,
         "cpu_cores": PARALLEL_CALLS,
         "mesh": dict(mesh.shape),
-        "global_batch_size": config.global_batch_size,
+        "global_batch_size": settings.run.global_batch_size,
         "num_params": experiment.num_params,
         "gflop_per_image": experiment.flops_per_image / 1e9,
         "compile_s": compile_s,

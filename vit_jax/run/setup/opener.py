@@ -42,8 +42,8 @@ from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
 
-# choose(config, mesh) -> config with the fastest layout that fits the devices of the mesh.
-ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
+# choose(settings, mesh) -> settings with the fastest layout that fits the devices of the mesh.
+ChooseLayout = Callable[[Settings, Mesh], Settings]
 
 
 class Files(Opener):
@@ -170,7 +170,7 @@ class Files(Opener):
         parts = config.optimizer.accum_steps or 1  # as long as they are open
         config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
-            chosen = self._choose_layout(config, self.mesh)
+            chosen = self._choose_layout(Settings.read(config), self.mesh).config
         self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen)
         return {key: flat[key] for key in keys}
 

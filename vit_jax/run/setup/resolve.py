@@ -110,6 +110,11 @@ class Resolved(NamedTuple):
     config: ConfigDict
     decided_by: Mapping[str, str]
 
+    @property
+    def settings(self) -> Settings:
+        """The sections of the config."""
+        return Settings.read(self.config)
+
 
 def resolve(
     asked: ConfigDict,
