@@ -483,7 +483,7 @@ MUTATIONS = [
       "insight/test_figures.py::test_every_figure_of_a_deit"),
     M("vit_jax/insight/plots.py", '"axes.titlesize": "medium"', '"axes.titlesize": "small"',
       "insight/test_figures.py::test_text_is_whole_and_legible"),
-    M("vit_jax/run/setup/sources.py", "if a.lower() != b.lower()", "if False",
+    M("vit_jax/run/setup/matching.py", "if a.lower() != b.lower()", "if False",
       "inference/test_evaluate.py::test_classes_of_other_names_are_warned_of"),
     # studies
     M("vit_jax/studies/tables.py", "std = statistics.stdev", "std = statistics.pstdev",

@@ -12,7 +12,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import SplitKey
 from vit_jax.data import Divider, make_source, read_labels
 from vit_jax.data.class_names import as_label, number_labels, read_names, sorted_classes
-from vit_jax.run.setup.sources import _match_own, say_places
+from vit_jax.run.setup.matching import say_places
+from vit_jax.run.setup.sources import _match_own
 
 IMAGE = encode(smooth_image(16, 16), "PNG")
 COMPOSED, APART = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))

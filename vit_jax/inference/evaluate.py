@@ -48,14 +48,9 @@ from vit_jax.models.contract import about, with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.run.setup.agreement import compare_findings, compare_requests
+from vit_jax.run.setup.matching import say_other_names, say_places
 from vit_jax.run.setup.opener import check_mesh
-from vit_jax.run.setup.sources import (
-    check_evaluated_images,
-    find_absent,
-    open_evaluated,
-    say_other_names,
-    say_places,
-)
+from vit_jax.run.setup.sources import check_evaluated_images, find_absent, open_evaluated
 from vit_jax.run.setup.validation import (
     as_pairs,
     check_evaluates_any,

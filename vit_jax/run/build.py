@@ -31,9 +31,10 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
+from vit_jax.run.setup.matching import compare_reading, find_places
 from vit_jax.run.setup.opener import ChooseLayout, Files
 from vit_jax.run.setup.resolve import Resolved, resolve
-from vit_jax.run.setup.sources import compare_reading, data_fingerprint, find_places, training_order
+from vit_jax.run.setup.sources import data_fingerprint, training_order
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults

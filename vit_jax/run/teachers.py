@@ -25,7 +25,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
 from vit_jax.objectives.contract import InForm, ObjectivePart, Teacher
-from vit_jax.run.setup.sources import compare_reading, say_other_names, say_places
+from vit_jax.run.setup.matching import compare_reading, say_other_names, say_places
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
