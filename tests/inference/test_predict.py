@@ -92,7 +92,8 @@ def test_other_padding_gives_the_same_outputs(golden, images):
 
     (expected, mask), (other, other_mask) = found(4), found(3)
     assert list(mask) == list(other_mask) == [1, 1, 0, 1]
-    np.testing.assert_allclose(other[mask == 1], expected[mask == 1], rtol=0, atol=1e-6)
+    # A CPU adds batches of other sizes in another order; the rows of two images differ far more.
+    np.testing.assert_allclose(other[mask == 1], expected[mask == 1], rtol=0, atol=1e-5)
 
 
 def test_a_table(golden, images, capsys):
