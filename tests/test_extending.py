@@ -9,7 +9,7 @@ import pytest
 from at_fault import at_fault
 from finished_run import final_state
 from opened import config_json, open_all
-from read_settings import decided, make_loss, make_optimizer, settings_of
+from read_settings import decided, make_loss, make_optimizer, make_schedule, settings_of
 from worked_parts import write_parts
 
 from vit_jax import models, transfer
@@ -24,6 +24,7 @@ from vit_jax.config import (
     OPS,
     OPTIMIZERS,
     POSITIONS,
+    SCHEDULES,
     SOURCES,
     plugins,
 )
@@ -51,7 +52,7 @@ from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
     FAMILIES, POSITIONS, OBJECTIVES, LOSSES, METRICS, EVALUATORS, SOURCES, OPS, OPTIMIZERS,
-    transfer.FORMATS,
+    SCHEDULES, transfer.FORMATS,
 )  # fmt: skip
 
 
@@ -92,6 +93,7 @@ def test_each_kind_is_a_line(parts):
         "digits",
         "flip",
         "adamw",
+        "cosine",
         "npz",
     )
     for registry in REGISTRIES:
@@ -99,7 +101,7 @@ def test_each_kind_is_a_line(parts):
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
         "MyMixer", "my_fourier", "my_consistency", "my_poly1", "my_brier", "my_worst_class",
-        "my_rings", "my_posterize", "my_adan", "my_msgpack",
+        "my_rings", "my_posterize", "my_adan", "my_polynomial", "my_msgpack",
     ]  # fmt: skip
 
 
@@ -146,6 +148,8 @@ def test_keys_reach_the_part_alone(config):
         make_optimizer("adamw", schedule=lambda step: 0.0, b3=0.5)
     with at_fault("optimizer.b3"):
         make_optimizer("my_adan", schedule=lambda step: 0.0, b3=2)
+    schedule = make_schedule("my_polynomial", total_steps=20, peak_lr=2.0, warmup=4, power=0.5)
+    np.testing.assert_allclose([schedule(t) for t in (2, 4, 16, 20)], [1, 2, 1, 0], rtol=1e-6)
     where = {"split": "test", "image_size": (8, 8), "own": {"most_rings": 4}}
     assert make_source("my_rings", **where).num_classes == 4
     assert make_source("digits", **where).num_classes == 10  # which does not take it

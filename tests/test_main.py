@@ -373,6 +373,7 @@ def test_keys_by_part_section_name_and_text(refused, capsys):
     assert "evals.NAME.shots" in keys_of(capsys, "fewshot")
     assert keys_of(capsys, "ViT-B/16").keys() == keys_of(capsys, "ViT").keys()
     assert keys_of(capsys, "ViT-B/16")["model.width"]["value"] == 768
+    assert not keys_of(capsys, "top1", "learned_1d") and "loss.name" in keys_of(capsys, "loss")
     assert {*keys_of(capsys, "stop")} == {"stop.metric", "stop.patience"}
     assert {*keys_of(capsys, "peak_lr", "seed")} == {"optimizer.peak_lr", "seed"}
     assert "schedule.warmup" in keys_of(capsys, "warm-up")

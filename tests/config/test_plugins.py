@@ -174,12 +174,20 @@ def test_the_same_code_runs_once(here, ran):
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("worse.py", "worse.py:1: SyntaxError: "),
         ("ends.py", "ends.py:2: SystemExit: 3"),
+        ("plain.py", "plain.py:5: TypeError: eps: declare it as `eps: TYPE = key("),
+        ("part_of_nothing.py", "part_of_nothing.py:3: TypeError: Own: derive it from the class"),
     ],
 )
 def test_what_cannot_be_imported(here, capsys, name, says):
     (here / "broken.py").write_text("one = 1\none / 0\n")
     (here / "worse.py").write_text("one = = 1\n")
     (here / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    start = "from vit_jax.config import LOSSES\n"
+    (here / "part_of_nothing.py").write_text(start + "class Own: pass\nLOSSES['own'] = Own\n")
+    (here / "plain.py").write_text(
+        start + "from vit_jax.objectives.losses import Loss\n"
+        "class Own(Loss):\n    eps: float = 1.0\nLOSSES['own'] = Own\n"
+    )
     assert main(["models", f"--config.plugins={name}"]) == 2
     assert says in capsys.readouterr().err
 

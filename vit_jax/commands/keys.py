@@ -5,9 +5,9 @@
   python -m vit_jax.main keys optimizer --config=folder --config.optimizer.name=lion
   python -m vit_jax.main keys warm-up --workdir=runs/quickstart
 
-A WORD is a part (an objective, a model, an optimizer, an op and so on), a section, a key, or a text
-that is searched in keys and meanings. Values are those of --config or of the run in --workdir, else
-the defaults; without a WORD, it shows the keys that are in force there.
+A WORD is a part (an objective, a model, an optimizer, a metric and so on), a section, a key, or a
+text that is searched in keys and meanings. Values are those of --config or of the run in --workdir,
+else the defaults; without a WORD, it shows the keys that are in force there.
 
 decided by: user (a flag), recipe (the config file), default; source (of the weights), teachers,
 data, rule, duration (of a share of it) or devices: when the run starts; branch: what made the run
@@ -106,12 +106,12 @@ def _in_force(flags: argparse.Namespace) -> dict[str, Row]:
 
 def _of_parts() -> tuple[dict[str, str], _Declared]:
     """({part: what it says of itself}, the keys of the parts)."""
-    from vit_jax.config import EVALUATORS, OPS
-    from vit_jax.config.registries import REGISTRIES
+    from vit_jax.config import EVALUATORS
+    from vit_jax.config.registries import ALL_REGISTRIES
 
     texts: dict[str, str] = {}
     keys: _Declared = {}
-    for registry in (*REGISTRIES, EVALUATORS, OPS):
+    for registry in ALL_REGISTRIES:
         for name in registry:
             part = registry.find(name)
             section = registry.section or ("evals.NAME" if registry is EVALUATORS else name)
@@ -155,9 +155,10 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
         return [_row(f"model.{k}", key.default, f"with {word}", key) for k, key in own.items()]
     others = [(_row(key, declared.default, f"with {', '.join(having[:3])}", declared), having)
               for (key, declared), having in parts.items()]  # fmt: skip
-    if lower in map(str.lower, names):
-        return [keys.get(row.key, row) for row, having in others
+    own_rows = [keys.get(row.key, row) for row, having in others
                 if lower in map(str.lower, having)]  # fmt: skip
+    if own_rows or (lower in map(str.lower, names) and f"{lower}.name" not in keys):
+        return own_rows  # none, if the part has no keys; `loss` is a metric and a section
     rows = [*keys.values(), *(row for row, _ in others if row.key not in keys)]
     for fits in (
         lambda row: row.key.startswith(f"{lower}.") and not row.decided_by.startswith("with "),

@@ -309,11 +309,13 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         return next(name for name in self if self.find(name) is type(part))
 
     def __setitem__(self, name: str, part: "type[P] | str") -> None:
-        """Add a part; raises InputError if another one has its name."""
+        """Add a part; raises InputError if another one has its name, TypeError if it is no part."""
         there = self.get(name)
         texts = isinstance(there, str) or isinstance(part, str)
         if there is not None and (texts or there.__module__ != part.__module__):
             raise InputError(f"{self.selector}={name!r}: exists; give your part another name")
+        if not isinstance(part, str):
+            self.keys_of(part)  # here, so that the error has the line of the plug-in
         super().__setitem__(name, part)
 
     def make(
@@ -350,6 +352,8 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
 
     def keys_of(self, part: type[P]) -> dict[str, Key]:
         """{key: declaration} of a part, without those of its section."""
+        if not issubclass(part, Section):
+            raise TypeError(f"{part.__name__}: derive it from the class in docs/how_to/extend")
         common = self.common.declared()
         return {k: d for k, d in part.declared().items() if d != common.get(k)}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import sections
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, Part, Registry, keys_of_fields
 
 OBJECTIVES: Registry[Any] = Registry(
@@ -152,8 +153,15 @@ OPS: Registry[Any] = Registry(
     },
 )
 
-# Their classes have no keys; see `models.position.PositionEmbedding`.
-POSITIONS: Registry[Any] = Registry(
+
+class Positions(Registry[Any]):
+    """Their classes have no keys; see `models.position.PositionEmbedding`."""
+
+    def keys_of(self, part: type[Any]) -> dict[str, Key]:
+        return {}
+
+
+POSITIONS = Positions(
     "model.pos_embed",
     Part,
     {
@@ -233,4 +241,6 @@ REGISTRIES = (
     OPTIMIZERS,
     SCHEDULES,
     STUDIES,
-)  # of sections; not of metrics and ops
+)  # of sections
+
+ALL_REGISTRIES = (*REGISTRIES, EVALUATORS, METRICS, OPS, POSITIONS)

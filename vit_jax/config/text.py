@@ -21,7 +21,7 @@ from vit_jax.config.base import declared_keys, default_config
 from vit_jax.config.evals import EVALUATORS, entry_like
 from vit_jax.config.node import NoSuchKeyError, WrongTypeError, flatten, nearest_key
 from vit_jax.config.parts import Key
-from vit_jax.config.registries import METRICS, OPS, POSITIONS, REGISTRIES
+from vit_jax.config.registries import ALL_REGISTRIES, OPS, REGISTRIES
 
 logger = logging.getLogger("vit_jax")
 
@@ -97,8 +97,7 @@ def load_config(spec: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise InputError(f"--config={spec}: get_config returned {got}; it must return a ConfigDict")
-    registries = (*REGISTRIES, EVALUATORS, METRICS, OPS, POSITIONS)
-    parts = [part for registry in registries for part in registry.values()]
+    parts = [part for registry in ALL_REGISTRIES for part in registry.values()]
     if path.name not in config.plugins and any(part in parts for part in _classes_of(module)):
         raise InputError(
             f"--config={spec}: {path} adds parts, which its run has to keep; name the file itself "

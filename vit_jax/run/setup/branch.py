@@ -109,7 +109,8 @@ def branch(
     rises = f", which rises to {now:.4g} by step {step + warmup}" * (warmup > 0)
     logger.info(
         "%s: %s from step %d to step %d, at first with a learning rate of %.4g%s; to train it: "
-        "vit_jax --workdir=%s", workdir, rule, step, settings.run.duration, first, rises, workdir,
+        "vit_jax --workdir=%s%s", workdir, rule, step, settings.run.duration, first, rises, workdir,
+        " --trust_plugins" * bool(new.resolved.plugins),
     )  # fmt: skip
     if now < HARDLY_LEARNS * was:
         logger.warning(
