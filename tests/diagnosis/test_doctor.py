@@ -11,7 +11,6 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import with_values
 from vit_jax.diagnosis import doctor
 from vit_jax.diagnosis.doctor import FAILED, OK, WARNING, Finding, bounded
 from vit_jax.main import main
@@ -152,8 +151,8 @@ def test_coordinator(silent):
 
 
 def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
-    def choose(config, mesh, *, may_compile):
-        return config if may_compile else with_values(config, {"mesh.fsdp": 8})
+    def choose(settings, mesh, *, may_compile):
+        return settings if may_compile else settings.with_values({"mesh.fsdp": 8})
 
     monkeypatch.setattr("vit_jax.planning.search.choose_layout", choose)
     words = ["doctor", "--config=quickstart:debug", "--format=json"]

@@ -20,7 +20,6 @@ from started_job import ROOT, Job, free_address
 
 import vit_jax
 from vit_jax.checkpoints import checkpoint
-from vit_jax.config import with_values
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
@@ -84,7 +83,7 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
            "model.depth": "1", "evals.test.batch_size": "360"}  # fmt: skip
     assert apply_overrides(config, list(own.items())) == []
     eight, found = {"mesh.data": -1, "mesh.fsdp": 8}, []
-    train.train_and_evaluate(config, tmp_path, choose_layout=lambda c, mesh: with_values(c, eight))
+    train.train_and_evaluate(config, tmp_path, choose_layout=lambda s, mesh: s.with_values(eight))
     assert read_config(epath.Path(tmp_path)).mesh.fsdp == 8
 
     def on(devices):
