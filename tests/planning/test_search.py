@@ -364,9 +364,9 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
     (tmp_path / "starts.jsonl").write_text(json.dumps(start) + "\n")
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
 
-    def choose(config, mesh):
+    def choose(settings, mesh):
         assert mesh.size == 8
-        return config.with_values({"model.remat": "none"})
+        return settings.with_values({"model.remat": "none"})
 
     opened = Files(tmp_path, run := read_run(tmp_path), choose)
     opened.mesh = mesh

@@ -1,6 +1,5 @@
 """Checks before anything is written: packages, and the splits that a run opens."""
 
-import copy
 import importlib.util
 import os
 import pathlib
@@ -358,10 +357,8 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
                  "optimizer.peak_lr": "0.1", "init_from": "scratch"}  # fmt: skip
     assert apply_overrides(config, list(overrides.items())) == []
 
-    def choose(config, mesh):
-        chosen = copy.deepcopy(config)
-        chosen.mesh.fsdp = mesh.shape["data"] // 2
-        return chosen
+    def choose(settings, mesh):
+        return settings.with_values({"mesh.fsdp": mesh.shape["data"] // 2})
 
     run = prepare(config, tmp_path / "new", choose)
     assert (run.mesh.shape["data"], run.mesh.shape["fsdp"]) == (2, 4)

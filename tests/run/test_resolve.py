@@ -390,8 +390,13 @@ def test_config_json_says_who_decided_each_key(folder, source, tmp_path):
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
     asked.auto, asked.mesh.fsdp = True, 1
-    chosen = prepare(asked, tmp_path / "new", lambda config, mesh: with_values(
-        config, {"model.remat": "full"}), by_user=("mesh.fsdp",)).resolved.decided_by  # fmt: skip
+    run = prepare(
+        asked,
+        tmp_path / "new",
+        lambda settings, mesh: settings.with_values({"model.remat": "full"}),
+        by_user=("mesh.fsdp",),
+    )
+    chosen = run.resolved.decided_by
     assert (chosen["model.remat"], chosen["mesh.fsdp"]) == ("devices", "user")
 
 
