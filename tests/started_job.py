@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import subprocess
 import time
 
 from cheap_compilation import flags_for
@@ -73,7 +74,10 @@ class Job:
         """The exit codes of all processes, or of the processes in `of`."""
         until = time.monotonic() + timeout_s
         of = range(len(self.processes)) if of is None else of
-        return [self.processes[i].wait(max(until - time.monotonic(), 0.1)) for i in of]
+        try:
+            return [self.processes[i].wait(max(until - time.monotonic(), 0.1)) for i in of]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not all have ended: {self.everything()}") from None
 
 
 KILL, STOP, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM

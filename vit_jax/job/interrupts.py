@@ -85,15 +85,12 @@ def end_job(code: int, why: str) -> NoReturn:
     with _ending:
         _end_after(2 * _PARTING_S, code)
         if (client := processes.client()) is not None:
-            me = processes.distributed_state().process_id
-            said = json.dumps([me, code, why])
+            said = json.dumps([processes.distributed_state().process_id, code, why])
             tell = threading.Thread(
                 target=lambda: client.key_value_set(_KEY, said, allow_overwrite=True), daemon=True
             )
             tell.start()
             tell.join(_PARTING_S)
-            if me == 0:  # which has the store
-                time.sleep(_PARTING_S / 2)
         _exit(code)
 
 
@@ -119,6 +116,8 @@ def _end_after(seconds: float, code: int) -> None:
 
 
 def _exit(code: int) -> NoReturn:
+    if processes.client() is not None and processes.distributed_state().process_id == 0:
+        time.sleep(_PARTING_S / 2)  # process 0 has the store; JAX aborts processes that outlive it
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
