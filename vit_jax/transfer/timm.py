@@ -1,12 +1,7 @@
-"""Models with the names of the `timm` library: VisionTransformer, distilled too, and EfficientNet.
+"""Models with the names of the `timm` library: VisionTransformer, distilled too.
 
 `model_args` of the JSON file are arguments of VisionTransformer; absent arguments have timm's
-defaults. `timm_config` holds the rest of the file.
-
-An EfficientNet has the form of the tf_efficientnet_* models, which pad as TensorFlow does and
-normalise with epsilon 1e-3. timm's own efficientnet_* models have the same arrays, but pad evenly
-and use another epsilon; they are refused. The JSON file states `architecture`, such as
-tf_efficientnet_b0, or for other sizes `width` and `depth`, the factors by which B0 is scaled.
+defaults. `timm_config` holds the rest of the file, `timm_efficientnet` the other family of models.
 """
 
 import math
@@ -16,12 +11,12 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
-from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.errors import Faults
 from vit_jax.models.deit import DeiT
-from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
+from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import fit, timm_blocks, timm_config
+from vit_jax.transfer import fit, timm_blocks, timm_config, timm_efficientnet
 from vit_jax.transfer.families import COMPUTES_OTHERWISE
 from vit_jax.transfer.names import (
     LINEAR,
@@ -29,7 +24,6 @@ from vit_jax.transfer.names import (
     PATCHES,
     Row,
     find_unheld,
-    layer,
     read_rows,
     row,
     rows_of,
@@ -92,51 +86,9 @@ def vit_rows(model: nn.Module) -> list[Row]:
     return rows_of(table, model)
 
 
-_TF = "tf_efficientnet_"
-_CONV = layer({".weight": ("kernel", "h w c d -> d c h w")})
-_SQUEEZED = layer({".weight": ("kernel", "c d -> d c 1 1"), ".bias": ("bias", "")})
-
-
-def _normed(conv: str, norm: str, place: str, part: str) -> list[Row]:
-    """A convolution and its batch norm, whose statistics belong to the model state."""
-    ours = f"{place}/norm_{part}"
-    return [
-        *_CONV(conv, f"{place}/conv_{part}"),
-        *NORM(norm, ours),
-        row(f"{norm}.running_mean", f"batch_stats/{ours}/mean"),
-        row(f"{norm}.running_var", f"batch_stats/{ours}/var"),
-    ]
-
-
-_BLOCK, _STAGE = "blocks.{i}.{j}", "trunk/stage_{i}/layer_{j}"
-EFFICIENTNET_ROWS = [
-    *_normed("conv_stem", "bn1", "trunk", "root"),
-    *_normed(f"{_BLOCK}.conv_pw", f"{_BLOCK}.bn1", _STAGE, "expand"),
-    *_normed(f"{_BLOCK}.conv_dw", f"{_BLOCK}.{{second}}", _STAGE, "depthwise"),
-    *_normed(f"{_BLOCK}.{{last}}", f"{_BLOCK}.{{third}}", _STAGE, "project"),
-    *_SQUEEZED(f"{_BLOCK}.se.conv_reduce", f"{_STAGE}/se_reduce"),
-    *_SQUEEZED(f"{_BLOCK}.se.conv_expand", f"{_STAGE}/se_expand"),
-    *_normed("conv_head", "bn2", "trunk", "last"),
-    *LINEAR("classifier", "head"),
-]
-
-
-def _efficientnet_rows(model: EfficientNet) -> list[Row]:
-    """The rows of `model`; in a block without expansion conv_pw is the projection."""
-    layers = [
-        {"i": i, "j": j}
-        | ({"second": "bn2", "third": "bn3", "last": "conv_pwl"} if stage.expansion > 1 else
-           {"second": "bn1", "third": "bn2", "last": "conv_pw"})
-        for i, stage in enumerate(model.stage_sizes)
-        for j in range(stage.blocks)
-    ]  # fmt: skip
-    return rows_of(EFFICIENTNET_ROWS, model, layers)
-
-
 def recognises(source: Source) -> bool:
     """Whether the arrays have timm's names."""
-    of_efficientnet = {"conv_stem.weight", "conv_head.weight", "blocks.0.0.conv_dw.weight"}
-    return _PATCHES in source.arrays or source.arrays.keys() >= of_efficientnet
+    return _PATCHES in source.arrays or timm_efficientnet.recognises(source)
 
 
 def read(source: Source) -> Pretrained:
@@ -145,7 +97,7 @@ def read(source: Source) -> Pretrained:
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
-    return _read_vit(source) if _PATCHES in source.arrays else _read_efficientnet(source)
+    return _read_vit(source) if _PATCHES in source.arrays else timm_efficientnet.read(source)
 
 
 def _read_vit(source: Source) -> Pretrained:
@@ -270,45 +222,6 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
     return image_size, placed == named
 
 
-def _read_efficientnet(source: Source) -> Pretrained:
-    source.require({"conv_stem.weight": 4, "conv_head.weight": 4}, {"classifier.weight": 2})
-    config = Config(source)
-    architecture = str(config.stated.get("architecture", _TF))
-    if not architecture.startswith(_TF):
-        raise InputError(
-            f"init_from={str(source.path)!r}: {architecture} pads its images evenly, and only "
-            f"timm's {_TF}* models, which pad as TensorFlow does, can be read; take one of those"
-        )
-    num_classes = source.size("classifier.weight", 0)
-    source.check_agreement(config.stated, {"num_classes": num_classes or 0})
-    config.say_assumed()
-    model = EfficientNet(num_classes, config.image_size, *_find_factors(config, source))
-    params, model_state = fit.split_leaves(read_rows(_efficientnet_rows(model), source, model))
-    spec = config.read_spec(model.image_size, num_classes, "antialiased")
-    return Pretrained(str(source.path), model, params, spec, model_state=model_state)
-
-
-def _find_factors(config: Config, source: Source) -> tuple[float, float]:
-    """The factors of width and depth: as stated, else those of the published size that fits."""
-    if "width" in config.stated and "depth" in config.stated:
-        return float(config.stated["width"]), float(config.stated["depth"])
-    layers = {name for name in source.arrays if name.endswith(".conv_dw.weight")}
-    for variant in EFFICIENTNET_VARIANTS.values():
-        model = EfficientNet(None, None, variant.width_factor, variant.depth_factor)
-        theirs = {
-            f"blocks.{i}.{j}.conv_dw.weight"
-            for i, stage in enumerate(model.stage_sizes)
-            for j in range(stage.blocks)
-        }
-        if len(source.arrays["bn2.bias"]) == model.width and layers == theirs:
-            return variant.width_factor, variant.depth_factor
-    raise InputError(
-        f"init_from={str(source.path)!r}: has no published size of an EfficientNet; state the "
-        'factors of width and depth in the JSON file next to the weights, e.g. {"width": 1.1, '
-        '"depth": 1.2}'
-    )
-
-
 def _held(model: nn.Module) -> dict[str, tuple]:
     """{field: values} of a VisionTransformer, or of a DINOv2 where MLPs have a gate."""
     gated = getattr(model, "gated_mlp", False)
@@ -325,7 +238,7 @@ def _held(model: nn.Module) -> dict[str, tuple]:
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
     if type(model) is EfficientNet:
-        return find_unheld(model, (EfficientNet,), {"norm_eps": (1e-3,)})
+        return timm_efficientnet.check(model)
     if (form := timm_blocks.find_form(model)) is not None:
         return timm_blocks.find_faults(form, model)
     if faults := find_unheld(model, (ViT, DeiT), _held(model)):
@@ -343,7 +256,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     Returns the files' names.
     """
     if isinstance(pretrained.model, EfficientNet):
-        return _write_efficientnet(path, pretrained)
+        return timm_efficientnet.write(path, pretrained)
     fit.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
@@ -433,19 +346,3 @@ def _mlp_ratio(model: nn.Module) -> float:
     while int(model.width * ratio) < hidden:
         ratio = math.nextafter(ratio, math.inf)
     return int(ratio) if ratio.is_integer() else ratio
-
-
-def _write_efficientnet(path: epath.Path, pretrained: Pretrained) -> list[str]:
-    model, spec = pretrained.model, pretrained.spec
-    factors = model.width_factor, model.depth_factor
-    names = {v[:2]: name for name, v in EFFICIENTNET_VARIANTS.items()}
-    config: dict[str, Any] = {
-        "architecture": f"{_TF}{names.get(factors, 'B0').lower()}",
-        "num_classes": model.num_classes or 0,
-        "num_features": model.width,
-    }
-    if factors not in names:
-        config |= {"width": model.width_factor, "depth": model.depth_factor}
-    leaves = {**pretrained.params, **pretrained.model_state}
-    arrays = write_rows(_efficientnet_rows(model), leaves, model)
-    return timm_config.write(path, config, arrays, spec.at(model.image_size or spec.image_size))
