@@ -4,10 +4,12 @@ python faulty_run.py FAULT ARGS...; FAULT is one of
 
   loader:N     the batch of step N never comes
   slow:S       compilation and every evaluation take S seconds longer (not a fault)
+  slow_exit:S  a job that ends at once waits S seconds in this process (not a fault)
   code         the digest of the package's code differs
   program      the lowered step differs
 """
 
+import logging
 import sys
 import time
 
@@ -42,6 +44,9 @@ def arm(fault):
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))
         loop.flops.expected_memory = before(loop.flops.expected_memory, lambda: time.sleep(seconds))
+    elif kind == "slow_exit":
+        seconds = float(number)
+        logging.shutdown = before(logging.shutdown, lambda: time.sleep(seconds))
     elif kind == "code":
         software = comparison.software
         comparison.software = lambda: software() | {"code of vit_jax": "other"}
