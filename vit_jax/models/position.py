@@ -16,14 +16,15 @@ import numpy as np
 from einops import rearrange
 from flax import struct
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, nearest
+from vit_jax.config import POSITIONS
 from vit_jax.models.contract import CONSTANTS
 
 SINCOS_1D = "sincos_1d"  # of T2T-ViTs, which keep its table as a constant
 PLACES = ("stem", "layers", "layers_shared")
 
 # Why no vectors belong to the patches; see `PositionEmbedding.acts_on`.
-NO_VECTORS = {
+_NO_VECTORS = {
     "logits": "its positions are relative: they belong to pairs of patches, not to a patch",
     "turns": "its positions turn queries and keys: they have no vectors",
     "nothing": "the model has no position embedding",
@@ -318,6 +319,43 @@ class RelativePositions(PositionEmbedding):
         by_patch = [name for name in ("to_patches", "from_patches") if name in tables]
         new = {name: resize.grid(tables[name], self.grid, grid) for name in by_patch}
         return tables | new | {"offsets": resize.offsets(tables["offsets"], self.grid, grid)}
+
+
+class PositionChoice:
+    """What the fields `pos_embed` and `pos_embed_at` of a model choose."""
+
+    pos_embed: str
+    pos_embed_at: str | None
+
+    @classmethod
+    def pos_embeds(cls) -> tuple[str, ...]:
+        """The names in POSITIONS that `pos_embed` may have."""
+        kept = (POSITIONS.find(name).collection != CONSTANTS for name in POSITIONS)
+        return tuple(name for name, holds in zip(POSITIONS, kept, strict=True) if holds)
+
+    @property
+    def position_class(self) -> type[PositionEmbedding]:
+        """The class called `pos_embed`; an unknown name is a fault of the model."""
+        return POSITIONS.find(self.pos_embed) if self.pos_embed in POSITIONS else NoPositions
+
+    @property
+    def positions_at(self) -> str:
+        """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
+        if self.pos_embed_at == "layers" and self.position_class.collection != "params":
+            return "layers_shared"
+        acts_on_logits = self.position_class.acts_on == "logits"
+        return self.pos_embed_at or ("layers" if acts_on_logits else "stem")
+
+    @property
+    def why_no_positions(self) -> str | None:
+        return _NO_VECTORS.get(self.position_class.acts_on)
+
+    @nn.nowrap
+    def find_position_faults(self) -> list[str]:
+        """The faults of this choice, which also depend on other fields of the model."""
+        if self.pos_embed not in self.pos_embeds():
+            return [f"pos_embed={self.pos_embed!r}: {nearest(self.pos_embed, self.pos_embeds())}"]
+        return self.position_class.find_faults(self)
 
 
 def _init_tables(key, shapes):

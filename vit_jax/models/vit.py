@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.base.errors import collect_faults, nearest
-from vit_jax.config import POSITIONS, key
+from vit_jax.base.errors import collect_faults
+from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
-from vit_jax.models.contract import CONSTANTS, AttentionShape, Model, SplitLayer
+from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
-from vit_jax.models.position import NO_VECTORS, PLACES, NoPositions, PositionEmbedding
+from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 
@@ -42,7 +42,7 @@ def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array
     return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
 
 
-class ViT(BlockFields, RotaryFields, Model):
+class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
     In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
@@ -348,25 +348,6 @@ class ViT(BlockFields, RotaryFields, Model):
         has_table = self.position_class.collection != ""
         return self.num_named_tokens if has_table and self.pos_embed_class_token else 0
 
-    @classmethod
-    def pos_embeds(cls) -> tuple[str, ...]:
-        """The names in POSITIONS that `pos_embed` may have."""
-        kept = (POSITIONS.find(name).collection != CONSTANTS for name in POSITIONS)
-        return tuple(name for name, holds in zip(POSITIONS, kept, strict=True) if holds)
-
-    @property
-    def position_class(self) -> type[PositionEmbedding]:
-        """The class called `pos_embed`; an unknown name is a fault of the model."""
-        return POSITIONS.find(self.pos_embed) if self.pos_embed in POSITIONS else NoPositions
-
-    @property
-    def positions_at(self) -> str:
-        """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
-        if self.pos_embed_at == "layers" and self.position_class.collection != "params":
-            return "layers_shared"
-        acts_on_logits = self.position_class.acts_on == "logits"
-        return self.pos_embed_at or ("layers" if acts_on_logits else "stem")
-
     @nn.nowrap
     def positions(self, image_size: tuple[int, int]) -> PositionEmbedding:
         """The position embedding for images of that size."""
@@ -384,10 +365,6 @@ class ViT(BlockFields, RotaryFields, Model):
         tokens = None if self.image_size is None else self.num_tokens
         head, relative = self.width // self.num_heads, self.position_class.acts_on == "logits"
         return AttentionShape(self.num_heads, head, tokens, self.attention_dropout, relative)
-
-    @property
-    def why_no_positions(self) -> str | None:
-        return NO_VECTORS.get(self.position_class.acts_on)
 
     @property
     def num_pooled_tokens(self) -> int:
@@ -433,11 +410,7 @@ class ViT(BlockFields, RotaryFields, Model):
 
     @nn.nowrap
     def find_faults(self) -> list[str]:
-        faults, names = super().find_faults(), self.pos_embeds()
-        if self.pos_embed not in names:
-            faults.append(f"pos_embed={self.pos_embed!r}: {nearest(self.pos_embed, names)}")
-        else:
-            faults += self.position_class.find_faults(self)
+        faults = super().find_faults() + self.find_position_faults()
         if "token" in self.pool and self.class_token is False:
             faults.append(f"class_token=False: pool={self.pool!r} needs it; choose pool gap or map")
         if self.pool == "token_gap" and (self.norm_pooled or self.hidden_head):
