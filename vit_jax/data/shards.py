@@ -280,28 +280,10 @@ def open_shards(
     """
     records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
-    shards = [part.shard for part in records.parts]
-    training = {name for s in splits.get("train") or shards for name in s.labels.names}
-    labels = training.union(*(shard.labels.names for shard in shards))
-    known = request.divider.class_names
-    if class_names is None:
-        names, named_by, counted = sorted_classes(training, known), "train", False
-    else:
-        names, named_by = spell(class_names, known), _CLASSES
-    number_of = number_labels(where, labels, names, named_by, counted=counted)
-    codes, counts = _number_records(records.parts, number_of)
-    multi_label = request.multi_label
-    if not names:  # no labels at all
-        codes, counts, multi_label = np.zeros(len(counts), np.int32), np.ones_like(counts), False
-    elif len(others := np.flatnonzero(counts != 1)) and multi_label is False:
-        raise InputError(
-            f"{where}: {len(others):,} images of {request.split} have no label, or several: "
-            f"{few(map(records.name, others.tolist()))}; give each one label, or read them with "
-            "--config.data.multi_label=true --config.loss.name=sigmoid"
-        )
-    elif multi_label is None:
-        multi_label = bool(len(others))
-    vector_size = len(names or ()) if multi_label else None
+    training = splits.get("train") or [part.shard for part in records.parts]
+    names, number_of = _find_classes(records, training, class_names, where, counted=counted)
+    codes, counts, multi_label = _number_records(records, names, number_of, where)
+    vector_size = len(names) if multi_label else None
     label_of = _read_labels(codes, counts, vector_size)
 
     def parse(stored, record_id):
@@ -352,7 +334,7 @@ class _Records:
     """The records of some parts of shards, by their index."""
 
     def __init__(self, parts: Sequence[Part], request: Request):
-        self.parts, self._request = parts, request
+        self.parts, self.request = parts, request
         self._ends = np.cumsum([part.take for part in parts])
 
     def find(self, record: int) -> tuple[Shard, int]:
@@ -364,7 +346,7 @@ class _Records:
     def name(self, record: int) -> str:
         shard, place = self.find(record)
         where = f"{pathlib.PurePath(shard.path).name} member {shown(shard.keys()[place])}"
-        return f"{where} (record {record} of {self._request.name} {self._request.split})"
+        return f"{where} (record {record} of {self.request.name} {self.request.split})"
 
     def file_names(self, start: int, stop: int) -> list[str]:
         """Of the records start, ..., stop - 1."""
@@ -417,15 +399,44 @@ def parts_of(split: str, sizes: Mapping[str, int], where: str) -> list[tuple[str
     return find_parts(split, infos, where)
 
 
+def _find_classes(
+    records: _Records,
+    training: Sequence[Shard],
+    class_names: Sequence[str] | None,
+    where: str,
+    *,
+    counted: bool,
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The names of the classes, and {label: its class}; see `open_shards`."""
+    of_training = {name for shard in training for name in shard.labels.names}
+    labels = of_training.union(*(part.shard.labels.names for part in records.parts))
+    known = records.request.divider.class_names
+    if class_names is None:
+        names, named_by, counted = sorted_classes(of_training, known), "train", False
+    else:
+        names, named_by = spell(class_names, known), _CLASSES
+    return names, number_labels(where, labels, names, named_by, counted=counted)
+
+
 def _number_records(
-    parts: Sequence[Part], number_of: Mapping[str, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """`Labels.codes`, in the classes of `number_of`, and `counts` of all `parts`."""
-    codes, counts = [], []
-    for shard, skip, take in parts:
+    records: _Records, names: Sequence[str], number_of: Mapping[str, int], where: str
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """`Labels.codes` in the classes of `number_of`, `counts`, and whether labels are several."""
+    all_codes, all_counts = [], []
+    for shard, skip, take in records.parts:
         labels = shard.labels
         start, stop = labels.counts[:skip].sum(), labels.counts[: skip + take].sum()
         numbers = np.array([*(number_of[name] for name in labels.names), -1], np.int32)
-        codes.append(numbers[labels.codes[start:stop]])
-        counts.append(labels.counts[skip : skip + take])
-    return np.concatenate(codes), np.concatenate(counts)
+        all_codes.append(numbers[labels.codes[start:stop]])
+        all_counts.append(labels.counts[skip : skip + take])
+    codes, counts = np.concatenate(all_codes), np.concatenate(all_counts)
+    if not names:  # no labels at all
+        return np.zeros(len(counts), np.int32), np.ones_like(counts), False
+    others, multi_label = np.flatnonzero(counts != 1), records.request.multi_label
+    if len(others) and multi_label is False:
+        raise InputError(
+            f"{where}: {len(others):,} images of {records.request.split} have no label, or "
+            f"several: {few(map(records.name, others.tolist()))}; give each one label, or read "
+            "them with --config.data.multi_label=true --config.loss.name=sigmoid"
+        )
+    return codes, counts, bool(len(others)) if multi_label is None else multi_label
