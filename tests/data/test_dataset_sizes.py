@@ -90,5 +90,7 @@ def test_sizes_of_a_config_and_of_its_mixture():
     assert c.data.num_examples is None  # the user's own stays as it is
     c.data.mix = "digits@train=0.3, cifar100=0.2"
     assert with_known_facts(c).data.num_examples == 25_000 + 1_437 + 25_000
-    c.data.num_examples = 7
+    c.data.subset = "1000"  # of data.name only
+    assert with_known_facts(c).data.num_examples == 1_000 + 1_437 + 25_000
+    c.data.num_examples, c.data.subset = 7, None
     assert with_known_facts(c).data.num_examples == 7

@@ -89,7 +89,7 @@ class Crops(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """The arrays of every batch of a pass over the data; pipeline.py lists its arrays.
+    """The batches of a pass over the data; pipeline.py lists their arrays.
 
     size: B, the number of rows over all processes.
     crops: {key of a batch: its images}: `image`, views, or both.

@@ -1,6 +1,6 @@
 """`Source`, the pipeline's interface to a data set: records read by their index.
 
-Each kind of data set is a file in sources/; mixtures are in mixture.py.
+The data sets are in sources/; mixtures are in mixture.py.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Request:
     channels: number of channels of the pipeline's images.
     num_classes: number of classes of synthetic data; for other data the expected number, or None.
     num_examples: number of examples in this split, likewise.
-    reader: for TFDS data sets; see tfds.py.
+    reader: for TFDS data sets; see sources/tfds.py.
     max_corrupt_fraction: own images are refused if a larger share of the files is missing.
     class_names: of the model that is evaluated, for labels that are numbers without names.
     """

@@ -44,14 +44,12 @@ def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
     num_classes, num_examples = known_sizes(
         d.name, d.split, num_classes=num_classes, num_examples=d.num_examples, own=own
     )
-    if d.num_examples is None and d.mix:
-        parts = parse_mix(d.mix)
-        num_examples += sum(
-            known_sizes(part.name, part.split or d.split, own=own)[1] for part in parts
-        )
-    elif d.num_examples is None and d.subset is not None:
-        num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
-    order, _ = resolve_order(
+    if d.num_examples is None:
+        if d.subset is not None:
+            num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
+        parts = ((part.name, part.split or d.split) for part in parse_mix(d.mix))
+        num_examples += sum(known_sizes(*part, own=own)[1] for part in parts)
+    order, streams = resolve_order(
         d.order,
         d.streams,
         num_examples=num_examples,
@@ -62,6 +60,7 @@ def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
         "data.num_classes": num_classes,
         "data.num_examples": num_examples,
         "data.order": order,
+        "data.streams": streams,
         "data.chunk_size": resolve_chunk_size(d.chunk_size, None),
     }
 

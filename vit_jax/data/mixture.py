@@ -82,8 +82,9 @@ def parse_mix(text: str) -> tuple[Part, ...]:
 
 def without_places(text: str) -> str:
     """`data.mix` without the folders of a list of dicts, which may move while a run is stopped."""
-    parts = parse_mix(text)
-    return str([(p.name, p.split, p.weight) for p in parts]) if _is_list(text) else text
+    if not _is_list(text):
+        return text
+    return str([(part.name, part.split, part.weight) for part in parse_mix(text)])
 
 
 def _is_list(text: str) -> bool:
@@ -135,9 +136,9 @@ def mixed_keys(data: Data) -> list[SplitKey]:
     # A run holds out images by their names in one folder, which two folders may share.
     if len(places := {key.data_dir for key in seen if key.data_name in DIVIDED}) > 1:
         raise InputError(
-            f"data.mix: has images in {len(places)} folders, {few(sorted(map(str, places)))}, of "
-            "which a run would hold out some by name; put all below one folder, or write the "
-            "others as tar or Parquet"
+            f"data.mix: has images in {len(places)} folders, {few(sorted(map(str, places)))}, but "
+            "a run holds out images by name, whatever their folder; put all below one folder, or "
+            "write the others as tar or Parquet"
         )
     return keys
 

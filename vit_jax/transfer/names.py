@@ -174,7 +174,8 @@ def find_unheld(
 ) -> list[str]:
     """Why a format that holds `families` with {field: values} as in `needed` cannot hold `model`.
 
-    No format holds positions inside the layers, nor other values than those in _NEEDED.
+    The values of `_NEEDED` hold for fields that `needed` leaves out. Positions must be tables at
+    the stem.
     """
     if type(model) not in families:
         family = type(model).__name__
@@ -191,7 +192,7 @@ def find_unheld(
 
 _NEEDED: dict[str, tuple] = {
     "channels": (3,), "parallel": (False,), "norm": ("layer",), "qk_norm": (False,),
-    "pos_embed_at": ("stem",), "pos_embed": (),  # see `find_unheld`
+    "pos_embed_at": ("stem",),
     "registers": (0,), "pre_norm": (False,), "patch_bias": (True,), "key_bias": (True,),
     "gated_mlp": (False,), "mlp_norm": (False,), "rotary": (None,),
     "pool": ("token", "gap", "map"), "gelu": ("tanh", "exact"),

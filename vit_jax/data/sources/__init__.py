@@ -1,4 +1,4 @@
-"""Sources of data, one file each; a plug-in finds here what it needs for its own."""
+"""Sources of data, in files by kind. Plug-ins import from here what a source needs."""
 
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint, in_memory, numbered
 

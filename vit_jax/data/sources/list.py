@@ -42,7 +42,7 @@ _SHOWN = 5  # faults, of a list that has many
 
 
 class Row(NamedTuple):
-    """The labels of one file in a list.
+    """The labels of one file in a list, its split and its group.
 
     split: train, val or test; None where the list has no column `split`.
     group: of the images that are held out together; None where there is no column `group`.
@@ -354,8 +354,7 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
             f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and label "
             "or labels, or a column of 0 and 1 for each class"
         )
-    read = [name for name in names if name in (*columns.values(), *classes)]
-    if again := [name for i, name in enumerate(read) if name in read[:i]]:
+    if again := [name for name in (*columns.values(), *classes) if names.count(name) > 1]:
         raise ValueError(f"line 1: has the column {shown(again[0])} twice; keep one of the two")
     reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
     for row in reader:

@@ -232,8 +232,8 @@ def _open_mixture(
     for one, other in itertools.combinations([own, *keys], 2):
         if data.share_images(one, other):
             logger.warning(
-                "data.mix: %s and %s of %s share images, which are drawn for both; mix parts that "
-                "share none, such as train[:50%%] and train[50%%:]",
+                "data.mix: %s and %s of %s may share images, which are then drawn for both; mix "
+                "parts that share none, such as train[:50%%] and train[50%%:]",
                 one.split, other.split, one.data_name,
             )  # fmt: skip
     opened = [source, *(other for other in others if other is not None)]
