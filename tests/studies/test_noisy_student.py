@@ -15,6 +15,7 @@ from studied import config_of, done, keys_at_fault, study_of
 
 from vit_jax import create_model, save_pretrained
 from vit_jax.base.errors import InputError
+from vit_jax.config import Settings, sections
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.sources.pseudo import read_pseudo_labels, select
@@ -149,6 +150,11 @@ def debug_config(**study):
     return c
 
 
+def label(config, teacher, workdir):
+    study, _ = sections.Study.read(config.study)
+    return pseudo_labels.label(study, Settings.read_open(config)[0], teacher, workdir)
+
+
 @pytest.mark.usefixtures("one_device")
 def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch):
     monkeypatch.setattr(pseudo_labels, "_RECORDS_OF_PART", 200)  # of 360
@@ -162,24 +168,24 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     found = pseudo_labels.outputs
     monkeypatch.setattr(pseudo_labels, "outputs", outputs)
     config = debug_config(confidence=0.0)
-    summary = pseudo_labels.label(config, teacher, tmp_path)
+    summary = label(config, teacher, tmp_path)
     assert computed == [200, 160] and summary["labels/kept"] == summary["labels/examples"] == 360
     part = np.load(tmp_path / "part_00000.npz")
     top = part["top"]
     assert top.dtype == np.float32 and (top != part["probabilities"].max(axis=1)).any()
     config.study.confidence = float(np.median(top))  # the choice changes, the probabilities do not
-    summary = pseudo_labels.label(config, teacher, tmp_path)
+    summary = label(config, teacher, tmp_path)
     assert computed == [200, 160] and 0 < summary["labels/kept"] < 360
     assert summary["choice"]["study.confidence"] == config.study.confidence
     assert 0 <= summary["labels/top1"] < 1
 
     (tmp_path / "part_00001.npz").unlink()  # as if it was killed before
     before = (tmp_path / "labels.npz").read_bytes()
-    assert pseudo_labels.label(config, teacher, tmp_path) == summary
+    assert label(config, teacher, tmp_path) == summary
     assert computed == [200, 160, 160] and (tmp_path / "labels.npz").read_bytes() == before
     config.study.unlabelled = "digits@train"
     with at_fault("--workdir"):
-        pseudo_labels.label(config, teacher, tmp_path)
+        label(config, teacher, tmp_path)
 
     file = str(tmp_path / "labels.npz")
     labels = read_pseudo_labels(file)
@@ -214,9 +220,9 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
     teacher = read_pretrained(labelled / "teacher.npz")
     config = debug_config(confidence=1.5)
     with at_fault("study.confidence"):
-        pseudo_labels.label(config, teacher, tmp_path)
+        label(config, teacher, tmp_path)
     config.study.update(confidence=0.0, soft_labels=False, per_class=5)
-    summary = pseudo_labels.label(config, teacher, tmp_path)  # of the same probabilities
+    summary = label(config, teacher, tmp_path)  # of the same probabilities
     labels = read_pseudo_labels(str(tmp_path / "labels.npz")).label
     assert labels.dtype == np.int32
     assert np.bincount(labels)[np.unique(labels)].tolist() == [5] * summary["labels/classes"]
@@ -231,7 +237,7 @@ def test_labels_are_compared_by_the_names_of_the_classes(labelled, tmp_path):
     def top1(names):
         spec = teacher.spec._replace(class_names=names)
         config = debug_config(confidence=0.0)
-        summary = pseudo_labels.label(config, teacher._replace(spec=spec), tmp_path)
+        summary = label(config, teacher._replace(spec=spec), tmp_path)
         return summary.get("labels/top1")
 
     in_order = top1(tuple("0123456789"))
@@ -248,14 +254,14 @@ def test_what_label_refuses(labelled, tmp_path):
     run.mkdir()
     (run / "config.json").write_text("{}")
     with at_fault("--workdir"):
-        pseudo_labels.label(debug_config(), teacher, run)
+        label(debug_config(), teacher, run)
     assert find_faults(debug_config(per_class=-5))[0].startswith("study.per_class=-5")
     several = teacher._replace(run={"config": {"data": {"multi_label": True}}})
     with at_fault("init_from"):
-        pseudo_labels.label(debug_config(), several, tmp_path)
+        label(debug_config(), several, tmp_path)
     without = teacher._replace(model=teacher.model.clone(num_classes=None))
     with pytest.raises(InputError, match="has no classes; predict --features"):
-        pseudo_labels.label(debug_config(), without, tmp_path)
+        label(debug_config(), without, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off"])

@@ -35,17 +35,19 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import transfer
     from vit_jax.base.errors import InputError
-    from vit_jax.config import Settings
+    from vit_jax.config import Settings, sections
     from vit_jax.devices.mesh import start_backend
     from vit_jax.inference.pseudo_labels import label
     from vit_jax.run import terminal
 
-    teacher = Settings.read_open(config)[0].run.weights_source
+    settings, _ = Settings.read_open(config)  # has been checked
+    study, _ = sections.Study.read(config.study)
+    teacher = settings.run.weights_source
     if teacher is None:
         raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    start_backend(config.mesh.platform)
+    start_backend(settings.mesh.platform)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # every part is written whole
     pretrained = transfer.read_pretrained(teacher, best=flags.best)
-    print(json.dumps(label(config, pretrained, flags.workdir), indent=2))
+    print(json.dumps(label(study, settings, pretrained, flags.workdir), indent=2))
     return exit_codes.DONE

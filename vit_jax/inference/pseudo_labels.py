@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import absolute, check_folder, write_whole
 from vit_jax.checkpoints.checksums import hash_params
-from vit_jax.config import image_hw
+from vit_jax.config import SOURCES, Settings, sections
 from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.run.setup.matching import find_places, say_places
@@ -36,36 +34,33 @@ from vit_jax.transfer.pretrained import ops_for
 logger = logging.getLogger("vit_jax")
 
 _RECORDS_OF_PART = 65_536
-# Keys that decide what `labels.npz` holds.
-_CHOICE = (
-    "study.confidence", "study.per_class", "study.soft_labels", "study.unlabelled", "init_from",
-    "seed",
-)  # fmt: skip
 
 
-def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -> dict[str, Any]:
-    """Label the images of `config.study.unlabelled` by `pretrained`; return the summary.
+def label(
+    study: sections.Study, settings: Settings, pretrained: Pretrained, workdir: epath.PathLike
+) -> dict[str, Any]:
+    """Label the images of `study.unlabelled` by `pretrained`; return the summary.
 
     Uses the keys `unlabelled`, `unlabelled_dir`, `soft_labels`, `confidence` and `per_class` of
-    `config.study`, and how `config.data` reads images. The images are preprocessed as in the
-    model's evaluation.
+    `study`, and how `settings.data` reads images. The images are preprocessed as in the model's
+    evaluation.
 
     Raises:
       InputError: the images or the classes are missing, an image may have several labels,
         `workdir` holds a run or the labels of other images or another model, or no image is
         labelled with the needed confidence.
     """
-    workdir, study = absolute(workdir), config.study
-    _check_inputs(config, pretrained, workdir)
-    size = pretrained.spec.image_size or image_hw(config.data.image_size)
+    workdir, run = absolute(workdir), settings.run
+    _check_inputs(pretrained, workdir)
+    size = pretrained.spec.image_size or settings.data.image_size
     divider = data.Divider(pretrained.division, anew=True)  # labels new images too
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
-    source, facts = _open_images(config, pretrained, divider)
+    source, facts = _open_images(study, settings.data, pretrained, divider)
     path, num_classes = workdir / "labels.json", pretrained.model.num_classes
     _check_same(facts, path)
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(facts, indent=2) + "\n")
-    found = _label_parts(config, pretrained, source, workdir)
+    found = _label_parts(run.global_batch_size, pretrained, source, workdir)
 
     records = select(
         found["top"],
@@ -73,7 +68,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         confidence=study.confidence,
         per_class=study.per_class,
         num_classes=num_classes,
-        seed=config.seed,
+        seed=run.seed,
     )
     if not len(records):
         raise InputError(
@@ -90,13 +85,14 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     }
     division = data.Division(divider.decided).to_bytes() if divider.decided else b""
     write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, division).to_bytes())
-    flat = config_lib.flatten(config)
+    choice = ("confidence", "per_class", "soft_labels", "unlabelled")  # they decide `labels.npz`
     summary = {
         "labels/examples": source.num_examples,
         "labels/kept": len(np.unique(records)),
         "labels/written": len(records),
         "labels/classes": len(np.unique(found["label"][records])),
-        "choice": {key: flat[key] for key in _CHOICE},
+        "choice": {f"study.{key}": getattr(study, key) for key in choice}
+        | {"init_from": run.init_from, "seed": run.seed},
     }
     true = _true_labels(source, pretrained, found["true"])
     if true is not None:
@@ -135,8 +131,8 @@ def _true_labels(
     return labels
 
 
-def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:
-    """Raise InputError if the teacher, `study.per_class` or the workdir do not suit."""
+def _check_inputs(pretrained: Pretrained, workdir: epath.Path) -> None:
+    """Raise InputError if the teacher or the workdir do not suit."""
     check_classes(pretrained)
     check_folder(workdir, "--workdir")
     faults = Faults()
@@ -152,44 +148,43 @@ def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Pat
     collect_faults(faults)
 
 
-def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
-    """(name, split) in `study.unlabelled`; without a split there, that of `data`.
+def parse_unlabelled(unlabelled: str | None, split: str) -> tuple[str, str]:
+    """(name, split) in `study.unlabelled`; without a split there, `split`.
 
     Raises:
       InputError: it is not set.
     """
-    name, at, split = (config.study.unlabelled or "").partition("@")
-    if not name or (at and not split):
+    name, at, own_split = (unlabelled or "").partition("@")
+    if not name or (at and not own_split):
         raise InputError(
-            f"study.unlabelled={config.study.unlabelled!r}: needs NAME or NAME@SPLIT, the images "
-            "to label"
+            f"study.unlabelled={unlabelled!r}: needs NAME or NAME@SPLIT, the images to label"
         )
-    return name, split or config.data.split
+    return name, own_split or split
 
 
 def _open_images(
-    config: ConfigDict, pretrained: Pretrained, divider: data.Divider
+    study: sections.Study, d: sections.Data, pretrained: Pretrained, divider: data.Divider
 ) -> tuple[data.Source, dict[str, Any]]:
     """The images to label, and the facts that make them and their labels."""
-    d, spec = config.data, pretrained.spec
-    name, split = parse_unlabelled(config)
-    made = config_lib.SOURCES.find(name).is_made
+    spec = pretrained.spec
+    name, split = parse_unlabelled(study.unlabelled, d.split)
+    made = SOURCES.find(name).is_made
     source = data.make_source(
         name,
         split=split,
-        data_dir=config.study.unlabelled_dir or d.data_dir,
+        data_dir=study.unlabelled_dir or d.data_dir,
         image_size=spec.image_size,
         divider=divider,
         **spec.reading._asdict(),
         reader=d.reader,
         num_classes=d.num_classes if made else None,
         num_examples=d.num_examples if made else None,
-        **config_lib.own_keys(config, "data"),
+        **d.own,
     )
     return source, {
         "name": name,
         "split": split,
-        "data_dir": config.study.unlabelled_dir,
+        "data_dir": study.unlabelled_dir,
         "num_classes": source.num_classes if made else None,
         "num_examples": source.num_examples if made else None,
         "fingerprint": source.fingerprint,
@@ -204,7 +199,7 @@ def _part(workdir: epath.Path, first: int) -> epath.Path:
 
 
 def _label_parts(
-    config: ConfigDict, pretrained: Pretrained, source: data.Source, workdir: epath.Path
+    batch_size: int, pretrained: Pretrained, source: data.Source, workdir: epath.Path
 ) -> dict[str, np.ndarray]:
     """Write the missing parts; return of every record {"label", "top", "true"}, each (n,)."""
     columns: dict[str, list[np.ndarray]] = {"label": [], "top": [], "true": []}
@@ -212,7 +207,7 @@ def _label_parts(
         ids = np.arange(first, min(first + _RECORDS_OF_PART, source.num_examples))
         path = _part(workdir, first)
         if not path.exists():
-            how = {"batch_size": config.global_batch_size, "record_ids": ids}
+            how = {"batch_size": batch_size, "record_ids": ids}
             rows = list(outputs(pretrained, source, what="probabilities", **how))
             probabilities = np.concatenate([p for p, _ in rows])
             part = {

@@ -95,7 +95,8 @@ def _count_pseudo(config: ConfigDict) -> int | None:
     num_classes, own = known_sizes(d.name, d.split, num_classes=d.num_classes, own=keys)
     if study.per_class is not None:
         return own + num_classes * study.per_class
-    return own + known_sizes(*parse_unlabelled(config), num_classes=num_classes, own=keys)[1]
+    unlabelled = parse_unlabelled(study.unlabelled, d.split)
+    return own + known_sizes(*unlabelled, num_classes=num_classes, own=keys)[1]
 
 
 def plan_members(study: Study, planner: Planner) -> Report:
