@@ -33,6 +33,7 @@ _HOMES = {
     "figures": "vit_jax.commands.figures",
     "load_config": "vit_jax.run.setup.validation",
     "load_image": "vit_jax.transfer.pretrained",
+    "load_predictor": "vit_jax.inference.predict",
     "load_pretrained": "vit_jax.transfer",
     "plan": "vit_jax.commands.plan",
     "predict": "vit_jax.inference.predict",

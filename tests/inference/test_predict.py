@@ -14,6 +14,7 @@ from PIL import Image
 import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
+from vit_jax.data import loading
 from vit_jax.data.images.given import image_files
 from vit_jax.inference.neighbours import nearest
 from vit_jax.inference.predict import classify, outputs
@@ -93,6 +94,17 @@ def test_other_padding_gives_the_same_outputs(golden, images):
     (expected, mask), (other, other_mask) = found(names), found((*names[:2], *names))
     assert list(mask) == [1, 1, 0, 1] and list(other_mask) == [1, 1, 1, 1, 0, 1]
     np.testing.assert_allclose(other[2:][mask == 1], expected[mask == 1], rtol=0, atol=1e-6)
+
+
+def test_few_images_without_a_pipeline_are_those_of_a_pipeline(golden, images, monkeypatch, caplog):
+    """Also one that cannot be read, in a predictor, which keeps the weights on the devices."""
+    predictor = vit_jax.load_predictor(golden / "hf_vit")
+    found = predictor(images, output="logits")
+    assert "broken.png: not a readable image" in caplog.text and np.isnan(found).any()
+    monkeypatch.setattr(loading, "_FEW", 0)
+    np.testing.assert_array_equal(predictor(images, output="logits"), found)
+    alone = vit_jax.predict(images, golden / "hf_vit", output="logits")
+    np.testing.assert_array_equal(alone, found)
 
 
 def test_a_table(golden, images, capsys):

@@ -5,6 +5,7 @@ Axes: B images, N tokens, D width, C classes.
 
 import contextlib
 import csv
+import dataclasses
 import functools
 import io
 import itertools
@@ -17,7 +18,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
@@ -103,6 +104,39 @@ def predict(
     return np.concatenate([without_masked(x, batch) for x, batch in parts])
 
 
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+    """A model whose weights stay on the devices: `predict` without its `source`, for many calls."""
+
+    pretrained: Pretrained
+
+    def __call__(self, images: Any, **how: Any) -> list[dict[str, Any]] | np.ndarray:
+        """predict(images, this model, **how)."""
+        return predict(images, self.pretrained, **how)
+
+
+def load_predictor(source: epath.PathLike | Pretrained) -> Predictor:
+    """Read a model and keep its weights on all devices.
+
+        predictor = vit_jax.load_predictor("runs/mine")
+        name = predictor("cat.jpg")[0]["classes"][0]["name"]
+
+    Args:
+      source: as in `predict`.
+
+    Raises:
+      InputError: the source cannot be read.
+    """
+    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
+    held = dict(pretrained.params), dict(pretrained.model_state)
+    params, model_state = _on_all(make_mesh(), held)
+    return Predictor(pretrained._replace(params=params, model_state=model_state))
+
+
+def _on_all(mesh: Mesh, variables: tree.PyTree) -> tree.PyTree:
+    return jax.device_put(variables, NamedSharding(mesh, P()))
+
+
 def outputs(
     pretrained: Pretrained, source: Source, *, what: str, layer: int | None = None, **how: Any
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -166,10 +200,10 @@ def computed(
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
     """
     spec, variables = pretrained.spec, pretrained.variables
-    mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
+    mesh = make_mesh()
     check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
-    params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
+    params, model_state = _on_all(mesh, (params, model_state))
     batches = eval_batches(
         source,
         image_batch(batch_size, spec.image_size, _host_ops(pretrained, source), "evals.*.ops"),
@@ -178,11 +212,11 @@ def computed(
     )
     left = source.num_examples if record_ids is None else len(record_ids)
     console = Console(stderr=True)
-    progress = progress and console.is_terminal  # in a file, a bar is only noise
-    shown = {"total": -(-left // batch_size), "console": console}
+    if progress and console.is_terminal:  # in a file, a bar is only noise
+        batches = track(batches, "images", total=-(-left // batch_size), console=console)
     results = (
         (compute(params, model_state, batch["image"]), {k: batch[k] for k in keys})
-        for batch in track(batches, "images", **shown, disable=not progress)
+        for batch in batches
     )
     for found, batch in fetch(results):
         kept = min(left, batch_size)

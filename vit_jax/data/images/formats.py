@@ -85,6 +85,7 @@ def read_image(path: tf.Tensor, reading: Reading, missing: Container[bytes] = ()
     """
 
     def read(path):
+        path = _bytes_of(path)
         file = pathlib.Path(os.fsdecode(path))
         return np.array(
             file.read_bytes() if path in missing else retried(file.read_bytes, file), object
@@ -92,6 +93,11 @@ def read_image(path: tf.Tensor, reading: Reading, missing: Container[bytes] = ()
 
     encoded = read_in_python(read, path) if are_sure() else tf.io.read_file(path)
     return as_known_format(tf.ensure_shape(encoded, []), reading)
+
+
+def _bytes_of(scalar: bytes | np.ndarray) -> bytes:
+    """What TensorFlow hands to Python: bytes, or an array of one object."""
+    return scalar if isinstance(scalar, bytes) else scalar.item()
 
 
 def as_known_format(encoded: tf.Tensor, reading: Reading = USUAL) -> tf.Tensor:
@@ -121,9 +127,8 @@ def as_known_format(encoded: tf.Tensor, reading: Reading = USUAL) -> tf.Tensor:
         plain &= tf.strings.length(rest) == tf.strings.length(beginning)
 
     def convert(encoded):
-        # Bytes, or an array of one object; an array of bytes would lose NULs at its end.
-        encoded = encoded if isinstance(encoded, bytes) else encoded.item()
-        return np.array(to_known_format(encoded, reading), object)
+        # An array of bytes would lose NULs at its end.
+        return np.array(to_known_format(_bytes_of(encoded), reading), object)
 
     converted = tf.cond(
         plain,
