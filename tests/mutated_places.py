@@ -415,7 +415,7 @@ MUTATIONS = [
       "test_init_variables_leave_out_the_whole_head_unless_it_is_kept"),
     M("vit_jax/transfer/names.py", "reversed(axes.split(", "iter(axes.split(",
       "transfer/test_foreign.py::test_goldens"),
-    M("vit_jax/transfer/huggingface.py", "_DEFAULT_EPS = 12, 1e-12", "_DEFAULT_EPS = 12, 1e-6",
+    M("vit_jax/transfer/huggingface_kinds.py", '"eps": 1e-12', '"eps": 1e-6',
       "transfer/test_foreign.py::test_without_a_config_what_is_assumed_is_said"),
     M("vit_jax/transfer/model_zoo.py", "found = base64.b64encode(md5.digest()).decode()",
       "found = stated[0] if stated else ''",

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import METRICS, SplitEvaluator, SplitKey, plugins
+from vit_jax.config.metric_names import find_direction
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -22,7 +23,6 @@ from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.devices.sharding import place
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.classification import Classification
-from vit_jax.evaluators.metric_names import find_direction
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
 from vit_jax.objectives.losses import as_targets, hits

@@ -18,9 +18,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
-from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.contract import about
-from vit_jax.models.hybrid import Bottleneck
+from vit_jax.models.resnet import BIT, HYBRID, Bottleneck
 from vit_jax.objectives.contract import RunFacts, TokenPass
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.exchanges import collective_table
@@ -54,7 +53,7 @@ def output(unit):
 TENSOR = 2
 
 
-def compiled_exchanges(unit_of, sizes, *, backward):
+def compiled_exchanges(convention, sizes, *, backward):
     """{kind: (count, numbers)} of one compiled unit, without what is as small as statistics."""
     positions_in, width_in, positions_out, width = sizes
     mesh = make_mesh(
@@ -62,7 +61,7 @@ def compiled_exchanges(unit_of, sizes, *, backward):
     )  # fmt: skip
     stride = 1 if positions_in == positions_out else 2
     x = jax.ShapeDtypeStruct((1, 8, positions_in // 8, width_in), jnp.float32)
-    plain = unit_of(width, stride)
+    plain = Bottleneck(convention, width, stride)
     shapes = jax.eval_shape(plain.init, jax.random.key(0), x)["params"]
     model = plain.clone(constrain=constrain)
 
@@ -91,14 +90,14 @@ def compiled_exchanges(unit_of, sizes, *, backward):
 
 
 @pytest.mark.parametrize(
-    ("unit_of", "sizes"),
-    [(PreActBottleneck, (512, 32, 512, 32)), (Bottleneck, (512, 128, 128, 64))],
+    ("convention", "sizes"),
+    [(BIT, (512, 32, 512, 32)), (HYBRID, (512, 128, 128, 64))],
 )
-def test_exchanges_are_those_of_a_compiled_unit(unit_of, sizes):
+def test_exchanges_are_those_of_a_compiled_unit(convention, sizes):
     stages = (1,) if sizes[0] == sizes[2] else (1, 1)
     unit = create_model("BiT-R50x1", 10, (32, 256), stages=stages, stem_width=32).split_units()[-1]
     (output,), (inner, before) = unit.reduced, unit.reduced_back
-    forward, both = (compiled_exchanges(unit_of, sizes, backward=b) for b in (False, True))
+    forward, both = (compiled_exchanges(convention, sizes, backward=b) for b in (False, True))
     assert forward == {
         ("all-reduce", "count"): 1, ("all-reduce", "numbers"): output,
         ("all-gather", "count"): 1, ("all-gather", "numbers"): inner,

@@ -20,9 +20,10 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
+from vit_jax.config.metric_names import find_best, find_direction
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.evaluators import check_metrics
 from vit_jax.evaluators.classification import Classification
-from vit_jax.evaluators.metric_names import check_metrics, find_best, find_direction
 from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection

@@ -13,8 +13,8 @@ from etils import epath
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
 from vit_jax.checkpoints.history import read_history
+from vit_jax.config.metric_names import guess_direction
 from vit_jax.config.stored import read_values
-from vit_jax.evaluators.metric_names import guess_direction
 from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import is_accuracy, is_of_class
 from vit_jax.run.watch.ledger import add_up

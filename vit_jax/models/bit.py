@@ -5,7 +5,6 @@ Source: Kolesnikov et al. 2019 (arXiv:1912.11370), after He et al. 2016 (arXiv:1
 """
 
 import re
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -22,78 +21,12 @@ from vit_jax.models.fields import check_image_shape
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,
-    INPUTS,
-    OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
     ResNetModel,
-    StdConv,
-    apply_stages,
     find_stage_faults,
-    group_norm,
     map_stride,
 )
-
-
-class PreActBottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each preceded by a norm, and a residual.
-
-    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
-    """
-
-    width: int
-    stride: int
-    dtype: Any = jnp.float32
-    constrain: Constrain = unconstrained
-
-    @nn.compact
-    def __call__(self, x_BHWC):
-        conv = partial(StdConv, convention=BIT, dtype=self.dtype, constrain=self.constrain)
-        norm = partial(group_norm, BIT, self.dtype)
-        width_out = EXPANSION * self.width
-        y_BHWC = nn.relu(norm("norm1")(x_BHWC))
-        shortcut_BHWC = x_BHWC
-        if x_BHWC.shape[-1] != width_out or self.stride > 1:
-            shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(y_BHWC)
-        y_BHWC = nn.relu(norm("norm2")(conv(self.width, 1, split=OUTPUTS, name="conv1")(y_BHWC)))
-        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(self.width, 3, stride=self.stride, split=OUTPUTS, name="conv2")(y_BHWC)
-        y_BHWC = nn.relu(norm("norm3")(y_BHWC))
-        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(width_out, 1, split=INPUTS, name="conv3")(y_BHWC)
-        return self.constrain(shortcut_BHWC + y_BHWC, ("batch", None, None, None))
-
-
-class Trunk(nn.Module):
-    """The network without its head: a root of stride 4 without norm, the stages, a norm and ReLU.
-
-    The max-pooling pads with zeros, as published; a padded zero can be the maximum of its window.
-
-    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, D), rounded up.
-    """
-
-    stages: tuple[int, ...]
-    stem_width: int
-    scan: bool = False
-    remat: str = "none"
-    dtype: Any = jnp.float32
-    constrain: Constrain = unconstrained
-
-    @nn.compact
-    def __call__(self, images):
-        conv = StdConv(
-            self.stem_width, 7, BIT, stride=2,
-            dtype=self.dtype, constrain=self.constrain, name="conv_root",
-        )  # fmt: skip
-        x_BHWC = jnp.pad(conv(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
-        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
-        x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
-        x_BHWC = apply_stages(
-            x_BHWC, self.stages, self.stem_width, PreActBottleneck,
-            scan=self.scan, remat=self.remat, dtype=self.dtype, constrain=self.constrain,
-        )  # fmt: skip
-        return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
-
 
 BIT_NAMES = tuple(
     f"BiT-{size}"
@@ -150,14 +83,7 @@ class BiT(ResNetModel):
         return {"name": name, "stem_width": STEM_WIDTH // 2, "stages": (1,)}
 
     def setup(self):
-        self.trunk = Trunk(
-            self.stages,
-            self.stem_width,
-            scan=self.scan,
-            remat=self.remat,
-            dtype=self.dtype,
-            constrain=self.constrain,
-        )
+        self.trunk = self.make_trunk(BIT)
         if self.num_classes is not None:
             self.head = nn.Dense(
                 self.num_classes,

@@ -5,7 +5,6 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.
 Steiner et al. 2021 (arXiv:2106.10270).
 """
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -14,85 +13,17 @@ import jax.numpy as jnp
 from vit_jax.base.errors import InputError
 from vit_jax.config import key
 from vit_jax.models import fields
-from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.resnet import (
-    EXPANSION,
     HYBRID,
-    INPUTS,
-    OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
     ResNetModel,
-    StdConv,
-    apply_stages,
     find_stage_faults,
-    group_norm,
     map_stride,
 )
 from vit_jax.models.variants import parse_vit_name
 from vit_jax.models.vit import ViT
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each followed by a norm, and a residual.
-
-    The last norm's scale starts at 0, so the unit starts as its shortcut.
-
-    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
-    """
-
-    width: int
-    stride: int
-    dtype: Any = jnp.float32
-    constrain: Constrain = unconstrained
-
-    @nn.compact
-    def __call__(self, x_BHWC):
-        conv = partial(StdConv, convention=HYBRID, dtype=self.dtype, constrain=self.constrain)
-        norm = partial(group_norm, HYBRID, self.dtype)
-        width_out = EXPANSION * self.width
-        shortcut_BHWC = x_BHWC
-        if x_BHWC.shape[-1] != width_out or self.stride > 1:
-            shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(x_BHWC)
-            shortcut_BHWC = norm("norm_proj")(shortcut_BHWC)
-        y_BHWC = nn.relu(norm("norm1")(conv(self.width, 1, split=OUTPUTS, name="conv1")(x_BHWC)))
-        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(self.width, 3, stride=self.stride, split=OUTPUTS, name="conv2")(y_BHWC)
-        y_BHWC = nn.relu(norm("norm2")(y_BHWC))
-        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(width_out, 1, split=INPUTS, name="conv3")(y_BHWC)
-        y_BHWC = norm("norm3", scale_init=nn.initializers.zeros)(y_BHWC)
-        return self.constrain(nn.relu(shortcut_BHWC + y_BHWC), ("batch", None, None, None))
-
-
-class Stem(nn.Module):
-    """A root of stride 4 (convolution, norm, ReLU, max-pooling), then stages of bottlenecks.
-
-    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, C).
-    """
-
-    stages: tuple[int, ...]
-    width: int
-    scan: bool = False
-    remat: str = "none"
-    dtype: Any = jnp.float32
-    constrain: Constrain = unconstrained
-
-    @nn.compact
-    def __call__(self, images):
-        x_BHWC = StdConv(
-            self.width, 7, HYBRID, stride=2,
-            dtype=self.dtype, constrain=self.constrain, name="conv_root",
-        )(images)  # fmt: skip
-        x_BHWC = nn.relu(group_norm(HYBRID, self.dtype, "norm_root")(x_BHWC))
-        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding="SAME")
-        x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
-        return apply_stages(
-            x_BHWC, self.stages, self.width, Bottleneck,
-            scan=self.scan, remat=self.remat, dtype=self.dtype, constrain=self.constrain,
-        )  # fmt: skip
-
 
 # The hybrids of the papers; `hybrid_fields` accepts others too.
 HYBRID_NAMES = (
@@ -163,14 +94,7 @@ class HybridViT(ResNetModel, ViT):
 
     def setup(self):
         super().setup()
-        self.stem = Stem(
-            self.stages,
-            self.stem_width,
-            scan=self.scan,
-            remat=self.remat,
-            dtype=self.dtype,
-            constrain=self.constrain,
-        )
+        self.stem = self.make_trunk(HYBRID)
 
     def _embed(self, images):
         return super()._embed(self.stem(images))

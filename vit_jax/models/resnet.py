@@ -1,4 +1,4 @@
-"""The parts that BiT and the hybrids share: weight standardisation, group normalisation, stages.
+"""The ResNet of BiT and of the hybrids: weight standardisation, group normalisation, stages.
 
 Axes: B images, H rows, W columns, C channels.
 Parameters and statistics are float32; the computation uses `dtype`.
@@ -58,6 +58,12 @@ class ResNetModel(Model):
     """The layers of a model's ResNet, whose sizes are its fields `stages` and `stem_width`."""
 
     @nn.nowrap
+    def make_trunk(self, convention: "ResNetConvention") -> "Trunk":
+        """The ResNet of the model's fields."""
+        fields = {name: getattr(self, name) for name in ("scan", "remat", "dtype", "constrain")}
+        return Trunk(convention, self.stages, self.stem_width, **fields)
+
+    @nn.nowrap
     def dtypes_in_use(self, name):
         """A kernel of a convolution is standardised in float32."""
         if _CONVOLUTION.search(name):
@@ -114,17 +120,21 @@ class ResNetConvention(NamedTuple):
     standardize: kernel (h, w, in, out) -> kernel with mean 0 and variance 1 for each output
       (Qiao et al. 2019, arXiv:1903.10520, Eqs. 4-6).
     norm_eps: epsilon of group normalisation.
-    pads_evenly: pad k // 2 zeros on each side; False pads as XLA's "SAME" does: as little as
-      possible, the odd zero at the end.
+    pads_evenly: pad k // 2 zeros on each side, also for the max-pooling, where a padded zero can be
+      the maximum of its window; False pads as XLA's "SAME" does: as little as possible, the odd
+      zero at the end.
+    norms_first: a norm and a ReLU precede each convolution after the root, and end the network;
+      False: a norm follows each convolution.
     """
 
     standardize: Callable[[jax.Array], jax.Array]
     norm_eps: float
     pads_evenly: bool
+    norms_first: bool
 
 
-HYBRID = ResNetConvention(_by_std, norm_eps=1e-6, pads_evenly=False)
-BIT = ResNetConvention(_by_variance, norm_eps=1e-5, pads_evenly=True)
+HYBRID = ResNetConvention(_by_std, norm_eps=1e-6, pads_evenly=False, norms_first=False)
+BIT = ResNetConvention(_by_variance, norm_eps=1e-5, pads_evenly=True, norms_first=True)
 
 
 class StdConv(nn.Module):
@@ -168,6 +178,47 @@ def group_norm(convention: ResNetConvention, dtype: Any, name: str, **fields: An
     return nn.GroupNorm(NUM_GROUPS, epsilon=eps, dtype=dtype, name=name, **fields)
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with norms, and a residual.
+
+    Where norms follow the convolutions, the last norm's scale starts at 0, so the unit starts as
+    its shortcut.
+
+    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
+    """
+
+    convention: ResNetConvention
+    width: int
+    stride: int
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BHWC):
+        norms_first, width_out = self.convention.norms_first, EXPANSION * self.width
+        conv = partial(StdConv, convention=self.convention, dtype=self.dtype,
+                       constrain=self.constrain)  # fmt: skip
+        norm = partial(group_norm, self.convention, self.dtype)
+        inner, middle = ("norm2", "norm3") if norms_first else ("norm1", "norm2")
+        y_BHWC = nn.relu(norm("norm1")(x_BHWC)) if norms_first else x_BHWC
+        shortcut_BHWC = x_BHWC
+        if x_BHWC.shape[-1] != width_out or self.stride > 1:
+            shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(y_BHWC)
+            if not norms_first:
+                shortcut_BHWC = norm("norm_proj")(shortcut_BHWC)
+        y_BHWC = nn.relu(norm(inner)(conv(self.width, 1, split=OUTPUTS, name="conv1")(y_BHWC)))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(self.width, 3, stride=self.stride, split=OUTPUTS, name="conv2")(y_BHWC)
+        y_BHWC = nn.relu(norm(middle)(y_BHWC))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(width_out, 1, split=INPUTS, name="conv3")(y_BHWC)
+        if not norms_first:
+            y_BHWC = norm("norm3", scale_init=nn.initializers.zeros)(y_BHWC)
+        y_BHWC = shortcut_BHWC + y_BHWC
+        y_BHWC = y_BHWC if norms_first else nn.relu(y_BHWC)
+        return self.constrain(y_BHWC, ("batch", None, None, None))
+
+
 def _saves_convolutions(primitive, *_, **__) -> bool:
     return primitive.name == "conv_general_dilated"
 
@@ -195,7 +246,7 @@ class Stage(nn.Module):
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
     """
 
-    unit: type[nn.Module]
+    convention: ResNetConvention
     depth: int
     width: int
     stride: int
@@ -206,10 +257,11 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x_BHWC):
-        unit = self.unit
+        unit = Bottleneck
         if self.remat != "none":
             unit = nn.remat(unit, policy=CONVOLUTION_REMAT_POLICIES[self.remat])
-        make = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
+        make = partial(unit, self.convention, self.width, dtype=self.dtype,
+                       constrain=self.constrain)  # fmt: skip
         scans = self.scan and scans_units(self.depth) and not self.is_initializing()
         for i in range(1 if scans else self.depth):
             stride = self.stride if i == 0 else 1
@@ -222,7 +274,8 @@ class Stage(nn.Module):
         params = self.variables["params"]
         others = [params[f"layer_{i}"] for i in range(1, self.depth)]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *others)
-        unit = self.unit(self.width, 1, self.dtype, self.constrain, parent=None)
+        sizes = self.convention, self.width, 1
+        unit = Bottleneck(*sizes, self.dtype, self.constrain, parent=None)
 
         def apply(x_BHWC, params):
             return unit.apply({"params": params}, x_BHWC), None
@@ -233,15 +286,38 @@ class Stage(nn.Module):
         return jax.lax.scan(apply, x_BHWC, stacked)[0]
 
 
-def apply_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):
-    """Apply a ResNet's stages; each after the first halves the resolution and doubles the width.
+class Trunk(nn.Module):
+    """A root of stride 4 (convolution, max-pooling), then the stages.
 
-    Call it in a compact method; the stages become its submodules `stage_0`, `stage_1`, ...
+    Each stage after the first halves the resolution and doubles the width.
 
-    Shapes: (B, H, W, stem_width) -> (B, H / 2^(S-1), W / 2^(S-1), 4 stem_width 2^(S-1)), rounded
-      up, for S stages; without stages the input is returned.
+    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, C), rounded up; C is the `stem_width` if
+      there are no stages, else that of the last one.
     """
-    for i, depth in enumerate(stages):
-        stage = Stage(unit, depth, stem_width * 2**i, 2 if i else 1, name=f"stage_{i}", **fields)
-        x_BHWC = stage(x_BHWC)
-    return x_BHWC
+
+    convention: ResNetConvention
+    stages: tuple[int, ...]
+    stem_width: int
+    scan: bool = False
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, images):
+        convention, fields = self.convention, {"dtype": self.dtype, "constrain": self.constrain}
+        root = StdConv(self.stem_width, 7, convention, stride=2, name="conv_root", **fields)
+        norm = partial(group_norm, convention, self.dtype)
+        x_BHWC = root(images)
+        if not convention.norms_first:
+            x_BHWC = nn.relu(norm("norm_root")(x_BHWC))
+        if convention.pads_evenly:
+            x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
+        padding = "VALID" if convention.pads_evenly else "SAME"
+        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=padding)
+        x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
+        fields |= {"scan": self.scan, "remat": self.remat}
+        for i, depth in enumerate(self.stages):
+            sizes = depth, self.stem_width * 2**i, 2 if i else 1
+            x_BHWC = Stage(convention, *sizes, name=f"stage_{i}", **fields)(x_BHWC)
+        return nn.relu(norm("norm")(x_BHWC)) if convention.norms_first else x_BHWC

@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 from einops import rearrange
 
-from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.efficientnet import MBConv
 from vit_jax.models.layers import EncoderBlock
+from vit_jax.models.resnet import BIT, Bottleneck
 
 
 @dataclasses.dataclass
@@ -44,7 +44,10 @@ def watch() -> Iterator[Outputs]:
         module, method = context.module, context.method_name
         if method == "__call__" and isinstance(module, EncoderBlock):
             outputs.layers.append(output[0][:, : module.num_tokens])  # without their padding
-        elif method == "__call__" and isinstance(module, PreActBottleneck | MBConv):
+        elif method == "__call__" and (
+            isinstance(module, MBConv)
+            or (isinstance(module, Bottleneck) and module.convention == BIT)
+        ):
             outputs.layers.append(output)
         elif module.path == () and method == "tokens":
             outputs.tokens = output

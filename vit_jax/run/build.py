@@ -22,9 +22,8 @@ from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
-from vit_jax.evaluators import check_outputs, make_evaluators
+from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
-from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.experiment.state import TrainState

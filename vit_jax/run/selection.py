@@ -12,7 +12,7 @@ from vit_jax.base.errors import SharedInputError, nearest
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
 from vit_jax.config import Settings
-from vit_jax.evaluators.metric_names import chosen_metrics, find_best, find_direction
+from vit_jax.config.metric_names import chosen_metrics, find_best, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
 from vit_jax.run.writers import finite_or_none

@@ -26,8 +26,8 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, few, nearest
 from vit_jax.config import STUDIES, Part, Settings, eval_splits
+from vit_jax.config.metric_names import declared_metrics, is_named
 from vit_jax.config.text import apply_overrides
-from vit_jax.evaluators.metric_names import declared_metrics, is_named
 from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
 
 T = TypeVar("T")

@@ -1,83 +1,57 @@
-"""Models with the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
+"""Image towers with the names of Hugging Face's `transformers`, with or without a head.
 
-Its other image towers are in `huggingface_vision`.
-
-It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
-`DeiTModel`, from a file or a folder with config.json, and the encoder of `ViTMAEForPreTraining` and
-`ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden layer of the head;
-`method="pre_logits"` returns its output.
+It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)`,
+`DeiTModel`, the encoder of `ViTMAEForPreTraining` and `ViTMAEModel`, `Dinov2Model`,
+`Dinov2WithRegistersModel`, both with a classifier too, `DINOv3ViTModel`, `SiglipVisionModel`,
+`Siglip2VisionModel` (NaFlex, whose images keep their shape) and `CLIPVisionModel`, and the tower of
+a `SiglipModel`, a `Siglip2Model` or a `CLIPModel`; from a file or a folder with config.json. The
+pooler of a `ViTModel` becomes the hidden layer of the head; `method="pre_logits"` returns its
+output. `huggingface_kinds` has the kinds of towers.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import huggingface_vision as vision
-from vit_jax.transfer.fit import with_learned_positions
+from vit_jax.transfer.fit import require_image_size, with_learned_positions
 from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
-from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_labels
-from vit_jax.transfer.names import (
-    HEADS_BY_WIDTH,
-    LINEAR,
-    NORM,
-    PATCHES,
-    Row,
-    find_unheld,
-    read_rows,
-    row,
-    rows_of,
-    write_rows,
+from vit_jax.transfer.huggingface_kinds import (
+    GELU,
+    HIDDEN_ACT,
+    KINDS,
+    VITS,
+    find_kind,
+    find_misfits,
+    find_name,
+    find_ratio,
+    make_rows,
 )
+from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_labels
+from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
 
-_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # defaults of ViTConfig and DeiTConfig
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
-_KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
-          "hidden_act": "text", "id2label": "an object", "problem_type": "text",
-          "pooler_act": "text"}  # fmt: skip
+_STATED = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
+           "hidden_act": "text", "id2label": "an object", "rope_theta": "a positive number",
+           "layerscale_value": "a positive number", "problem_type": "text",
+           "pooler_act": "text"}  # fmt: skip
 _CLASSIFIERS = ("classifier", "cls_classifier")
-_PATCHES = "embeddings.patch_embeddings.projection"
-
-
-def _rows(model: nn.Module, prefix: str, head: str | None) -> list[Row]:
-    """The rows of `model`; `prefix` and `head` are names that depend on transformers' class."""
-    embeddings, encoder = f"{prefix}embeddings", f"{prefix}encoder.layer.{{i}}"
-    ours = "encoder/layer_{i}"
-    qkv = []
-    for name in ("query", "key", "value"):
-        qkv += LINEAR(f"{encoder}.attention.attention.{name}", f"{ours}/attention/{name}")
-    table = [
-        row(f"{embeddings}.cls_token", "class_token"),
-        row(f"{embeddings}.position_embeddings", "pos_embedding"),
-        *PATCHES(f"{prefix}{_PATCHES}", "embedding"),
-        row(f"{embeddings}.distillation_token", "distillation_token"),
-        *NORM(f"{encoder}.layernorm_before", f"{ours}/norm_attention"),
-        *NORM(f"{encoder}.layernorm_after", f"{ours}/norm_mlp"),
-        *qkv,
-        *LINEAR(f"{encoder}.attention.output.dense", f"{ours}/attention/out"),
-        *LINEAR(f"{encoder}.intermediate.dense", f"{ours}/mlp/up"),
-        *LINEAR(f"{encoder}.output.dense", f"{ours}/mlp/down"),
-        *NORM(f"{prefix}layernorm", "encoder/norm"),
-        *LINEAR(f"{prefix}pooler.dense", "head_hidden"),
-        *LINEAR(head or "", "head"),
-        *LINEAR("distillation_classifier", "head_distillation"),
-    ]
-    return rows_of(table, model)
 
 
 def recognises(source: Source) -> bool:
     """Whether the arrays have transformers' names."""
-    return vision.recognises(source) or any(
-        name.endswith(f"{_PATCHES}.weight") for name in source.arrays
-    )
+    return find_kind(source) is not None
 
 
 def read(source: Source) -> Pretrained:
@@ -86,146 +60,202 @@ def read(source: Source) -> Pretrained:
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
-    if vision.recognises(source):
-        return vision.read(source)
+    found = find_kind(source)
+    assert found is not None  # recognises(source)
+    name, prefix = found
+    kind, content = KINDS[name], source.config or {}
+    of_head = {key: content[key] for key in ("id2label", "problem_type") if key in content}
+    stated = source.read_stated((content.get("vision_config") or content) | of_head, _STATED)
     source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
-    arrays = source.arrays
-    prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
-    patches, positions = f"{prefix}{_PATCHES}.weight", f"{prefix}embeddings.position_embeddings"
-    first_layer = f"{prefix}encoder.layer.0"
-    up = f"{first_layer}.intermediate.dense.weight"
-    optional = {f"{name}.weight": 2 for name in _CLASSIFIERS}
-    source.require({patches: 4, positions: 3, up: 2}, optional)
-    found = {  # keys of config.json that the arrays determine
-        "hidden_size": arrays[patches].shape[0],
-        "num_hidden_layers": source.count_layers(rf"{prefix}encoder\.layer\.(\d+)\."),
-        "intermediate_size": arrays[up].shape[0],
-        "patch_size": arrays[patches].shape[2:],
-    }
-    stated = source.read_stated(source.config, _KINDS)
-    if "patch_size" in stated:
-        stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
-    source.check_agreement(stated, found)
-    head = next((n for n in _CLASSIFIERS if f"{n}.weight" in arrays), None)
-    distilled = f"{prefix}embeddings.distillation_token" in arrays
-    if distilled and head is None:
-        source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
-    assumed = _read_unseen(source, stated, found["hidden_size"])
-    number = arrays[positions].shape[1] - 1 - distilled
-    family = partial(DeiT, distillation_head=head != "classifier") if distilled else ViT
-    model = family(
-        num_classes=head and source.size(f"{head}.weight", 0),
-        image_size=_image_size(source, stated, number, found["patch_size"]),
-        patch_size=found["patch_size"],
-        width=found["hidden_size"],
-        depth=found["num_hidden_layers"],
-        mlp_dim=found["intermediate_size"],
-        num_heads=assumed["num_attention_heads"],
-        hidden_head=f"{prefix}pooler.dense.weight" in source.arrays,
-        gelu=vision.GELU[assumed["hidden_act"]],
-        norm_eps=assumed["layer_norm_eps"],
-        qkv_bias=f"{first_layer}.attention.attention.query.bias" in arrays,
-    )
-    params = read_rows(_rows(model, prefix, head), source, model)
-    labels = read_labels(stated)
-    pixels, names = read_pixels(source), class_names_of(labels, model.num_classes, str(source.path))
+    source.leave_out(r"(text_model|text_projection|visual_projection|logit_\w+)(\..*)?",
+                     "what is not the image tower is")  # fmt: skip
+    if name not in VITS:
+        source.leave_out(r".*embeddings\.(mask_token|position_ids)",
+                         "what the tower does not use is")  # fmt: skip
+    model = _make_model(source, name, prefix, stated)
+    params = read_rows(make_rows(name, prefix, model), source, model)
+    names = class_names_of(read_labels(stated), model.num_classes, str(source.path))
+    pixels = read_pixels(source)
+    mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
     loss = LOSSES.get(stated.get("problem_type"))
-    spec = Spec(model.image_size, "half_pixel", class_names=names, loss=loss)
-    processor = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
-    spec = with_pixels(spec, pixels, processor, str(source.path))
+    spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
+    if model.image_size is not None:
+        processor = "DeiTImageProcessor" if name == "deit" and pixels else "ViTImageProcessor"
+        spec = with_pixels(spec, pixels or mean_std, processor, str(source.path))
+    assumed = {"num_attention_heads": model.num_heads, "hidden_act": HIDDEN_ACT[model.gelu],
+               "layer_norm_eps": model.norm_eps}  # fmt: skip
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
     source.say_assumed(assumed, stated | pixels)
     return Pretrained(str(source.path), model, params, spec)
 
 
-def _image_size(
-    source: Source, stated: Mapping[str, Any], number: int, patch_size: tuple[int, int]
-) -> tuple[int, int]:
-    """As stated, else that of a square of `number` patches."""
-    if "image_size" in stated:
-        return image_hw(stated["image_size"], "image_size")
-    side = source.square_side(number)
-    return side * patch_size[0], side * patch_size[1]
+def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any]) -> ViT:
+    """The model of a tower's arrays and of its config."""
+    arrays, kind = source.arrays, KINDS[name]
+    is_packed = kind.packed and f"{prefix}encoder.layer.0.mlp.weights_in.weight" in arrays
+    rows = (row.numbered({"i": 0}) for row in (kind.packed if is_packed else kind.rows))
+    theirs = {ours: prefix + row.theirs for row in rows for ours in row.ours}
 
+    def has(ours: str) -> bool:
+        return theirs.get(ours) in arrays
 
-def _read_unseen(source: Source, stated: dict[str, Any], width: int) -> dict[str, Any]:
-    """{key of config.json: value or default} for keys that the arrays do not determine.
-
-    Raises:
-      InputError: naming each value, and the loss, if it is not supported.
-    """
-    default_heads = HEADS_BY_WIDTH.get(width) if source.config is None else _DEFAULT_HEADS
-    heads = stated.get("num_attention_heads", default_heads)
-    act = stated.get("hidden_act", "gelu")
+    is_dino, is_v3 = name.startswith("dino"), name == "dinov3_vit"
+    is_flat, has_token = name == "siglip2_vision_model", not name.startswith("siglip")
+    patches, down = theirs["embedding/kernel"], theirs["encoder/layer_0/mlp/down/kernel"]
+    ranks = {patches: 2 if is_flat else 4, down: 2}
+    if not is_v3:
+        ranks[theirs["pos_embedding"]] = 3 if name in VITS or is_dino else 2
+    source.require(ranks, {f"{classifier}.weight": 2 for classifier in _CLASSIFIERS})
+    width, mlp_dim = arrays[down].shape
+    patch_size = arrays[patches].shape[2:]
+    if is_flat:
+        patch_size = (math.isqrt(arrays[patches].shape[1] // 3),) * 2
+    layers = re.escape(down.rpartition(".0.")[0])
+    found = {  # keys of config.json that the arrays determine
+        "hidden_size": width,
+        "num_hidden_layers": source.count_layers(rf"{layers}\.(\d+)\."),
+        "patch_size": patch_size,
+        "num_register_tokens": source.size(theirs.get("register_tokens", ""), 1) or 0,
+    }
+    if not name.startswith("dinov2"):  # which states a ratio
+        found["intermediate_size"] = mlp_dim
+    stated = dict(stated)
+    if "patch_size" in stated:
+        stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
+    source.check_agreement(stated, found)
+    head = next((n for n in _CLASSIFIERS if f"{n}.weight" in arrays), None)
+    if name == "deit" and head is None:
+        source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
+    if head and not has_token:
+        source.leave_out(rf"{prefix}head\..*",
+                         "the pooling, which the classifier does not take, is")  # fmt: skip
+    arrays = source.arrays
+    usual = kind.heads.get(width, HEADS_BY_WIDTH.get(width))
+    heads = stated.get("num_attention_heads", usual if source.config is None else kind.num_heads)
+    # A gated MLP of DINOv2 has silu, whatever is stated.
+    act = "silu" if is_packed else stated.get("hidden_act", kind.act)
     faults = Faults()
     faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
                 "to the file")  # fmt: skip
-    faults.need_known("hidden_act", act, vision.GELU)
+    faults.need_known("hidden_act", act, GELU)
     if "problem_type" in stated:
         faults.need_known("problem_type", stated["problem_type"], LOSSES)
-    if any(name.endswith("pooler.dense.weight") for name in source.arrays):
+    if has("head_hidden/kernel"):
         faults.need_known("pooler_act", stated.get("pooler_act", "tanh"), ("tanh",))
+    faults.need(not head or name != "clip_vision_model",
+                "classifier: CLIP's takes patches without the last norm")  # fmt: skip
     source.refuse(faults, "its architecture cannot be inferred")
-    eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
-    return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
+    image_size = None
+    if "image_size" in stated:
+        image_size = image_hw(stated["image_size"], "image_size")
+        image_size = source.whole_patches(image_size, patch_size)
+    elif not is_v3:  # the positions are those of a square grid
+        num_positions = arrays[theirs["pos_embedding"]].size // width
+        side = source.square_side(num_positions - has_token - (name == "deit"))
+        image_size = side * patch_size[0], side * patch_size[1]
+    if name.startswith("dinov2") and image_size[0] != image_size[1]:
+        source.refuse([
+            "image_size={!r}: transformers takes its positions for those of a square; state the "
+            "size of that square, and load it for images of {} x {}".format(image_size, *image_size)
+        ])  # fmt: skip
+    pool = "token" if has_token else "map" if has("map_head/probe") else "gap"
+    deit = partial(DeiT, distillation_head=head != "classifier")
+    return (deit if name == "deit" else ViT)(
+        num_classes=source.size(f"{head}.weight", 0),
+        image_size=image_size,
+        patch_size=patch_size,
+        width=width,
+        depth=found["num_hidden_layers"],
+        mlp_dim=mlp_dim,
+        num_heads=heads,
+        hidden_head=has("head_hidden/kernel"),
+        pool="token_gap" if head and is_dino else pool,
+        registers=found["num_register_tokens"],
+        pos_embed="none" if is_v3 else "learned_1d",
+        rotary="normalised" if is_v3 else None,
+        rotary_base=float(stated.get("rope_theta", 100.0)),
+        pre_norm=has("embedding_norm/scale"),
+        patch_bias=has("embedding/bias"),
+        norm_pooled=name == "clip_vision_model",
+        layer_scale=float(stated.get("layerscale_value", 1.0)) if is_dino else None,
+        gelu=GELU[act],
+        norm_eps=float(stated.get("layer_norm_eps", kind.eps)),
+        qkv_bias=(has_query := has("encoder/layer_0/attention/query/bias")),
+        key_bias=has("encoder/layer_0/attention/key/bias") or not has_query,
+        gated_mlp=has("encoder/layer_0/mlp/gate/kernel"),
+    )
 
 
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if vision.find_name(model) is not None:
-        return vision.find_oblong(model)
-    of_head = {} if getattr(model, "num_classes", None) is None else {"hidden_head": (False,)}
-    needed = {"pool": ("token",), "norm_pooled": (False,), "layer_scale": (None,)}
-    return find_unheld(model, (ViT, DeiT), needed | of_head)
+    kind = KINDS[name := find_name(model)]
+    sizes = {key: size for key in kind.square if (size := getattr(model, key))}
+    oblong = [f"{key}={size!r}, but {kind.architecture} of transformers needs a square"
+              for key, size in sizes.items() if size[0] != size[1]]  # fmt: skip
+    return find_misfits(name, model) + oblong
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
-    if vision.find_name(pretrained.model) is not None:
-        return vision.write(path, pretrained)
-    pretrained = with_learned_positions(pretrained, class_token_has_one=True)
-    model = pretrained.model
-    distilled = isinstance(model, DeiT)
-    kind = "deit" if distilled else "vit"
-    two_heads = distilled and model.distillation_head
-    architecture, prefix = f"{type(model).__name__}Model", ""
-    if model.num_classes is not None:
-        teacher = "WithTeacher" if two_heads else ""
-        architecture = f"{type(model).__name__}ForImageClassification{teacher}"
-        prefix = f"{kind}."
-    head = "cls_classifier" if two_heads else "classifier"
-    arrays = write_rows(_rows(model, prefix, head), pretrained.params, model)
+    require_image_size(pretrained)
+    name = find_name(pretrained.model)
+    if name in VITS:
+        pretrained = with_learned_positions(pretrained, class_token_has_one=True)
+    model, architecture, prefix = pretrained.model, f"{KINDS[name].architecture}Model", ""
+    if name.endswith("vision_model"):
+        prefix = "vision_model."
+    elif model.num_classes is not None:
+        teacher = "WithTeacher" if getattr(model, "distillation_head", False) else ""
+        architecture = f"{KINDS[name].architecture}ForImageClassification{teacher}"
+        prefix = f"{name}."
+    arrays = write_rows(make_rows(name, prefix, model), pretrained.params, model)
+    if name.startswith("dino"):
+        shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)
+        arrays[f"{prefix}embeddings.mask_token"] = np.zeros(shape, np.float32)
     spec = pretrained.spec.at(model.image_size)
-    # As in transformers, a model without classes is described with ten labels.
-    labels = write_labels(path, spec, model.num_classes or 10)
-    config = {"architectures": [architecture], **_config(model, kind), **labels}
+    config = {"architectures": [architecture], **_config(name, model)}
+    if name in VITS or model.num_classes is not None:
+        # As in transformers, a model without classes is described with ten labels.
+        config |= write_labels(path, spec, model.num_classes or 10)
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
     write_tensors(path / WEIGHTS, arrays)
     return ["config.json", "preprocessor_config.json", WEIGHTS]
 
 
-def _config(model: nn.Module, kind: str) -> dict[str, Any]:
-    """The values of ViTConfig or DeiTConfig; `kind` is vit or deit."""
-    return {
-        "attention_probs_dropout_prob": 0.0,
+def _config(name: str, model: ViT) -> dict[str, Any]:
+    """The values of transformers' config: all of a ViT's, of others those that may change."""
+    config = {
+        "model_type": name,
         "dtype": "float32",
-        "encoder_stride": 16,
-        "hidden_act": vision.HIDDEN_ACT[model.gelu],
-        "hidden_dropout_prob": 0.0,
         "hidden_size": model.width,
-        "image_size": int_or_pair(model.image_size),
-        "initializer_range": 0.02,
-        "intermediate_size": model.mlp_dim,
-        "layer_norm_eps": model.norm_eps,
-        "model_type": kind,
-        "num_attention_heads": model.num_heads,
-        "num_channels": 3,
         "num_hidden_layers": model.depth,
+        "num_attention_heads": model.num_heads,
+        "hidden_act": HIDDEN_ACT[model.gelu],
+        "layer_norm_eps": model.norm_eps,
+        "image_size": int_or_pair(model.image_size),
         "patch_size": int_or_pair(model.patch_size),
-        "pooler_act": "tanh",
-        "pooler_output_size": model.width,
-        "qkv_bias": model.qkv_bias,
-        "transformers_version": _CONFIG_FORMAT,
+        "num_channels": 3,
     }
+    if name.startswith("dinov2"):
+        config |= {"mlp_ratio": find_ratio(model), "use_swiglu_ffn": model.gated_mlp,
+                   "qkv_bias": model.qkv_bias, "layerscale_value": model.layer_scale}  # fmt: skip
+    else:
+        config["intermediate_size"] = model.mlp_dim
+    if name in VITS:
+        config |= {"attention_probs_dropout_prob": 0.0, "encoder_stride": 16,
+                   "hidden_dropout_prob": 0.0, "initializer_range": 0.02, "pooler_act": "tanh",
+                   "pooler_output_size": model.width, "qkv_bias": model.qkv_bias,
+                   "transformers_version": _CONFIG_FORMAT}  # fmt: skip
+        config = dict(sorted(config.items()))
+    if name == "dinov3_vit":
+        has_key = model.qkv_bias and model.key_bias
+        config |= {"rope_theta": model.rotary_base, "layerscale_value": model.layer_scale,
+                   "query_bias": model.qkv_bias, "key_bias": has_key,
+                   "value_bias": model.qkv_bias, "use_gated_mlp": model.gated_mlp}  # fmt: skip
+    if name in ("dinov2_with_registers", "dinov3_vit"):
+        config["num_register_tokens"] = model.registers
+    if name == "siglip_vision_model":
+        config["vision_use_head"] = True
+    return config

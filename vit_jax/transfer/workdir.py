@@ -16,12 +16,12 @@ from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import read_values
 from vit_jax.config import SOURCES, Evaluator, Settings
+from vit_jax.config.metric_names import find_best, find_direction
 from vit_jax.config.sections import Data
 from vit_jax.config.stored import read_config
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
-from vit_jax.evaluators.metric_names import find_best, find_direction
 from vit_jax.models import model_of
 from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers

@@ -67,36 +67,21 @@ class Opener:
     """Opens what decides open keys, each thing once; this one opens nothing.
 
     A run that trains opens files and devices (`opener.Files`), a plan tables (`opener.Tables`).
-    `resolve` calls the methods in this order.
+    `resolve` calls the methods in this order. Each gives the keys that something decides: `weights`
+    the source of the initial weights, `teachers` those of the objective, `data` the data, `shares`
+    the steps of durations that are shares of the run, which stay if it gets another end, `layout`
+    the devices those of LAYOUT_KEYS, `microbatches` the devices `optimizer.accum_steps`, if it is
+    open or recorded.
     """
 
     def find_faults(self, config: ConfigDict) -> list[str]:
         """The faults of `config` before anything is opened."""
         return []
 
-    def weights(self, config: ConfigDict) -> Changes:
-        """The keys that the source of the initial weights decides."""
+    def _decide_nothing(self, config: ConfigDict) -> Changes:
         return {}
 
-    def teachers(self, config: ConfigDict) -> Changes:
-        """The keys that the teachers of the objective decide."""
-        return {}
-
-    def data(self, config: ConfigDict) -> Changes:
-        """The keys that the data decide."""
-        return {}
-
-    def shares(self, config: ConfigDict) -> Changes:
-        """The steps of durations that are shares of the run; they stay if it gets another end."""
-        return {}
-
-    def layout(self, config: ConfigDict) -> Changes:
-        """Those of LAYOUT_KEYS that the devices decide."""
-        return {}
-
-    def microbatches(self, config: ConfigDict) -> Changes:
-        """`optimizer.accum_steps` as the devices decide it, if it is open or recorded."""
-        return {}
+    weights = teachers = data = shares = layout = microbatches = _decide_nothing
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         """Whether `auto` has chosen the layout of `stored`, and for these devices."""

@@ -14,10 +14,10 @@ from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults, few
 from vit_jax.config import SOURCES, Evaluator, Settings, SplitKey
+from vit_jax.config.metric_names import chosen_metrics
 from vit_jax.config.sections import Data, Run
 from vit_jax.data.contract import fingerprint
 from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
-from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.losses import Loss, balanced_weights
 from vit_jax.run.setup.matching import GENERIC_NAME, SYNSET

@@ -26,10 +26,10 @@ from vit_jax.config import (
     with_values,
 )
 from vit_jax.config import text as config_text
+from vit_jax.config.metric_names import chosen_metrics, declared_metrics
 from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
-from vit_jax.evaluators.metric_names import chosen_metrics, declared_metrics
 from vit_jax.experiment import checks as experiment
 from vit_jax.run.watch.faults import parse_faults
 

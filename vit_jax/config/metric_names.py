@@ -6,19 +6,13 @@ of a plug-in may declare none: its names are then known only after its first eva
 """
 
 import fnmatch
-import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from vit_jax.base.errors import Faults, collect_faults, nearest
-from vit_jax.config import Evaluator, Settings, SplitKey, eval_splits
-from vit_jax.config.evals import Better
+from vit_jax.config.evals import Better, Evaluator
 from vit_jax.config.sections import Checkpoint, Stop
-from vit_jax.data import Source
-
-logger = logging.getLogger("vit_jax")
 
 KEYS_OF_METRICS = ("checkpoint.keep_best", "stop.metric")
 _LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
@@ -79,34 +73,3 @@ def find_best(values: Mapping[int, float | None], better: Better) -> tuple[int |
     finite = {step: sign * v for step, v in values.items() if v is not None and math.isfinite(v)}
     best = max(finite, key=finite.__getitem__, default=None)
     return best, sum(best is None or step > best for step in values)
-
-
-def check_metrics(settings: Settings, sources: Mapping[SplitKey, Source]) -> None:
-    """Check that the metrics by which a run decides are ones that its evaluators report.
-
-    Warns if the evaluator of such a metric declares none. `sources`: as opened.
-
-    Raises:
-      InputError: names the key, and the nearest metric or those that can be chosen.
-    """
-    faults = Faults()
-    for key, metric in chosen_metrics(settings.checkpoint, settings.stop).items():
-        name = metric.partition("/")[0]
-        evaluator = settings.evals[name]
-        found = declared_metrics(name, evaluator, settings.has_average)
-        if found is None:
-            logger.warning(
-                "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "
-                "better one", key, metric, name, guess_direction(metric),
-            )  # fmt: skip
-            continue
-        splits = eval_splits(settings.data, evaluator)
-        why = evaluator.lacking({k: sources[split] for k, split in splits.items()})
-        lacking = {f"{name}/{leaf}{end}": why[leaf] for leaf in why for end in ("", "_raw")}
-        known = [m for m, better in found.items() if better != "neither" and m not in lacking]
-        unknown = f"is not reported by evals.{name}, or no value of it is better than another"
-        faults.need(
-            is_named(metric, known),
-            f"{key}={metric!r}: {lacking.get(metric, unknown)}; {nearest(metric, known)}",
-        )
-    collect_faults(faults)
