@@ -105,7 +105,7 @@ class Key(typing.NamedTuple):
             return value
         if self.form == "list":
             return tuple(in_steps(text.strip(), name) for text in value.split(",") if value)
-        return max(in_steps(value, name), self.form != "duration")
+        return max(in_steps(value, name), int(self.form != "duration"))
 
 
 def _lies_in(number: float, interval: str) -> bool:
