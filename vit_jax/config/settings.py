@@ -77,9 +77,8 @@ class Settings:
             for key, declared in declared_keys(config).items()
             if declared.decided and values[key] is None
         ])  # fmt: skip
-        settings, faults = cls._read(config, functools.partial(to_steps, config))
-        collect_faults(faults)
-        return settings
+        collect_faults(cls.read_open(config)[1])
+        return cls._read(config, functools.partial(to_steps, config))[0]
 
     @classmethod
     def read_open(cls, config: ConfigDict) -> tuple["Settings", list[str]]:

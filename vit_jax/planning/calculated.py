@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from vit_jax.base import tree
 from vit_jax.config import Settings
 from vit_jax.config import stored as stored_config
-from vit_jax.config.durations import in_steps
+from vit_jax.config.base import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.flops import jaxpr_flops
 from vit_jax.devices.mesh import AXES, make_mesh

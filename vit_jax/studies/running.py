@@ -27,7 +27,7 @@ from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
-from vit_jax.config.durations import parse_durations
+from vit_jax.config.durations import total_steps
 from vit_jax.job import exit_codes
 from vit_jax.run.setup.changes import KEYS_OF_THE_END, branch_command, changed_settings
 from vit_jax.run.setup.validation import validate
@@ -114,7 +114,7 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
 
 
 def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
-    return parse_durations(run)["duration"] > parse_durations(asked)["duration"]
+    return total_steps(run) > total_steps(asked)
 
 
 def read_result(workdir: epath.Path) -> Result | None:

@@ -19,7 +19,7 @@ from vit_jax.base.errors import InputError, check_version, collect_faults, neare
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import Settings
-from vit_jax.config.durations import shares_in_steps
+from vit_jax.config.base import shares_in_steps
 from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE

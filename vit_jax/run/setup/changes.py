@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import Settings, changed_evals, changed_keys, say_changes
-from vit_jax.config.durations import parse_durations
+from vit_jax.config.durations import total_steps
 from vit_jax.data import without_places
 from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.run.setup.workdir import StoredRun
@@ -104,7 +104,7 @@ def branch_command(
     )
     rule = ["--rule=constant"]
     if rates[-1] < HARDLY_LEARNS * peak:
-        warmup = max((parse_durations(config)["duration"] - steps_done) // 20, 1)
+        warmup = max((total_steps(config) - steps_done) // 20, 1)
         rule = ["--rule=cosine", f"--config.optimizer.peak_lr={peak}",
                 f"--config.schedule.warmup={warmup} steps"]  # fmt: skip
     new = ["--workdir=NEW", f"--config.duration={config.duration}"]
