@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.node import Node
 from vit_jax.config.parts import Part, Registry, add_keys, key
+from vit_jax.config.sections import BATCH
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 
@@ -41,7 +42,7 @@ class Evaluator(Part):
         "", "host ops; '': none, or those of the source of a model without a run", form="ops"
     )
     batch_size: int | None = key(
-        None, "images, over all devices; None: global_batch_size", within="[1, 16777216]"
+        None, "images, over all devices; None: global_batch_size", within=BATCH
     )
     data_name: str | None = key(None, "data set; None: data.name")
     data_dir: str | None = key(None, "its folder; None: data.data_dir")

@@ -132,7 +132,7 @@ class Settings:
     @property
     def has_average(self) -> bool:
         """Whether the run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
-        return self.optimizer.ema_decay is not None or getattr(self.optimizer, "averages", False)
+        return self.optimizer.ema_decay is not None or self.optimizer.averages
 
     def by_name(self) -> Iterator[tuple[str, Section]]:
         """(name, section) of each, "" being `run`, and ("evals.NAME", evaluator) of each entry."""

@@ -50,7 +50,7 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         "optimizer.on_spike=lower, which sets it; leave it out",
     )
     faults.need(
-        not (o.ema_decay is not None and isinstance(o, Part) and o.averages),
+        not (o.ema_decay is not None and o.averages),
         f"optimizer.ema_decay={o.ema_decay}: optimizer.name={o.name!r} keeps its own average of "
         "the weights; set it to None",
     )
