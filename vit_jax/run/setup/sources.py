@@ -350,7 +350,7 @@ def check_evaluated_images(
     faults = Faults()
     for name, entry in evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
-        spec = data.image_batch(1, preprocessing.image_size, ops, key)
+        spec = data.image_batch(1, d.image_size, ops, key)
         for split in config_lib.eval_splits(d, entry).values():
             faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
     collect_faults(faults)
