@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.node import Node
 from vit_jax.config.parts import Part, Registry, add_keys, key
+from vit_jax.config.plugins import warn_of_removal
 from vit_jax.config.sections import BATCH
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
@@ -63,9 +64,14 @@ class Evaluator(Part):
         return self.reports_before()
 
     def reports_before(self) -> Mapping[str, Better] | None:
-        """The same by a method `metrics`, in plug-ins of earlier versions; None: there is none."""
-        own = (vars(cls).get("metrics") for cls in type(self).__mro__)
-        return next((method(self) for method in own if callable(method)), None)
+        """The result of the method `metrics` that plug-ins of earlier versions have; None: there is
+        none.
+        """
+        for cls in type(self).__mro__:
+            if callable(method := vars(cls).get("metrics")):
+                warn_of_removal("metrics()", "reports()")
+                return method(self)
+        return None
 
     def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
         """{metric: why} for those of `reports` that the data rule out.

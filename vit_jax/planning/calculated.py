@@ -113,8 +113,8 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
-    if again and settings.model.own.get("remat_layers") is not None:
-        again = settings.model.own.get("remat_layers") / model.depth
+    if again and (layers := settings.model.own.get("remat_layers")) is not None:
+        again = layers / model.depth
     return {
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,

@@ -144,7 +144,7 @@ def _read_lowered(config: ConfigDict, path: epath.Path) -> float:
 def _with_rule(
     stored: StoredConfig, step: int, rule: str, overrides: Mapping[str, str], lowered: float = 1.0
 ) -> StoredConfig:
-    """The config.json of the branch.
+    """The content of the branch's config.json.
 
     `lowered`: what `optimizer.on_spike=lower` has left of the scheduled rate; the optimizer's state
     keeps it.

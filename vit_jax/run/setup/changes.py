@@ -98,10 +98,8 @@ def branch_command(
 
     From the run's last learning rate, or with a new cosine if that has fallen to almost 0.
     """
-    peak, rates = (
-        stored.optimizer.peak_lr,
-        past_of(Settings.read(stored), steps_done)["the learning rate"],
-    )
+    peak = stored.optimizer.peak_lr
+    rates = past_of(Settings.read(stored), steps_done)["the learning rate"]
     rule = ["--rule=constant"]
     if rates[-1] < HARDLY_LEARNS * peak:
         warmup = max((total_steps(config) - steps_done) // 20, 1)

@@ -1,4 +1,4 @@
-"""Openers of what decides the open keys of a config: files and devices that are here, or tables."""
+"""Readers of the files, devices or tables that decide the open keys of a config."""
 
 import logging
 import os

@@ -111,7 +111,7 @@ def check_writable(workdir: epath.Path) -> None:
 
 
 def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
-    """The content of a `workdir` that no other job trains in, for process 0 and so for all.
+    """The content of `workdir` as process 0 reads it; all processes get the same.
 
     Raises:
       InputError: on every process: it cannot be read, another job trains there, or config.json is
