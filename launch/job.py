@@ -16,7 +16,7 @@ from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
 from vit_jax.config import Settings, eval_splits, plugins
 from vit_jax.config.text import shipped_configs
-from vit_jax.data import SOURCES, parse_mix
+from vit_jax.data import SOURCES, mixed_keys
 from vit_jax.main import parse_flags
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
@@ -128,10 +128,10 @@ def check_job(words: Sequence[str]) -> Job:
 
 def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     """The data sets that training and evaluators read from files, each once."""
-    d = config.data
-    found = {(name, d.data_dir): "data.data_dir"
-             for name in (d.name, *(part.name for part in parse_mix(d.mix)))}  # fmt: skip
     settings, _ = Settings.read_open(config)
+    keys = {config.data.data_dir: "data.data_dir"}
+    found = {(split.data_name, split.data_dir): keys.get(split.data_dir, "data.mix")
+             for split in mixed_keys(settings.data)}  # fmt: skip
     for name, entry in settings.evals.items():
         for split in eval_splits(settings.data, entry).values():
             found.setdefault((split.data_name, split.data_dir), f"evals.{name}.data_dir")
@@ -146,8 +146,9 @@ def needed_extras(config: ConfigDict | None, workdir: str) -> tuple[str, ...]:
     """Extras of the package that a job needs, sorted; `config` None: it is in the workdir."""
     addresses, extras = [workdir], set()
     if config is not None:
-        entries = config.evals.values()
-        addresses += [config.data.data_dir, config.init_from, *(e.data_dir for e in entries)]
+        training = mixed_keys(Settings.read_open(config)[0].data)
+        places = (*training, *config.evals.values())
+        addresses += [config.init_from, *(place.data_dir for place in places)]
         extras |= {"wandb"} if config.log.wandb is not None else set()
     if any(str(address).startswith("gs://") for address in addresses):
         extras.add("gcs")
@@ -230,7 +231,8 @@ def check_data_travels(
         at_store = "://" in (folder or "") and name not in ("folder", "list", "unlabelled")
         if folder is not None and (has(folder) or at_store):
             continue
-        copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if bucket else ""
+        of_key = bucket and key != "data.mix"  # whose value holds more than a folder
+        copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if of_key else ""
         what = name if bucket else "images"
         faults.append(f"{key}={folder!r}: {where} has no {what} there; {copy}{remedy}")
     collect_faults(faults)

@@ -23,7 +23,6 @@ from vit_jax.config import (
     flatten,
     image_hw,
 )
-from vit_jax.config.durations import parse_durations
 from vit_jax.config.text import load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
@@ -677,7 +676,7 @@ def test_recipe_becomes_an_experiment(words, num_classes, num_examples, steps, n
     c.data.num_classes, c.data.num_examples = num_classes, num_examples
     e = make_experiment(settings_of(c), make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
     assert (e.total_steps, e.num_params) == (steps, num_params)
-    peak, warmup = c.optimizer.peak_lr, parse_durations(c)["schedule.warmup"]
+    peak, warmup = c.optimizer.peak_lr, settings_of(c).durations["schedule.warmup"]
     np.testing.assert_allclose(float(e.schedule(warmup / 2)), peak / 2, rtol=1e-6)
     np.testing.assert_allclose(float(e.schedule(warmup)), peak, rtol=1e-6)
     np.testing.assert_allclose(float(e.schedule((warmup + steps) / 2)), peak / 2, rtol=1e-5)
@@ -686,7 +685,7 @@ def test_recipe_becomes_an_experiment(words, num_classes, num_examples, steps, n
 def test_better_plain_vit_trains_as_long_as_published():
     c = with_known_facts(load("vit_s16_in1k"))
     assert c.data.num_examples == 1_268_355
-    assert parse_durations(c)["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
+    assert settings_of(c).durations["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
 def test_words_of_pretraining_in_any_place():

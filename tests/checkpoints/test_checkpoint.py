@@ -20,7 +20,6 @@ from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import base_config
-from vit_jax.config.durations import parse_durations
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Timetable
@@ -251,11 +250,8 @@ def test_a_step_of_another_format_is_refused_and_none_before_it_is_taken(directo
 
 def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):
     """Even if no multiple of `checkpoint.every` is a multiple of `checkpoint.keep_every`."""
-    config = base_config()
-    config.global_batch_size, config.data.num_examples = 8, 80
-    config.checkpoint.every, config.checkpoint.keep_every = "2 steps", "5 steps"
-    config.duration = "16 steps"
-    timetable = Timetable(parse_durations(config))
+    every = {"checkpoint.every": 2, "checkpoint.keep_every": 5}
+    timetable = Timetable({"duration": 16, **every})
     directory = epath.Path(tmp_path)
     checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=timetable.keep_every)
     for step in range(1, 17):

@@ -10,7 +10,7 @@ from read_settings import decided
 
 from vit_jax.config import OBJECTIVES, Settings, base_config, classification
 from vit_jax.config.parts import Section, key
-from vit_jax.config.settings import warn_of_config
+from vit_jax.config.plugins import warn_of_removal
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.objectives.distillation import Distillation
@@ -42,7 +42,8 @@ def test_sizes_are_pairs_and_durations_steps(config):
     assert (found.run.duration, found.schedule.warmup, found.schedule.milestones) == (
         40, 4, (20, 30),
     )  # fmt: skip
-    assert found.evals["test"].every == 1  # an interval has at least one step
+    every = found.evals["test"].every  # an interval of 0.1 steps
+    assert (every, type(every)) == (1, int)
     assert found.durations["objective.gram_every"] == 10
     assert "schedule.milestones" not in found.durations
 
@@ -140,7 +141,7 @@ def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, c
         def find_conflicts(self, config):
             return [*super().find_conflicts(config), f"data.name: not {config.data.name}"]
 
-    warn_of_config.cache_clear()
+    warn_of_removal.cache_clear()
     monkeypatch.setitem(OBJECTIVES, "old", Old)
     config.objective.name, config.objective.teacher = "old", "untrained:ViT-Ti/16"
     config.objective.mode, config.loss.name = "soft", "sigmoid"
@@ -155,15 +156,19 @@ def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, c
     assert "use inputs.settings" in said[1]
 
 
-def test_a_plug_in_s_evaluator_may_declare_metrics_in_the_earlier_way():
+def test_a_plug_in_s_evaluator_may_declare_metrics_in_the_earlier_way(caplog):
     class Ours(Classification):
         """By the name of version 0.2.0."""
 
         def metrics(self):
             return {"own": "lower"}
 
-    assert Ours(split="test", every=1).reports() == {"own": "lower"}
-    assert "top1" in Classification(split="test", every=1).reports()
+    warn_of_removal.cache_clear()
+    assert "top1" in Classification(split="test", every=1).reports() and not caplog.records
+    for _ in range(2):
+        assert Ours(split="test", every=1).reports() == {"own": "lower"}
+    (record,) = caplog.records
+    assert record.getMessage().endswith("metrics(), which version 0.4 removes; use reports()")
 
 
 def test_any_part_may_have_a_key_called_own():

@@ -9,7 +9,7 @@ from prepared import prepare
 from read_settings import settings_of, splits_of
 
 from vit_jax.config import base_config, classification, fewshot, train_split
-from vit_jax.config.durations import parse_durations
+from vit_jax.config.durations import total_steps
 from vit_jax.data import image_batch, keep_classes, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.host_tf import tfds
 from vit_jax.run.setup.sources import training_order
@@ -207,7 +207,7 @@ def test_epochs_of_a_part_have_all_its_records_each_in_another_order(keys):
         config.duration = duration
         config, sources = open_all(config)
         settings = settings_of(config)
-        source, steps = sources[train_split(settings.data)], parse_durations(config)["duration"]
+        source, steps = sources[train_split(settings.data)], total_steps(config)
         found = pipeline.host_batches(
             source, image_batch(8, (8, 8)), steps=range(steps), seed=config.seed,
             rows=np.arange(8), data_order=training_order(settings.data, settings.run, source),

@@ -12,7 +12,6 @@ from read_settings import settings_of, teaching
 
 from vit_jax.base import tree
 from vit_jax.config import base_config
-from vit_jax.config.durations import parse_durations
 from vit_jax.data import make_device_transform, preprocessing
 from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
@@ -235,14 +234,16 @@ def test_flops_of_gradients_that_nothing_learns_from_are_not_counted(mesh):
 def test_durations_in_steps(text, steps):
     config = small_config()
     config.checkpoint.keep_every = text
-    assert parse_durations(config).get("checkpoint.keep_every") == steps
+    assert settings_of(config).durations.get("checkpoint.keep_every") == steps
 
 
-def test_a_faulty_duration_names_its_key():
+def test_every_faulty_duration_names_its_key():
     config = small_config()
+    config.duration, config.log.every = "9", "5 %"
     config.schedule.warmup = "three steps"
-    with at_fault("schedule.warmup"):
-        parse_durations(config)
+    config.schedule.name, config.schedule.milestones = "multistep", "5 steps, 0 steps"
+    with at_fault("duration", "schedule.warmup", "schedule.milestones"):
+        settings_of(config)
 
 
 def random_params(config, mesh):

@@ -12,6 +12,8 @@ from vit_jax.job import exit_codes
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = "--config=configs/quickstart.py:debug"
+MIXED = [{"name": "cifar10", "data_dir": "gs://bucket/data", "weight": 0.25},
+         {"name": "cifar100", "weight": 0.25}]  # fmt: skip
 
 
 @pytest.fixture
@@ -48,11 +50,20 @@ def test_name(job, workdir, name):
         (["--workdir=gs://bucket/w"], ("gcs",)),
         (["--workdir=w", "--config.data.data_dir=gs://bucket/data"], ("gcs",)),
         (["--workdir=w", "--config.evals.test.data_dir=gs://bucket/data"], ("gcs",)),
+        (["--workdir=w", f"--config.data.mix={MIXED}"], ("gcs",)),
         (["--workdir=gs://bucket/w", "--config.log.wandb=project"], ("gcs", "wandb")),
     ],
 )
 def test_extras_that_the_config_needs(job, words, extras):
     assert job.check_job([QUICKSTART, *words]).extras == extras
+
+
+def test_data_sets_of_a_mixture_are_looked_for_in_their_own_folders(job):
+    checked = job.check_job([QUICKSTART, "--workdir=w", f"--config.data.mix={MIXED}"])
+    assert checked.data == (("data.mix", "cifar10", "gs://bucket/data"),
+                            ("data.data_dir", "cifar100", None))  # fmt: skip
+    with at_fault("data.data_dir"):  # the bucket of the other is there
+        job.check_data_travels(checked, "a worker", {}, lambda folder: False, "mount it")
 
 
 def test_extras_of_the_members_of_a_study(job, tmp_path):

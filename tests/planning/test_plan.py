@@ -737,6 +737,15 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
 
 
+def test_a_teacher_is_read_once_whatever_the_order_of_the_data():
+    config = tiny_config()
+    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/4"
+    chunks = {"data.order": "chunk", "data.streams": 2, "data.repeats": 2}
+    orders = settings_of(config), settings_of(config).with_values(chunks)
+    (first,), (other,) = map(abstract_teachers, orders)
+    assert first is other
+
+
 @pytest.mark.slow
 def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)

@@ -123,6 +123,22 @@ def test_a_member_that_was_trained_longer(python, workdir, capsys):
     assert study(workdir) == 2
 
 
+def test_the_folders_of_a_mixture_may_move(python, workdir):
+    def mixed(**part):
+        return [{"name": "tar", "data_dir": "new", "weight": 0.25} | part]
+
+    config = load_config(CONFIG)
+    config.optimizer.peak_lr, config.data.name = 0.003, "cifar10"
+    config.data.mix = mixed(data_dir="old")
+    config.data.split, config.evals.held_out.split = "dev_train", "dev"
+    (workdir / ALL[0]).mkdir()
+    (workdir / ALL[0] / "config.json").write_text(config_json(config))
+    (workdir / ALL[0] / "summary.json").write_text('{"step": 20, "held_out/top1": 0.5}')
+    for mix, code in ((mixed(weight=0.5), 2), (mixed(), 0)):
+        flags = ["--config.data.name=cifar10", f"--config.data.mix={mix}"]
+        assert study(workdir, *flags) == code
+
+
 def test_members_with_other_microbatches_are_named(tmp_path):
     config = load_config(CONFIG)
     for name, number, batch in (("a", 4, 512), ("b", 2, 512), ("c", 1, 64)):

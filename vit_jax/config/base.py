@@ -6,6 +6,7 @@ no device and does not import TensorFlow.
 """
 
 import copy
+import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins as plugins_lib
+from vit_jax.config.durations import to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator
 from vit_jax.config.node import Node, flatten
-from vit_jax.config.parts import LARGEST_SIDE, Key, add_keys, as_pair
+from vit_jax.config.parts import DURATIONS, LARGEST_SIDE, Key, add_keys, as_pair
 from vit_jax.config.registries import REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS, Data
 
@@ -115,6 +117,23 @@ def values_in_force(config: ConfigDict) -> dict[str, Any]:
     values = flatten(config)
     return {k: declared.default if values[k] is None and declared.default is not ... else values[k]
             for k, declared in declared_keys(config).items()}  # fmt: skip
+
+
+def in_steps(config: ConfigDict) -> dict[str, str]:
+    """{key: text in steps} for every duration of a config, and lists of them."""
+    values, found = values_in_force(config), {}
+    for key, declared in declared_keys(config).items():
+        if declared.form in DURATIONS and values[key]:
+            steps = declared.read(values[key], key, functools.partial(to_steps, config))
+            numbers = steps if isinstance(steps, tuple) else (steps,)
+            found[key] = ", ".join(f"{number} steps" for number in numbers)
+    return found
+
+
+def shares_in_steps(config: ConfigDict) -> dict[str, str]:
+    """`in_steps` for the durations that are shares of the run."""
+    texts = values_in_force(config)
+    return {key: text for key, text in in_steps(config).items() if "%" in texts[key]}
 
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",

@@ -10,8 +10,7 @@ from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config.base import declared_keys, values_in_force
+from vit_jax.base.errors import InputError, nearest
 
 UNITS = ("steps", "epochs", "examples")
 _LENGTH = '"90 epochs", "10000 steps" or "5e6 examples"'
@@ -81,50 +80,6 @@ def split_duration(text: str, key: str, *, shares: bool) -> tuple[Fraction, str]
     return number, unit
 
 
-def _texts_of(config: ConfigDict, *forms: str) -> dict[str, str]:
-    """{key: text} of the keys with one of these declared forms, unless they are None."""
-    values = values_in_force(config)
-    keys = (key for key, declared in declared_keys(config).items() if declared.form in forms)
-    return {key: values[key] for key in keys if values[key] is not None}
-
-
-def parse_durations(config: ConfigDict) -> dict[str, int]:
-    """Convert every duration of a config to steps: {key: steps}.
-
-    `data.num_examples` must be set. Intervals are at least 1 step; keys set to None are left out.
-
-    Raises:
-      InputError: names each that is not a duration, or lasts longer than the run.
-    """
-    of_intervals = _texts_of(config, "interval", "length").items()
-    return {
-        **{k: to_steps(config, text, k) for k, text in _texts_of(config, "duration").items()},
-        **{k: max(to_steps(config, text, k), 1) for k, text in of_intervals},
-    }
-
-
-def parse_milestones(config: ConfigDict) -> list[int]:
-    """`schedule.milestones` as steps."""
-    key = "schedule.milestones"
-    return [
-        to_steps(config, text, key) for text in split_durations(config.schedule.milestones or "")
-    ]
-
-
-def in_steps(config: ConfigDict) -> dict[str, str]:
-    """{key: text in steps} for every duration of a config, and lists of them."""
-    steps = {key: f"{number} steps" for key, number in parse_durations(config).items()}
-    if config.schedule.milestones:
-        steps["schedule.milestones"] = ", ".join(f"{n} steps" for n in parse_milestones(config))
-    return steps
-
-
-def shares_in_steps(config: ConfigDict) -> dict[str, str]:
-    """`in_steps` for the durations that are shares of the run."""
-    texts = _texts_of(config, "duration", "interval", "list")
-    return {key: text for key, text in in_steps(config).items() if "%" in texts.get(key, "")}
-
-
 def to_steps(config: ConfigDict, text: str, key: str) -> int:
     """A duration of a resolved config in steps; `key` holds it, and is named in errors."""
     return parse_duration(
@@ -136,11 +91,6 @@ def to_steps(config: ConfigDict, text: str, key: str) -> int:
     )
 
 
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check every duration; needs neither the data nor the batch size."""
-    for form in ("duration", "interval", "length"):
-        for key, text in _texts_of(config, form).items():
-            faults.check(check_duration, text, key=key, form=form)
-    for key, texts in _texts_of(config, "list").items():
-        for text in split_durations(texts):
-            faults.check(check_duration, text, key=key, form="interval")
+def total_steps(config: ConfigDict) -> int:
+    """`duration` of a resolved config in steps."""
+    return to_steps(config, config.duration, "duration")

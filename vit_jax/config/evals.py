@@ -19,6 +19,8 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.node import Node
 from vit_jax.config.parts import Part, Registry, add_keys, key
+from vit_jax.config.plugins import warn_of_removal
+from vit_jax.config.sections import BATCH
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 
@@ -41,7 +43,7 @@ class Evaluator(Part):
         "", "host ops; '': none, or those of the source of a model without a run", form="ops"
     )
     batch_size: int | None = key(
-        None, "images, over all devices; None: global_batch_size", within="[1, 16777216]"
+        None, "images, over all devices; None: global_batch_size", within=BATCH
     )
     data_name: str | None = key(None, "data set; None: data.name")
     data_dir: str | None = key(None, "its folder; None: data.data_dir")
@@ -62,9 +64,14 @@ class Evaluator(Part):
         return self.reports_before()
 
     def reports_before(self) -> Mapping[str, Better] | None:
-        """The same by a method `metrics`, in plug-ins of earlier versions; None: there is none."""
-        own = (vars(cls).get("metrics") for cls in type(self).__mro__)
-        return next((method(self) for method in own if callable(method)), None)
+        """The result of the method `metrics` that plug-ins of earlier versions have; None: there is
+        none.
+        """
+        for cls in type(self).__mro__:
+            if callable(method := vars(cls).get("metrics")):
+                warn_of_removal("metrics()", "reports()")
+                return method(self)
+        return None
 
     def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
         """{metric: why} for those of `reports` that the data rule out.

@@ -23,7 +23,8 @@ from typing import Any, Generic, Self, TypeVar
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from vit_jax.base.errors import InputError, collect_faults, nearest
+from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.config.durations import check_duration, split_durations
 
 P = TypeVar("P", bound="Part")
 
@@ -103,9 +104,14 @@ class Key(typing.NamedTuple):
             return as_pair(value) or value
         if in_steps is None or self.form not in DURATIONS:
             return value
-        if self.form == "list":
-            return tuple(in_steps(text.strip(), name) for text in value.split(",") if value)
-        return max(in_steps(value, name), self.form != "duration")
+        steps = tuple(in_steps(text, name) for text in self.durations(value))
+        return steps if self.form == "list" else max(*steps, int(self.form != "duration"))
+
+    def durations(self, value: Any) -> list[str]:
+        """The durations that `value` holds, as texts."""
+        if value is None or self.form not in DURATIONS:
+            return []
+        return split_durations(value) if self.form == "list" else [value]
 
 
 def _lies_in(number: float, interval: str) -> bool:
@@ -270,8 +276,14 @@ class Part(Section):
 
 def find_wrong(keys: Mapping[str, Key], values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """A fault for each of `values` that its declaration in `keys` rules out."""
-    found = {name: keys[name].find_fault(value) for name, value in values.items() if name in keys}
-    return [f"{prefix}{n}={values[n]!r}: {fault}" for n, fault in found.items() if fault]
+    faults = Faults()
+    for name, value in values.items():
+        if name in keys:
+            fault = keys[name].find_fault(value)
+            faults.need(fault is None, f"{prefix}{name}={value!r}: {fault}")
+            for text in keys[name].durations(value):
+                faults.check(check_duration, text, key=prefix + name, form=keys[name].form)
+    return faults
 
 
 def load(name: str) -> Any:

@@ -9,9 +9,11 @@ the stored copy only if the user trusts it.
 
 import contextlib
 import contextvars
+import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import re
@@ -24,6 +26,8 @@ from etils import epath
 
 from vit_jax.base.errors import InputError, say_fault_of_file
 from vit_jax.base.files import write_whole
+
+logger = logging.getLogger("vit_jax")
 
 _FOLDER, _DIGESTS = "plugins", "digests.json"
 _NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # name of a file or a module
@@ -315,3 +319,9 @@ def _copy_name(name: str) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
+def warn_of_removal(old: str, new: str) -> None:
+    """Warn once that a plug-in uses `old`, which version 0.4 removes."""
+    logger.warning("a plug-in uses %s, which version 0.4 removes; use %s", old, new)

@@ -7,10 +7,13 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 """
 
 import os
+from typing import ClassVar
 
 from vit_jax.config.parts import OpenSection, Section, key
 
 POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"
+LARGEST_BATCH = 2**24  # images, over all devices
+BATCH = f"[1, {LARGEST_BATCH}]"
 Size = tuple[int, int]
 Texts = tuple[str, ...]
 
@@ -23,9 +26,7 @@ class Run(Section):
         "of the data order, the initial weights, augmentation and dropout",
         within="[0, 4294967295]",
     )
-    global_batch_size: int = key(
-        None, "over all hosts and devices", within="[1, 16777216]", decided=True
-    )
+    global_batch_size: int = key(None, "over all hosts and devices", within=BATCH, decided=True)
     duration: int = key(
         None,
         'length of the run: "90 epochs", "10000 steps" or "5e6 examples"',
@@ -193,6 +194,8 @@ class Objective(Section):
 class Loss(Section):
     """The loss of one example, where an objective learns labels."""
 
+    excludes: ClassVar[bool | None] = None  # see `objectives.losses.Loss`
+
     name: str = key("softmax", "a loss")
     label_smoothing: float = key(
         0.0, "share of the target spread over all classes", within="[0, 1)"
@@ -207,6 +210,8 @@ class Loss(Section):
 
 class Optimizer(Section):
     """The optimizer, gradient accumulation and the running average."""
+
+    averages: ClassVar[bool] = False  # see `experiment.optimizers.optimizers.Optimizer`
 
     name: str = key("adamw", "an optimizer")
     peak_lr: float = key(

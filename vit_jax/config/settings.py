@@ -6,7 +6,6 @@ which every key has its declared type, sizes are pairs and durations are steps.
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from vit_jax.objectives.losses import Loss
 
 
-logger = logging.getLogger("vit_jax")
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The sections of a config.
@@ -45,7 +41,8 @@ class Settings:
     objective, loss, optimizer, schedule: the part that the section selects, with all keys of the
       section.
     evals: {name: evaluator}.
-    config: what it was read from, for plug-ins that read it; see `warn_of_config`.
+    config: what it was read from, for searches that change keys, and for plug-ins of earlier
+      versions.
     """
 
     run: sections.Run
@@ -77,9 +74,8 @@ class Settings:
             for key, declared in declared_keys(config).items()
             if declared.decided and values[key] is None
         ])  # fmt: skip
-        settings, faults = cls._read(config, functools.partial(to_steps, config))
-        collect_faults(faults)
-        return settings
+        collect_faults(cls.read_open(config)[1])
+        return cls._read(config, functools.partial(to_steps, config))[0]
 
     @classmethod
     def read_open(cls, config: ConfigDict) -> tuple["Settings", list[str]]:
@@ -133,7 +129,7 @@ class Settings:
     @property
     def has_average(self) -> bool:
         """Whether the run keeps running averages: by `optimizer.ema_decay`, or by its optimizer."""
-        return self.optimizer.ema_decay is not None or getattr(self.optimizer, "averages", False)
+        return self.optimizer.ema_decay is not None or self.optimizer.averages
 
     def by_name(self) -> Iterator[tuple[str, Section]]:
         """(name, section) of each, "" being `run`, and ("evals.NAME", evaluator) of each entry."""
@@ -144,7 +140,8 @@ class Settings:
             yield f"evals.{name}", evaluator
 
 
-_PARTS = (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)  # a section is what it selects
+# Of these, `Settings` holds the selected part, which has the keys of its section too.
+_PARTS = (OBJECTIVES, LOSSES, OPTIMIZERS, SCHEDULES)
 _CHOSEN: dict[str, Registry[Any]] = {
     registry.section: registry for registry in (*_PARTS, SOURCES, STUDIES)
 }
@@ -152,9 +149,3 @@ _CHOSEN: dict[str, Registry[Any]] = {
 
 def _named(in_steps: InSteps, prefix: str) -> InSteps:
     return lambda text, key: in_steps(text, prefix + key)
-
-
-@functools.cache
-def warn_of_config(old: str, new: str) -> None:
-    """Warn once that a plug-in reads a ConfigDict, which version 0.4 gives no more."""
-    logger.warning("a plug-in uses %s, which goes with version 0.4; use %s", old, new)

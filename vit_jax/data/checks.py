@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from vit_jax.base.errors import Faults
-from vit_jax.config import SOURCES, Evaluator, image_hw
+from vit_jax.config import SOURCES, Evaluator
+from vit_jax.config.parts import LARGEST_SIDE
 from vit_jax.config.sections import Data
 from vit_jax.data.mixture import mixed_keys
 from vit_jax.data.ops import parse_ops
@@ -26,8 +27,10 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         )
         if number
     }
-    if d.num_local and d.local_size is None:
-        faults.check(image_hw, d.local_size, "data.local_size")
+    faults.need(
+        not d.num_local or d.local_size is not None,
+        f"data.local_size=None: needs a positive int or a pair of them, up to {LARGEST_SIDE}",
+    )
     faults.need(
         not d.num_local or d.num_global,
         f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",

@@ -1,4 +1,4 @@
-"""The image size, the preprocessing ops and the views of a config, parsed once.
+"""The preprocessing ops and the views of a config, parsed once.
 
 Views are several differently augmented crops of every image of a batch:
 
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import Settings, image_hw
+from vit_jax.config import Settings
 from vit_jax.config.sections import Data
 from vit_jax.data.batch import BatchSpec, Crops
 from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
@@ -60,7 +60,7 @@ def parse_views(data: Data, further: Mapping[str, tuple[str, Hw]] = {}) -> dict[
     )  # fmt: skip
     for name, key, ops, number, sized, first in kinds:
         if number:
-            size = image_hw(getattr(data, sized), f"data.{sized}")
+            size = getattr(data, sized)
             host_ops, device_ops = zip(*parse_view_ops(ops, size, number, key), strict=True)
             found[name] = Views(Crops(key, size, host_ops, first, f"data.{sized}"), device_ops)
     for name, (own, size) in further.items() if data.num_global else ():
@@ -128,13 +128,11 @@ def fingerprint_of_views(data: Data, further: Mapping[str, tuple[str, Hw]]) -> l
 class Preprocessing(NamedTuple):
     """The parsed preprocessing of a run.
 
-    image_size: (height, width) of the model's input images.
     host_ops, device_ops: ops for training.
     eval_ops: {name: host ops} for each entry of `evals`.
     views: {key of a batch: its views}.
     """
 
-    image_size: tuple[int, int]
     host_ops: tuple[HostOp, ...]
     device_ops: tuple[DeviceOp, ...]
     eval_ops: Mapping[str, tuple[HostOp, ...]]
@@ -149,19 +147,19 @@ class Preprocessing(NamedTuple):
 def parse_preprocessing(settings: Settings) -> Preprocessing:
     """Parse the preprocessing of a config that has passed its first check."""
     data, evals = settings.data, settings.evals.items()
-    image_size = image_hw(data.image_size)
-    host_ops, device_ops = parse_ops(data.ops, image_size)
-    eval_ops = {name: parse_ops(e.ops, image_size, key=f"evals.{name}.ops")[0] for name, e in evals}
+    size = data.image_size
+    host_ops, device_ops = parse_ops(data.ops, size)
+    eval_ops = {name: parse_ops(e.ops, size, key=f"evals.{name}.ops")[0] for name, e in evals}
     views = parse_views(data, settings.objective.further_views)
-    return Preprocessing(image_size, host_ops, device_ops, eval_ops, views)
+    return Preprocessing(host_ops, device_ops, eval_ops, views)
 
 
 def describe_batch(data: Data, size: int, preprocessing: Preprocessing) -> BatchSpec:
     """The training batches of `size` rows: `image`, made by `data.ops`, views, or both."""
-    d, (image_size, host_ops, device_ops, _, views) = data, preprocessing
+    d, (host_ops, device_ops, _, views) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if host_ops or device_ops or not views:
-        crops["image"] = Crops("data.ops", image_size, (host_ops,))
+        crops["image"] = Crops("data.ops", d.image_size, (host_ops,))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
     return BatchSpec(size, crops, d.channels, label_size)
 

@@ -335,9 +335,9 @@ def captured() -> Iterator[io.StringIO]:
 
 
 def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["Run"]) -> Finding:
-    """The choices of `train` for `config`, checked against data and devices; writes nothing.
+    """Check `config` against its data and the devices, and report what `train` would choose.
 
-    Without a `workdir` the run is taken to be new. The run is added to `runs`.
+    Nothing is written. Without a `workdir` the run counts as new. The run is added to `runs`.
     """
     from vit_jax.models.dot_product import choose_attention
     from vit_jax.planning.search import choose_layout

@@ -88,7 +88,7 @@ def make_evaluators(
             mesh=mesh,
             sources={k: sources[key] for k, key in eval_splits(settings.data, evaluator).items()},
             host_ops=preprocessing.eval_ops[name],
-            image_size=preprocessing.image_size,
+            image_size=settings.data.image_size,
             folder=folder,
             see=see and functools.partial(see, name),
         )

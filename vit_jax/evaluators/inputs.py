@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base.tree import Batch, PyTree
-from vit_jax.config.settings import Settings, warn_of_config
+from vit_jax.config.plugins import warn_of_removal
+from vit_jax.config.settings import Settings
 from vit_jax.data import Source, eval_batches, image_batch, order, to_value_range
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
@@ -52,7 +53,7 @@ class EvalInputs:
     @property
     def config(self) -> Any:
         """The config of the run, for plug-ins of earlier versions."""
-        warn_of_config("inputs.config", "inputs.settings")
+        warn_of_removal("inputs.config", "inputs.settings")
         return self.settings.config
 
     @property

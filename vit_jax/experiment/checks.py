@@ -2,7 +2,7 @@
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import Part, Settings
-from vit_jax.config.settings import warn_of_config
+from vit_jax.config.plugins import warn_of_removal
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.models import model_of
@@ -23,7 +23,7 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         name = objective.name
         faults += objective.conflicts(settings)
         if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
-            warn_of_config("find_conflicts(config)", "conflicts(settings)")
+            warn_of_removal("find_conflicts(config)", "conflicts(settings)")
             faults += objective.find_conflicts(settings.config)
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
         for metric in {*(names or ())} & _OF_STEPS:
@@ -50,7 +50,7 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         "optimizer.on_spike=lower, which sets it; leave it out",
     )
     faults.need(
-        not (o.ema_decay is not None and isinstance(o, Part) and o.averages),
+        not (o.ema_decay is not None and o.averages),
         f"optimizer.ema_decay={o.ema_decay}: optimizer.name={o.name!r} keeps its own average of "
         "the weights; set it to None",
     )

@@ -105,7 +105,7 @@ class Experiment:
 
     @property
     def abstract_frozen(self) -> tuple[tree.PyTree, ...]:
-        """The same for the frozen arrays; () if the objective has none."""
+        """Shapes, dtypes and shardings of the frozen arrays; () if the objective has none."""
         return self.arguments[2:]
 
     @property
@@ -239,7 +239,7 @@ def make_experiment(
         shardings=gradient_shardings(shardings[0].params, mesh),
     )
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
-    # Of sums over classes every process needs the whole.
+    # Every process needs the whole sums over classes.
     whole = NamedSharding(mesh, P()) if settings.log.metrics else None
     jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
     return Experiment(

@@ -151,7 +151,7 @@ def evaluate_model(
     preprocessing = parse_preprocessing(settings)
     check_evaluated_images(settings.data, settings.evals, preprocessing, sources)
     module, weights = of.build(settings, mesh, preprocessing)
-    check_outputs(settings.evals, module, preprocessing.image_size)
+    check_outputs(settings.evals, module, settings.data.image_size)
     seen: dict[str, Examples | Shown] = {}  # of the evaluator that ran last
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
     evaluators = make_evaluators(settings, preprocessing, module, mesh, sources, see=see)
@@ -313,7 +313,7 @@ class _OfSource:
         source, resize = self._pretrained, settings.run.init_resize
         given = {"dtype": settings.model.dtype, **settings.model.own}
         fields = check_fields(type(source.model), given, "config.model")
-        model = source.model.clone(**fields, image_size=preprocessing.image_size)
+        model = source.model.clone(**fields, image_size=settings.data.image_size)
         kernels = settings.model.kernels
         model = choose_ops(with_known(model, constrain=constrain), mesh, kernels)
         variables = transfer.init_variables(source, model, resize, keep_head=True)

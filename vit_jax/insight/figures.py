@@ -35,7 +35,7 @@ Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Seque
 
 @dataclasses.dataclass
 class Subject:
-    """The arrays of which figures are made.
+    """The arrays that figures show.
 
     seen: measurements over images; None: none were given.
     other, other_name: those of a second model, and its source; else those of the model itself.

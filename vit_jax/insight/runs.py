@@ -27,7 +27,7 @@ _ASKED = {"user", "recipe", "branch"}  # who else decides a key follows what the
 
 
 class Run(NamedTuple):
-    """The state of a run by its workdir, finished or not.
+    """The state of a run, as its workdir gives it; it may not have finished.
 
     name: as short as it can be among the runs read.
     config: {key: value}, without the section `study`.

@@ -7,14 +7,12 @@ in C++. There a thread ends the process.
 
 import contextlib
 import json
-import logging
 import os
 import select
 import signal
 import socket
 import sys
 import threading
-import time
 from typing import NoReturn
 
 import jax
@@ -72,7 +70,7 @@ def listen() -> None:
             if _ending.acquire(blocking=False):
                 _end_after(_PARTING_S, code)
                 processes.say(f"process {process} has ended the job: {why}")
-                _exit(code)
+                processes.exit_now(code, _PARTING_S / 2)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -91,7 +89,7 @@ def end_job(code: int, why: str) -> NoReturn:
             )
             tell.start()
             tell.join(_PARTING_S)
-        _exit(code)
+        processes.exit_now(code, _PARTING_S / 2)
 
 
 def _wait_for_interrupt(numbers: socket.socket) -> None:
@@ -113,12 +111,3 @@ def _end_after(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
-
-
-def _exit(code: int) -> NoReturn:
-    if processes.client() is not None and processes.distributed_state().process_id == 0:
-        time.sleep(_PARTING_S / 2)  # process 0 has the store; JAX aborts processes that outlive it
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

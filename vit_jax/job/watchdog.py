@@ -9,9 +9,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
-import logging
 import math
-import os
 import queue
 import socket
 import sys
@@ -30,6 +28,7 @@ _BEATS_A_DEADLINE = 20
 _LONGEST_INTERVAL_S = 5.0
 _GO_ON = "run the same command to go on from the last save"
 _SILENT_BEATS = 4  # a process whose watchdog misses this many has stopped or died
+_STORE_BEATS = 3 * _SILENT_BEATS  # how long process 0 outlives its failure, with the job's store
 _ANSWER_BEATS = 2  # how long the coordinator may take to answer
 _STEP_SHARE = 0.6  # of the heartbeat timeout; the rest is for finding out who is late
 _ALONE_S = 3600.0  # deadline of a step in a job of one process, which has no heartbeat
@@ -328,14 +327,15 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
             jax.distributed.shutdown()
         stop()
         sys.exit(code)
+    beat_s = 0.0 if _watchdog is None else _watchdog.interval_s
     if _watchdog is not None:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         _watchdog.fail(f"{type(error).__name__}: {first_line}", code)
-        time.sleep(2 * _SILENT_BEATS * _watchdog.interval_s)
+        time.sleep(2 * _SILENT_BEATS * beat_s)
         if others := _watchdog.describe_others():
             processes.say(others)
         _has_spoken.set()
-    _exit(code)
+    processes.exit_now(code, _STORE_BEATS * beat_s)
 
 
 def _end(what: str) -> NoReturn:
@@ -343,17 +343,7 @@ def _end(what: str) -> NoReturn:
     processes.say(what)  # last, where launchers show it
     _has_spoken.set()
     _watchdog.fail(what, FAILED)
-    _exit(FAILED)
-
-
-def _exit(code: int) -> NoReturn:
-    """End this process without waiting for others; process 0 keeps its store open for a while."""
-    if _watchdog is not None and processes.client() is not None and jax.process_index() == 0:
-        time.sleep(3 * _SILENT_BEATS * _watchdog.interval_s)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    processes.exit_now(FAILED, _STORE_BEATS * _watchdog.interval_s)
 
 
 def _speak_on_abort() -> int:

@@ -259,7 +259,7 @@ class ObjectivePart(sections.Objective, Part):
         return []
 
     def find_conflicts(self, config: Any) -> list[str]:
-        """The same from a ConfigDict, in plug-ins of earlier versions."""
+        """The faults that plug-ins of earlier versions find in a ConfigDict."""
         return []
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:

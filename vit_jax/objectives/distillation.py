@@ -38,7 +38,7 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.losses import Loss, cross_entropy
+from vit_jax.objectives.losses import cross_entropy
 
 TeacherOutput = tuple[Any, Outputs]  # logits, or features without a head, and its outputs
 
@@ -124,7 +124,7 @@ class Distillation(ObjectivePart):
 
     def conflicts(self, settings):
         loss = settings.loss
-        if self.mode == "features" or not isinstance(loss, Loss) or loss.excludes is not False:
+        if self.mode == "features" or loss.excludes is not False:
             return []
         return [
             f"objective.mode={self.mode!r}: needs classes that exclude each other, which "

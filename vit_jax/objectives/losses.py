@@ -4,7 +4,6 @@ Axes: B examples, C classes.
 """
 
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,6 @@ class Loss(sections.Loss, Part):
       added, and a class weight multiplies the loss of an example. False if each class has a binary
       cross-entropy, whose term a class weight multiplies. None: it takes neither.
     """
-
-    excludes: ClassVar[bool | None] = None
 
     def __call__(
         self, logits_BC: jax.Array, labels: jax.Array, label_smoothing: float

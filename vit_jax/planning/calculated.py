@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from vit_jax.base import tree
 from vit_jax.config import Settings
 from vit_jax.config import stored as stored_config
-from vit_jax.config.durations import in_steps
+from vit_jax.config.base import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.flops import jaxpr_flops
 from vit_jax.devices.mesh import AXES, make_mesh
@@ -113,8 +113,8 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
-    if again and settings.model.own.get("remat_layers") is not None:
-        again = settings.model.own.get("remat_layers") / model.depth
+    if again and (layers := settings.model.own.get("remat_layers")) is not None:
+        again = layers / model.depth
     return {
         "memory_bytes": memory,
         "recomputed": again + _SCAN * model.scan,

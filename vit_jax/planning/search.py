@@ -22,6 +22,7 @@ from vit_jax.config import (
     default_config,
     flatten,
 )
+from vit_jax.config.sections import LARGEST_BATCH
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
@@ -44,9 +45,6 @@ _SHOWN = ("mesh", "scan", "remat", "remat_layers", "global_batch_size", "images_
 
 Plan = Callable[[Settings], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
-
-
-_LARGEST_BATCH = 2**24  # images, as `global_batch_size` may be
 
 
 def _model_of(settings: Settings) -> Model:
@@ -90,7 +88,7 @@ def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
         growing = memory["temporaries"] + memory["batch"]
         room = memory["capacity"] - memory["peak"] + growing
         number = _round_down(int(number * max(room, 0) / growing), unit)
-        number = min(number, _round_down(_LARGEST_BATCH // ways, unit))
+        number = min(number, _round_down(LARGEST_BATCH // ways, unit))
         if number >= too_many:
             number = _round_down((least + too_many) // 2, unit)
         if number <= least:
@@ -187,7 +185,7 @@ def _calculated_batch(settings: Settings, target: Target) -> int | None:
     growing = memory["batch"] + memory["temporaries"]
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
     room = max(int(certain) - memory["peak"] + growing, 0)
-    images = min(settings.run.global_batch_size // ways * room // growing, _LARGEST_BATCH // ways)
+    images = min(settings.run.global_batch_size // ways * room // growing, LARGEST_BATCH // ways)
     return ways * _round_down(images, settings.optimizer.accum_steps) or None
 
 

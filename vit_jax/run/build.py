@@ -30,7 +30,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
-from vit_jax.run.setup.matching import compare_reading, find_places
+from vit_jax.run.setup.matching import compare_reading, find_places, say_other_pixels
 from vit_jax.run.setup.opener import ChooseLayout, Files
 from vit_jax.run.setup.resolve import Resolved, resolve
 from vit_jax.run.setup.sources import data_fingerprint, training_order
@@ -172,7 +172,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     check_same_teachers(workdir, described)
     teachers = compare_classes(settings.objective, teachers, train_source.class_names)
     experiment = make_experiment(settings, mesh, preprocessing, teachers)
-    check_outputs(settings.evals, experiment.model, preprocessing.image_size)
+    check_outputs(settings.evals, experiment.model, settings.data.image_size)
     evaluators = make_evaluators(
         settings, preprocessing, experiment.model, mesh, opened.sources, workdir
     )
@@ -300,7 +300,4 @@ def compare_value_ranges(
         if len(ours) != len(theirs):  # one value, the mean, is near those of all channels
             theirs = (round(float(np.mean(theirs)), 6),) if len({*ours}) == 1 else ours
         if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
-            logger.warning(
-                "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
-                key, ours, init_from, theirs, key, ",".join(map(str, theirs)),
-            )  # fmt: skip
+            say_other_pixels(key, ours, f"init_from={init_from}", theirs)

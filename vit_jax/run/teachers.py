@@ -148,7 +148,9 @@ def abstract_teachers(settings: Settings) -> tuple[Teacher, ...]:
     model = settings.model
     form = {k: v for k, v in model.own.items() if k == "scan"}  # a search changes other fields
     student = dataclasses.replace(model, own=form)
-    return _abstract_teachers(settings.objective, settings.data, student)
+    # A plan changes the order, which teachers do not read.
+    data = dataclasses.replace(settings.data, order="record", streams=None, repeats=1)
+    return _abstract_teachers(settings.objective, data, student)
 
 
 @functools.lru_cache(maxsize=8)

@@ -27,9 +27,9 @@ from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
-from vit_jax.config.durations import parse_durations
+from vit_jax.config.durations import total_steps
 from vit_jax.job import exit_codes
-from vit_jax.run.setup.changes import KEYS_OF_THE_END, branch_command
+from vit_jax.run.setup.changes import KEYS_OF_THE_END, branch_command, changed_settings
 from vit_jax.run.setup.validation import validate
 from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import readable
@@ -99,7 +99,7 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
         elif (workdir / "config.json").exists():
             stored = stored_config.read_stored(workdir)
             own = config_lib.with_values(own, stored_config.keep_resolved(own, stored))
-            changed = config_lib.changed_keys(stored.resolved, own)
+            changed = changed_settings(stored.resolved, own)
             # A single run may change its evaluators.
             changed |= config_lib.changed_evals(stored.resolved, own)
             if read_result(workdir) is not None and _is_longer(stored.resolved, own):
@@ -114,7 +114,7 @@ def check_members(study: Study, call: Call, members: Iterable[Member]) -> None:
 
 
 def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
-    return parse_durations(run)["duration"] > parse_durations(asked)["duration"]
+    return total_steps(run) > total_steps(asked)
 
 
 def read_result(workdir: epath.Path) -> Result | None:

@@ -47,8 +47,6 @@ class Optimizer(sections.Optimizer, Part):
       share of the average that stays in an update.
     """
 
-    averages = False
-
     def bind(self) -> optax.GradientTransformation:
         """From clipped gradients to a descent direction, whose size the learning rate sets."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ from vit_jax.base.errors import InputError, check_version, collect_faults, neare
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import Settings
-from vit_jax.config.durations import shares_in_steps
+from vit_jax.config.base import shares_in_steps
 from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.division import FILE
@@ -144,7 +144,7 @@ def _read_lowered(config: ConfigDict, path: epath.Path) -> float:
 def _with_rule(
     stored: StoredConfig, step: int, rule: str, overrides: Mapping[str, str], lowered: float = 1.0
 ) -> StoredConfig:
-    """The config.json of the branch.
+    """The content of the branch's config.json.
 
     `lowered`: what `optimizer.on_spike=lower` has left of the scheduled rate; the optimizer's state
     keeps it.

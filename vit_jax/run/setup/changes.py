@@ -6,6 +6,7 @@ The past is the schedules of all steps done.
 import logging
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.config import Settings, changed_evals, changed_keys, say_changes
-from vit_jax.config.durations import parse_durations
+from vit_jax.config.durations import total_steps
 from vit_jax.data import without_places
 from vit_jax.experiment.schedules import half_cosine, schedule_of
 from vit_jax.run.setup.workdir import StoredRun
@@ -27,6 +28,14 @@ KEYS_OF_THE_END = ("duration", "schedule.cooldown")
 HARDLY_LEARNS = 0.05  # with such a share of its peak rate a model hardly learns
 
 
+def changed_settings(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """`changed_keys` of the config of a run and of one for its resume."""
+    changed = changed_keys(old, new)
+    if without_places(old.data.mix) == without_places(new.data.mix):
+        changed.pop("data.mix", None)  # its folders may move, as data.data_dir may
+    return changed
+
+
 def check_settings(
     config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str]
 ) -> None:
@@ -36,9 +45,7 @@ def check_settings(
     """
     if before.stored is None:
         return
-    changed = changed_keys(before.stored.resolved, config)
-    if without_places(before.stored.resolved.data.mix) == without_places(config.data.mix):
-        changed.pop("data.mix", None)  # its folders may move, as data.data_dir may
+    changed = changed_settings(before.stored.resolved, config)
     collect_faults(
         say_changes({key: values for key, values in changed.items() if key not in free}),
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
@@ -59,7 +66,7 @@ def check_unchanged(
         return
     check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
     resolved = before.stored.resolved
-    changed = changed_keys(resolved, config)
+    changed = changed_settings(resolved, config)
     in_both = {*resolved.evals} & {*config.evals}
     evals = changed_evals(resolved, config)
     evals = {key: values for key, values in evals.items() if key.split(".")[1] in in_both}
@@ -91,13 +98,11 @@ def branch_command(
 
     From the run's last learning rate, or with a new cosine if that has fallen to almost 0.
     """
-    peak, rates = (
-        stored.optimizer.peak_lr,
-        past_of(Settings.read(stored), steps_done)["the learning rate"],
-    )
+    peak = stored.optimizer.peak_lr
+    rates = past_of(Settings.read(stored), steps_done)["the learning rate"]
     rule = ["--rule=constant"]
     if rates[-1] < HARDLY_LEARNS * peak:
-        warmup = max((parse_durations(config)["duration"] - steps_done) // 20, 1)
+        warmup = max((total_steps(config) - steps_done) // 20, 1)
         rule = ["--rule=cosine", f"--config.optimizer.peak_lr={peak}",
                 f"--config.schedule.warmup={warmup} steps"]  # fmt: skip
     new = ["--workdir=NEW", f"--config.duration={config.duration}"]

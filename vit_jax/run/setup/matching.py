@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
@@ -63,11 +64,14 @@ def compare_reading(d: Data, spec: Spec, source: str) -> None:
     for key in ("exif", "pixel_range"):
         ours, theirs = getattr(d, key), getattr(spec, key)
         if theirs not in (None, ours):
-            text = ",".join(map(str, theirs)) if key == "pixel_range" else str(theirs).lower()
-            logger.warning(
-                "data.%s=%s, but %s was trained with %s; set --config.data.%s=%s",
-                key, ours, source, theirs, key, text,
-            )  # fmt: skip
+            say_other_pixels(key, ours, source, theirs)
+
+
+def say_other_pixels(key: str, ours: Any, source: str, theirs: Any) -> None:
+    """Warn that `data.KEY` is `ours`, but was `theirs` for the model of `source`."""
+    text = ",".join(map(str, theirs)) if isinstance(theirs, Sequence) else str(theirs).lower()
+    logger.warning("data.%s=%s, but %s was trained with %s; set --config.data.%s=%s",
+                   key, ours, source, theirs, key, text)  # fmt: skip
 
 
 def find_places(

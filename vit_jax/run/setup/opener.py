@@ -1,4 +1,4 @@
-"""Openers of what decides the open keys of a config: files and devices that are here, or tables."""
+"""Readers of the files, devices or tables that decide the open keys of a config."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from vit_jax import config as config_lib
 from vit_jax import transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import Settings
-from vit_jax.config.durations import shares_in_steps
+from vit_jax.config.base import shares_in_steps
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division

@@ -159,8 +159,8 @@ def open_training(
     """
     divider = divider or data.Divider(anew=True)
     d = settings.data
-    own, parts = config_lib.own_split(d), data.parse_mix(d.mix)
-    for key in data.mixed_keys(d):
+    own, *others = keys = data.mixed_keys(d)
+    for key in keys:
         if key.split == "all" and SOURCES.find(key.data_name).is_own:
             where = "data.split='all'" if key == own else f"data.mix: {key.data_name}@all"
             raise InputError(f"{where}: is for evaluation only; train on 'train'")
@@ -168,14 +168,14 @@ def open_training(
     first = open_split(
         own,
         num_classes=None if taught else d.num_classes,
-        num_examples=None if parts else d.num_examples,
+        num_examples=None if others else d.num_examples,
         # Of a mixture, or of some classes, another share may be missing.
-        max_corrupt_fraction=1.0 if parts or d.classes else d.max_corrupt_fraction,
+        max_corrupt_fraction=1.0 if others or d.classes else d.max_corrupt_fraction,
     )
     if taught is not None and taught[0] is not None:
         first = dataclasses.replace(first, num_classes=taught[0], class_names=taught[1])
     _check_learnable(settings.objective, d, first)
-    opened = _open_mixture(d, first, open_split) if parts else [first]
+    opened = _open_mixture(d, keys, first, open_split) if others else [first]
     sources = {own: opened[0]}
     if d.soft_labels:
         opened = [data.soften(part) for part in opened]
@@ -184,7 +184,7 @@ def open_training(
             f"data.soft_labels=False: {soft[0]} has probabilities for labels; set "
             "--config.data.soft_labels=true"
         )
-    source = data.concatenate(opened) if parts else opened[0]
+    source = data.concatenate(opened) if others else opened[0]
     sources[config_lib.train_split(d)] = source
     if missing := divider.find_missing():
         raise InputError(
@@ -222,14 +222,16 @@ def open_training(
 
 
 def _open_mixture(
-    d: Data, source: data.Source, open_split: Callable[..., data.Source]
+    d: Data,
+    keys: Sequence[SplitKey],
+    source: data.Source,
+    open_split: Callable[..., data.Source],
 ) -> list[data.Source]:
-    """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
+    """`source`, the first of the `keys` of a mixture, and the others; all are held alike."""
     faults = Faults()
-    own, *keys = data.mixed_keys(d)
-    others = [faults.check_in("data.mix: ", open_split, key) for key in keys]
+    others = [faults.check_in("data.mix: ", open_split, key) for key in keys[1:]]
     collect_faults(faults)
-    for one, other in itertools.combinations([own, *keys], 2):
+    for one, other in itertools.combinations(keys, 2):
         if data.share_images(one, other):
             logger.warning(
                 "data.mix: %s and %s of %s may share images, which are then drawn for both; mix "
@@ -242,7 +244,7 @@ def _open_mixture(
     # Size and free memory decide which are held as pixels; a mixture must not depend on it.
     return [
         s if s.encoded or key.data_name in data.SOURCES else open_split(key, reader=data.ON_DISK)
-        for key, s in zip([own, *keys], opened, strict=True)
+        for key, s in zip(keys, opened, strict=True)
     ]
 
 
@@ -348,7 +350,7 @@ def check_evaluated_images(
     faults = Faults()
     for name, entry in evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
-        spec = data.image_batch(1, preprocessing.image_size, ops, key)
+        spec = data.image_batch(1, d.image_size, ops, key)
         for split in config_lib.eval_splits(d, entry).values():
             faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
     collect_faults(faults)

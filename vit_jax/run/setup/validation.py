@@ -20,7 +20,6 @@ from vit_jax.config import (
     add_plugins,
     checks,
     decided_later,
-    durations,
     evals,
     step_range,
     with_values,
@@ -64,7 +63,6 @@ def _check_sections(config: ConfigDict, faults: Faults) -> None:
     settings, wrong = Settings.read_open(config)
     of_evals = [fault for fault in wrong if fault.startswith("evals.")]
     faults += [fault for fault in wrong if fault not in of_evals]
-    durations.check_config(config, faults)
     models.check_model(settings.model, settings.data, faults)
     data.check_data(settings.data, settings.run.global_batch_size, faults)
     experiment.check_experiment(settings, faults)

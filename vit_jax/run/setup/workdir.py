@@ -24,7 +24,7 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.config.durations import to_steps
+from vit_jax.config.durations import total_steps
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
 from vit_jax.config.stored import StoredConfig, parse_stored, read_config
@@ -81,8 +81,7 @@ def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
 
 def count_steps(workdir: epath.Path) -> int:
     """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
-    config = read_config(workdir)
-    return to_steps(config, config.duration, "duration")
+    return total_steps(read_config(workdir))
 
 
 def say_holder(workdir: epath.Path) -> str:
@@ -112,7 +111,7 @@ def check_writable(workdir: epath.Path) -> None:
 
 
 def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
-    """The content of a `workdir` that no other job trains in, for process 0 and so for all.
+    """The content of `workdir` as process 0 reads it; all processes get the same.
 
     Raises:
       InputError: on every process: it cannot be read, another job trains there, or config.json is

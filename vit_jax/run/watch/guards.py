@@ -28,7 +28,9 @@ class CorruptDataError(RuntimeError, RaisedByAll):
 
 
 def say_saved(saved: int | None) -> str:
-    """The words of an error on the newest checkpoint, of step `saved`; None: there is none."""
+    """The part of an error message about the newest checkpoint, of step `saved`; None: there is
+    none.
+    """
     return "nothing is saved" if saved is None else f"last save: step {saved}"
 
 
@@ -134,7 +136,7 @@ class Health:
                 yield name, share < _LEAST_SHARE, f"{text}. {collapse.low_rank}"
 
     def read(self) -> dict[str, Any]:
-        """The memory of a resumed run, to be saved with the state; {} if nothing was found."""
+        """The values that a resumed run needs, saved with the state; {} if nothing was found."""
         if not any(self._rows.values()) and not self._said:
             return {}
         return {"health": {"rows": self._rows.copy(), "said": sorted(self._said)}}

@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,6 @@ from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.job import watchdog
-from vit_jax.objectives.contract import Objective
 from vit_jax.run.build import Run, Watcher
 from vit_jax.run.watch.faults import Fault, flip_activation, flip_bit
 
@@ -54,27 +53,24 @@ def axes_of_places(mesh: Mesh) -> tuple[str, ...]:
     return BATCH_AXES if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1 else BATCH_AXES[:2]
 
 
-def make_replay(
-    objective: Objective,
-    mesh: Mesh,
-    *,
-    digest: Callable[[jax.Array], jax.Array],
-    freeze: str | None = None,
-    accum_steps: int = 1,
-    flip: Fault | None = None,
-) -> Callable[..., Found]:
-    """Make replay(state, inputs, key, turned, frozen=None) -> `Found` of a step; pure.
+def inputs_program(e: Experiment, mesh: Mesh) -> jax.stages.Wrapped:
+    """The function of `make_inputs`, jitted; it keeps the state."""
+    function = make_inputs(e.parts.transform, e.parts.seed)
+    of_inputs = batch_sharding(mesh), NamedSharding(mesh, P())
+    return e.jit(function, in_shardings=e.in_shardings[:2], out_shardings=of_inputs)
+
+
+def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.stages.Wrapped:
+    """Make replay(state, inputs, key, turned, frozen=None) -> `Found` of a step, jitted; it keeps
+    the state.
 
     The step starts from `state`, with `inputs` and `key` as `step.make_inputs` makes them. Place p
     computes the gradient of its own rows, or, if `turned`, of those of place p - 1. An objective
     that couples rows sees those of one place; so do its groups of rows, which shrink to fit.
 
-    Args:
-      objective, freeze, accum_steps: as for `make_train_step`.
-      digest: array -> uint32, its checksum.
-      flip: of an activation or a gradient, in the computation that is not turned.
+    `flip`: of an activation or a gradient, in the computation that is not turned.
     """
-    axes = axes_of_places(mesh)
+    axes, parts = axes_of_places(mesh), e.parts
     places = math.prod(mesh.shape[axis] for axis in axes)
     flipped = -1 if flip is None else flip.place // (mesh.size // places)
 
@@ -87,17 +83,18 @@ def make_replay(
         flips = ~turned & (place == flipped)
 
         def sums_of(params, state, inputs, key):
+            params = stop_gradients(params, parts.freeze)
             is_flipped = flip is not None and flip.kind == "flip:activation"
             with flip_activation(flips) if is_flipped else contextlib.nullcontext():
-                return objective.loss(stop_gradients(params, freeze), state, inputs, frozen, key)
+                return e.objective.loss(params, state, inputs, frozen, key)
 
-        grads, sums = accumulate(sums_of, state, inputs, key, accum_steps)
+        grads, sums = accumulate(sums_of, state, inputs, key, parts.accum_steps)
         leaves = {"loss": sums.loss} | tree.flatten_names(grads)
         if flip is not None and flip.kind == "flip:gradient":
             largest = max(leaves, key=lambda name: leaves[name].size)
             leaves[largest] = flip_bit(leaves[largest], flips)
         norms = {name: jnp.sqrt(jnp.square(leaf).sum()) for name, leaf in leaves.items()}
-        return jax.tree.map(lambda x: x[None], (jax.tree.map(digest, leaves), norms))
+        return jax.tree.map(lambda x: x[None], (jax.tree.map(checksum, leaves), norms))
 
     def replay(
         state: TrainState, inputs: Batch, key: jax.Array, turned: jax.Array, frozen: PyTree = None
@@ -108,26 +105,10 @@ def make_replay(
         )  # fmt: skip
         return by_place(state.replace(opt_state=()), inputs, key, turned, frozen)
 
-    return replay
-
-
-def inputs_program(e: Experiment, mesh: Mesh) -> jax.stages.Wrapped:
-    """As `make_inputs` makes, jitted; keeps the state."""
-    function = make_inputs(e.parts.transform, e.parts.seed)
-    of_inputs = batch_sharding(mesh), NamedSharding(mesh, P())
-    return e.jit(function, in_shardings=e.in_shardings[:2], out_shardings=of_inputs)
-
-
-def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.stages.Wrapped:
-    """As `make_replay` makes, of these inputs, jitted; keeps the state."""
-    parts, whole = e.parts, NamedSharding(mesh, P())
-    function = make_replay(
-        e.objective, mesh, digest=checksum, freeze=parts.freeze, accum_steps=parts.accum_steps,
-        flip=flip,
-    )  # fmt: skip
     state, _, *frozen = e.in_shardings
+    whole = NamedSharding(mesh, P())
     shardings = state, batch_sharding(mesh), whole, None, *frozen
-    return e.jit(function, in_shardings=shardings, out_shardings=whole)
+    return e.jit(replay, in_shardings=shardings, out_shardings=whole)
 
 
 def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Fault]) -> Watcher:
@@ -173,7 +154,7 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Faul
 
 
 def check(run: Run, step: int, own: Sequence[Any], turned: Sequence[Any]) -> None:
-    """Compare the two computations of a step, each as `make_replay` gives it.
+    """Compare the two computations of a step, each as `replay_program` gives it.
 
     Raises:
       DivergedError: they differ; names the devices.
@@ -206,7 +187,7 @@ def check(run: Run, step: int, own: Sequence[Any], turned: Sequence[Any]) -> Non
 def find_differences(
     mesh: Mesh, own: Sequence[Mapping[str, np.ndarray]], turned: Sequence[Mapping[str, np.ndarray]]
 ) -> list[dict[str, Any]]:
-    """The places whose rows have got two gradients; see `make_replay`.
+    """The places whose rows have got two gradients; see `replay_program`.
 
     Returns:
       A dict for each: "devices": the names of its own and of the next place's, which computed its

@@ -70,7 +70,7 @@ def make_row_losses(
 
 
 def row_losses_program(e: Experiment, mesh: Mesh) -> jax.stages.Wrapped:
-    """As `make_row_losses` makes, jitted; keeps the state."""
+    """The function of `make_row_losses`, jitted; it keeps the state."""
     parts = e.parts
     function = make_row_losses(
         e.objective, parts.transform, parts.seed, accum_steps=parts.accum_steps

@@ -146,7 +146,7 @@ class Spikes:
         return {f"train/spike_{k}": v for k, v in self._found[step]["values"].items()}
 
     def read(self) -> dict[str, Any]:
-        """The memory of a resumed run, to be saved with the state; {} if the rule is off."""
+        """The values that a resumed run needs, saved with the state; {} if the rule is off."""
         if self._rule is None:
             return {}
         good = {name: list(values) for name, values in self._good.items()}
