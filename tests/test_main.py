@@ -215,7 +215,7 @@ PAGE = ROOT / "tests/refused.txt"
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("words", golden_page(PAGE))
 def test_bad_command_line(refused, tmp_path, words):
-    """With faults that only the flags, the files or the devices show; run/messages.txt has more."""
+    """With faults that only the flags, the files or the devices show; run/faults.txt has more."""
     said = refused(*shlex.split(words)).replace(str(tmp_path / "workdir"), "WORKDIR")
     said = said.replace(f"{ROOT}/", "")
     assert said.removeprefix("error: ").strip() == golden_page(PAGE)[words]

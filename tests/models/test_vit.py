@@ -313,7 +313,7 @@ def test_an_int_image_size_is_square():
     ],
 )  # fmt: skip
 def test_faulty_fields(fields, keys):
-    """Those that a config cannot give; run/messages.txt has the others."""
+    """Those that a config cannot give; run/faults.txt has the others."""
     with pytest.raises(InputError) as error:
         small(**fields)
     assert sorted(keys_of(error.value)) == keys.split(" ")
