@@ -340,11 +340,10 @@ class PositionChoice:
 
     @property
     def positions_at(self) -> str:
-        """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
-        if self.pos_embed_at == "layers" and self.position_class.collection != "params":
-            return "layers_shared"
-        acts_on_logits = self.position_class.acts_on == "logits"
-        return self.pos_embed_at or ("layers" if acts_on_logits else "stem")
+        """Where positions are added, one of PLACES; layers share those that have no tables."""
+        at = self.pos_embed_at or ("layers" if self.position_class.acts_on == "logits" else "stem")
+        has_own = self.position_class.collection == "params"
+        return "layers_shared" if at == "layers" and not has_own else at
 
     @property
     def why_no_positions(self) -> str | None:
