@@ -274,9 +274,19 @@ class Shut(PositionEmbedding):
         return Constant(tables)
 
 
+class ShutForGood(Shut):
+    """The same without a table."""
+
+    collection = ""
+
+    def build(self, tables=None):
+        return Constant(-1e9)
+
+
 @pytest.fixture
 def more_positions(monkeypatch):
-    for name, part in {"my_turned": Turned, "my_shut": Shut}.items():
+    parts = {"my_turned": Turned, "my_shut": Shut, "my_fixed": ShutForGood}
+    for name, part in parts.items():
         monkeypatch.setitem(POSITIONS, name, part)
 
 
@@ -291,12 +301,12 @@ def test_own_positions_turn_or_add_to_logits():
     _, turned = tokens(pos_embed="my_turned")
     _, rotary = tokens(pos_embed="none", rotary="indices")
     np.testing.assert_array_equal(turned, rotary)
-    for place in ("layers", "layers_shared"):
-        model = make(pos_embed="my_shut", pos_embed_at=place)
+    for kind, place in (("my_shut", "layers"), ("my_shut", "layers_shared"), ("my_fixed", None)):
+        model = make(pos_embed=kind, pos_embed_at=place)
         variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
         apply = lambda v: np.asarray(model.apply(v, IMAGES, method="tokens"))  # noqa: B023, E731
         before = apply(variables)
-        variables["params"]["class_token"] = jnp.ones_like(variables["params"]["class_token"])
+        variables["params"]["class_token"] = jnp.arange(16.0)[None, None]
         np.testing.assert_allclose(apply(variables)[:, 1:], before[:, 1:], atol=1e-6)
         assert model.why_no_positions and model.attention_shape.relative
     with at_fault("pos_embed_at"):

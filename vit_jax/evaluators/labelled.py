@@ -22,8 +22,8 @@ _MOST = 1_000  # classes, each a curve
 class LabelEvaluator(SplitEvaluator):
     """An evaluator that reports metrics (`objectives.metrics`).
 
-    usual: their names by default; those that the data rule out are then left out.
-    own: those that the evaluator computes itself, as they need all scores.
+    usual: the names of its metrics by default. Those that do not suit the data are then left out.
+    own: the names of those that it computes itself, because they need all scores.
     """
 
     metrics: tuple[str, ...] | None = key(None, "names of metrics; None: those described here")
@@ -119,19 +119,22 @@ def measure_labels(
         logits_BC, batch = relabel(inputs.apply(state, batch["image"]), batch, *given)
         mask_B = batch["mask"]
         shown = show and (show(logits_BC, batch), mask_B)
-        return sum_rows(metrics.rows(logits_BC, batch), mask_B), mask_B.sum(), shown
+        return (sum_rows(metrics.rows(logits_BC, batch), mask_B), mask_B.sum()), shown
 
     def measure(state: TrainState) -> dict[str, float]:
-        found = fetch(compute(state, batch, read()) for batch in inputs.batches())
-        sums, weights, shown = zip(*found, strict=True)
-        number = float(np.sum(weights, dtype=np.float64))
+        totals: Any = None
+        shown = []
+        for sums, some in fetch(compute(state, batch, read()) for batch in inputs.batches()):
+            sums = jax.tree.map(np.float64, sums)
+            totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
+            shown.append(some)
+        metric_sums, number = totals
         need_images(int(number), "split")
         if inputs.see is not None and show is not None:
             parts = [[leaf[mask > 0] for leaf in some] for some, mask in shown]
             inputs.see(type(shown[0][0])(*map(np.concatenate, zip(*parts, strict=True))))
-        totals = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *sums)
-        values = metrics.finish({name: totals[name] for name in metrics.parts}, number)
-        return report(values, int(number), classes)
+        values = metrics.finish(metric_sums, number)
+        return report({name: values[name] for name in metrics.parts}, int(number), classes)
 
     return measure
 
@@ -139,7 +142,7 @@ def measure_labels(
 def report(values: Mapping[str, Any], number: int, classes: Sequence[str] = ()) -> dict[str, float]:
     """{"top1": value, "num_examples": number, "accuracy/cat": value}.
 
-    values: {name: number, or one for each of `classes`, of which NaN is left out}.
+    values: {name: a number, or one for each of `classes`; NaN is left out}.
     """
     whole = {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
     by_class = {

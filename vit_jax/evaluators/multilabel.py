@@ -75,15 +75,7 @@ class MultiLabel(ClassEvaluator):
             values = metrics.finish(sums, len(logits_NC))
             values |= {"mean_ap": np.mean(precision_C[shown_C]), self.of_class: precision_C}
             names = *self.chosen, *([self.of_class] if self.by_class else [])
-            return report({name: values[name] for name in names}, len(logits_NC), classes)
+            found = {name: values[name] for name in names if name in values}
+            return report(found, len(logits_NC), classes)
 
         return measure
-
-
-def count_labels(logits_NC: np.ndarray, labels_NC: np.ndarray) -> np.ndarray:
-    """int (3, C): the images that show each class, its predictions, and those that are right.
-
-    A class is predicted if its probability, the sigmoid of its logit, is at least 1/2.
-    """
-    shown_NC, predicted_NC = labels_NC > 0, logits_NC >= 0
-    return np.stack([x.sum(axis=0) for x in (shown_NC, predicted_NC, shown_NC & predicted_NC)])

@@ -1,7 +1,8 @@
-"""Metrics of labelled images, the same for evaluators and for training: a part each.
+"""Metrics of labelled images. Evaluators and training use the same ones; each is a part.
 
-A metric has values for each image, whose sums over any number of batches and devices give its own.
-What needs the scores of all images at once, as average precision does, stays with its evaluator.
+A metric gives values for each image. They are summed over any number of batches and devices, and
+the metric is computed from the sums. What needs the scores of all images at once, as average
+precision does, stays with its evaluator.
 
 Axes: B examples, C classes, K bins of confidence.
 """
@@ -41,11 +42,13 @@ class Metric(Part):
     better: which of its values are better.
     more_than: it needs more classes than that.
     multi_label: whether it needs images with several labels, or with one; None: either.
+    shares_rows: whether all metrics with the same function `rows` have the same values.
     """
 
     better: ClassVar[Better] = "higher"
     more_than: ClassVar[int] = 0
     multi_label: ClassVar[bool | None] = None
+    shares_rows: ClassVar[bool] = False
 
     def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         """The values of each image: an array (B,), or {name: array (B, ...)}; pure.
@@ -56,11 +59,14 @@ class Metric(Part):
         raise NotImplementedError
 
     def finish(self, sums: Mapping[str, Any]) -> Any:
-        """The metric, from the sums of several `rows`; on the host. Of (B,) it is the mean."""
+        """Compute the metric from the sums of `rows`, on the host.
+
+        It is not called if `rows` gives an array (B,): the metric is then its mean.
+        """
         raise NotImplementedError
 
     def find_fault(self, multi_label: bool, num_classes: int | None) -> str:
-        """Its need that such data lack; "": none. `num_classes`: None if unknown."""
+        """What the metric needs and such data lack; "": nothing. `num_classes`: None if unknown."""
         if self.multi_label not in (None, multi_label):
             return f"needs images with {'several labels' if self.multi_label else 'one label'}"
         if num_classes is not None and num_classes <= self.more_than:
@@ -69,7 +75,7 @@ class Metric(Part):
 
 
 class Top1(Metric):
-    """The share of images whose largest logit is that of a correct class; see `losses.hits`."""
+    """The share of images whose class with the largest logit is correct; see `losses.hits`."""
 
     multi_label = False
     k: ClassVar[int] = 1
@@ -118,6 +124,8 @@ def bins(confidence_B: jax.Array) -> jax.Array:
 class Accuracy(Metric):
     """The share of a class's images that are right, for each class; a part of evaluators only."""
 
+    shares_rows = True
+
     def rows(self, logits_BC, batch, task):
         """The images of each class, its predictions, and those that are right: bool (B, C)."""
         label = batch["label"]
@@ -150,8 +158,7 @@ class MacroF1(Accuracy):
     """The mean of F1 over the classes that have images or are predicted."""
 
     def finish(self, sums):
-        with np.errstate(invalid="ignore"):
-            return np.nanmean(f1(**sums))
+        return np.nanmean(f1(**sums))
 
 
 class MicroF1(Accuracy):
@@ -164,8 +171,9 @@ class MicroF1(Accuracy):
 
 
 def f1(images: np.ndarray, predictions: np.ndarray, correct: np.ndarray) -> np.ndarray:
-    """The harmonic mean of precision and recall; NaN for what neither occurs nor is predicted."""
-    return 2 * correct / (images + predictions)
+    """The harmonic mean of precision and recall; NaN for a class without images or predictions."""
+    with np.errstate(invalid="ignore"):
+        return 2 * correct / (images + predictions)
 
 
 class Metrics(NamedTuple):
@@ -174,14 +182,23 @@ class Metrics(NamedTuple):
     parts: Mapping[str, Metric]
     task: Task
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """{name: the metric whose rows it takes}: itself, or the first that shares its rows."""
+        first = dict[Any, str]()
+        return {
+            name: first.setdefault(type(part).rows if part.shares_rows else name, name)
+            for name, part in self.parts.items()
+        }
+
     def rows(self, logits_BC: jax.Array, batch: Batch) -> dict[str, Rows]:
-        """{name: rows}, for `contract.sum_rows`."""
-        found = {k: part.rows(logits_BC, batch, self.task) for k, part in self.parts.items()}
+        """{name: rows}, for `contract.sum_rows`; those that metrics share stand at the first."""
+        names = dict.fromkeys(self.sources.values())
+        found = {name: self.parts[name].rows(logits_BC, batch, self.task) for name in names}
         for name, rows in found.items():
-            parts = rows if isinstance(rows, dict) else {"": rows}
-            shapes = [jnp.shape(row) for row in parts.values()]
-            first, own = logits_BC.shape[:1], () if isinstance(rows, dict) else logits_BC.shape[:1]
-            if any(shape[:1] != first or (own and shape != own) for shape in shapes):
+            shapes = [jnp.shape(row) for row in jax.tree.leaves(rows)]
+            firsts = [shape[:1] for shape in shapes] if isinstance(rows, dict) else shapes
+            if any(first != logits_BC.shape[:1] for first in firsts):
                 raise InputError(
                     f"metrics={name!r}: gave the shapes {shapes} for logits {logits_BC.shape}; "
                     "needs one number for each image, or a dict of arrays with a row for each"
@@ -190,9 +207,10 @@ class Metrics(NamedTuple):
 
     def finish(self, sums: Mapping[str, Any], number: float = 1.0) -> dict[str, Any]:
         """The metrics, from sums on the host; means are divided by `number`."""
+        shared = {name: sums[first] for name, first in self.sources.items() if first in sums}
         return {
             name: self.parts[name].finish(found) if isinstance(found, dict) else found / number
-            for name, found in sums.items()
+            for name, found in {**sums, **shared}.items()
         }
 
 
@@ -211,8 +229,8 @@ def find_metrics(
     for name in names:
         if part := Metric if name in own else faults.check_in(section, METRICS.find, name):
             found[name] = part()
-            keys = "has keys, which no config can set; " * bool(part.declared())
-            why = keys + found[name].find_fault(multi_label, num_classes)
+            keys = "has keys, which no config can set" * bool(part.declared())
+            why = "; ".join(filter(None, (keys, found[name].find_fault(multi_label, num_classes))))
             faults.need(not why, f"{section}metrics={name!r}: {why}")
     collect_faults(faults)
     return found
