@@ -121,6 +121,8 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
     if not name.startswith("dinov2"):  # which states a ratio
         found["intermediate_size"] = mlp_dim
     stated = dict(stated)
+    if is_packed:
+        stated["hidden_act"] = "silu"  # whatever is stated
     if "patch_size" in stated:
         stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
     source.check_agreement(stated, found)
@@ -131,29 +133,12 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         source.leave_out(rf"{prefix}head\..*",
                          "the pooling, which the classifier does not take, is")  # fmt: skip
     arrays = source.arrays
-    usual = kind.heads.get(width, HEADS_BY_WIDTH.get(width))
-    heads = stated.get("num_attention_heads", usual if source.config is None else kind.num_heads)
-    # A gated MLP of DINOv2 has silu, whatever is stated.
-    act = "silu" if is_packed else stated.get("hidden_act", kind.act)
-    faults = Faults()
-    faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
-                "to the file")  # fmt: skip
-    faults.need_known("hidden_act", act, GELU)
-    if "problem_type" in stated:
-        faults.need_known("problem_type", stated["problem_type"], LOSSES)
-    if has("head_hidden/kernel"):
-        faults.need_known("pooler_act", stated.get("pooler_act", "tanh"), ("tanh",))
-    faults.need(not head or name != "clip_vision_model",
-                "classifier: CLIP's takes patches without the last norm")  # fmt: skip
-    source.refuse(faults, "its architecture cannot be inferred")
-    image_size = None
-    if "image_size" in stated:
-        image_size = image_hw(stated["image_size"], "image_size")
-        image_size = source.whole_patches(image_size, patch_size)
-    elif not is_v3:  # the positions are those of a square grid
+    heads, act = _read_unseen(source, name, stated, width, head, has("head_hidden/kernel"))
+    num_positions = None  # of a square grid
+    if not is_v3:
         num_positions = arrays[theirs["pos_embedding"]].size // width
-        side = source.square_side(num_positions - has_token - (name == "deit"))
-        image_size = side * patch_size[0], side * patch_size[1]
+        num_positions -= has_token + (name == "deit")
+    image_size = _image_size(source, stated, num_positions, patch_size)
     if name.startswith("dinov2") and image_size[0] != image_size[1]:
         source.refuse([
             "image_size={!r}: transformers takes its positions for those of a square; state the "
@@ -185,6 +170,51 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         key_bias=has("encoder/layer_0/attention/key/bias") or not has_query,
         gated_mlp=has("encoder/layer_0/mlp/gate/kernel"),
     )
+
+
+def _read_unseen(
+    source: Source,
+    name: str,
+    stated: Mapping[str, Any],
+    width: int,
+    head: str | None,
+    has_pooler: bool,
+) -> tuple[int, str]:
+    """The number of heads and the activation, which the arrays do not determine.
+
+    Raises:
+      InputError: naming each value, and the loss, if it is not supported.
+    """
+    kind, faults = KINDS[name], Faults()
+    usual = kind.heads.get(width, HEADS_BY_WIDTH.get(width))
+    heads = stated.get("num_attention_heads", usual if source.config is None else kind.num_heads)
+    act = stated.get("hidden_act", kind.act)
+    faults.need(heads, f"number of heads: no published ViT is {width} wide; put config.json next "
+                "to the file")  # fmt: skip
+    faults.need_known("hidden_act", act, GELU)
+    if "problem_type" in stated:
+        faults.need_known("problem_type", stated["problem_type"], LOSSES)
+    if has_pooler:
+        faults.need_known("pooler_act", stated.get("pooler_act", "tanh"), ("tanh",))
+    faults.need(not head or name != "clip_vision_model",
+                "classifier: CLIP's takes patches without the last norm")  # fmt: skip
+    source.refuse(faults, "its architecture cannot be inferred")
+    return heads, act
+
+
+def _image_size(
+    source: Source,
+    stated: Mapping[str, Any],
+    num_positions: int | None,
+    patch_size: tuple[int, int],
+) -> tuple[int, int] | None:
+    """The stated size, else that of a square of so many patches; None: of any size."""
+    if "image_size" in stated:
+        return source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
+    if num_positions is None:
+        return None
+    side = source.square_side(num_positions)
+    return side * patch_size[0], side * patch_size[1]
 
 
 def check(model: nn.Module) -> list[str]:
