@@ -48,6 +48,12 @@ def sum_rows(rows: Mapping[str, Rows], mask_B: jax.Array) -> dict[str, Any]:
     return {name: jax.tree.map(add, values) for name, values in rows.items()}
 
 
+def sums_of_rows(loss_B: jax.Array, mask_B: jax.Array, /, **metrics: Rows) -> dict[str, Any]:
+    """The fields of an `ObjectiveOutput` for values by row; rows with mask 0 do not count."""
+    first = {"loss_sum": (mask_B * loss_B).sum(), "weight_sum": mask_B.sum()}
+    return first | {"metric_sums": sum_rows(metrics, mask_B)}
+
+
 class ObjectiveOutput(NamedTuple):
     """Sums over a batch; every term is divided once, by its own weight over the global batch.
 

@@ -30,6 +30,7 @@ from vit_jax.objectives.contract import (
     State,
     TokenPass,
     as_it_is,
+    sums_of_rows,
 )
 from vit_jax.objectives.patches import Reconstruction
 
@@ -195,7 +196,7 @@ class _Mae:
         keys_B = patches.row_keys(order_key, images.shape[0])
         order_BN = patches.random_order(keys_B, self.num_patches)
         loss_B, _ = self.predict(params, images, order_BN, dropout_key)
-        sums = patches.sums_of_rows(loss_B, batch["mask"])
+        sums = sums_of_rows(loss_B, batch["mask"])
         return ObjectiveOutput(**sums, model_state=state.model_state)
 
     def predict(

@@ -26,6 +26,7 @@ from vit_jax.objectives.contract import (
     ObjectivePart,
     RunFacts,
     State,
+    sums_of_rows,
 )
 from vit_jax.objectives.patches import Reconstruction
 
@@ -168,7 +169,7 @@ class _MaskedPatches:
         corruption = draw_corruption(keys_B, self.num_patches)
         found = self.predict(params, images, corruption, dropout_key)
         loss_B, metrics = self.compare(found, images, corruption)
-        sums = patches.sums_of_rows(loss_B, batch["mask"], **metrics)
+        sums = sums_of_rows(loss_B, batch["mask"], **metrics)
         return ObjectiveOutput(**sums, model_state=state.model_state)
 
     def predict(

@@ -80,9 +80,3 @@ def as_pixels(values: jax.Array, mean: Sequence[float], std: Sequence[float]) ->
     shape = (1,) * (values.ndim - 1) + (-1,)
     mean_C, std_C = (jnp.reshape(jnp.asarray(x, jnp.float32), shape) for x in (mean, std))
     return jnp.clip(jnp.round((values * std_C + mean_C) * 255), 0, 255)
-
-
-def sums_of_rows(loss_B: jax.Array, mask_B: jax.Array, **metrics_B: jax.Array) -> dict[str, Any]:
-    """The fields of an `ObjectiveOutput` for values by row; rows with mask 0 do not count."""
-    sums = {name: (mask_B * value_B).sum() for name, value_B in metrics_B.items()}
-    return {"loss_sum": (mask_B * loss_B).sum(), "weight_sum": mask_B.sum(), "metric_sums": sums}

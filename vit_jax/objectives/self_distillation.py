@@ -38,6 +38,7 @@ from vit_jax.objectives.contract import (
     State,
     Term,
     TokenPass,
+    sums_of_rows,
 )
 from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
@@ -289,7 +290,7 @@ class _SelfDistillation:
             crops = batch.get(GRAM, images)
             terms["gram"], new_state["gram_teacher"] = self._gram(state, student, crops, mask_B)
         return ObjectiveOutput(
-            **patches.sums_of_rows(
+            **sums_of_rows(
                 loss_B, mask_B, teacher_entropy=entropy_B, teacher_kl=loss_B - entropy_B
             ),
             model_state=state.model_state,

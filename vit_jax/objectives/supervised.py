@@ -4,7 +4,7 @@ from typing import cast
 
 import jax
 
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, ObjectivePart, sum_rows
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, ObjectivePart, sums_of_rows
 from vit_jax.objectives.forward import apply_in_training
 
 
@@ -23,12 +23,7 @@ class Supervised(ObjectivePart):
             heads = jax.tree.leaves(logits)  # every head learns the label
             loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
             logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
-            rows = facts.metrics(logits_BC, batch)
-            return ObjectiveOutput(
-                loss_sum=(mask_B * loss_B).sum(),
-                weight_sum=mask_B.sum(),
-                metric_sums=sum_rows(rows, mask_B),
-                model_state=model_state,
-            )
+            sums = sums_of_rows(loss_B, mask_B, **facts.metrics(logits_BC, batch))
+            return ObjectiveOutput(**sums, model_state=model_state)
 
         return Objective(loss_of_batch, is_single_pass=True)
