@@ -84,11 +84,15 @@ class Attention(nn.Module):
             product = partial(LoraProduct, rank=self.lora_rank)
         return product(
             x_BND.shape[-1],
-            use_bias=self.qkv_bias and (self.key_bias or name != "key"),
+            use_bias=self._has_bias(name),
             dtype=self.dtype,
             multiply=self.ops.multiply,
             name=name,
         )(x_BND)
+
+    @nn.nowrap
+    def _has_bias(self, name):
+        return self.qkv_bias and (self.key_bias or name != "key")
 
     @nn.nowrap
     def _split_heads(self, name, y_BND, turns=None):
@@ -150,6 +154,6 @@ class KernelAttention(Attention):
 
     @nn.nowrap
     def _with_all_heads(self, y_BND):
-        # Without it XLA multiplies head by head, forward and backward, with results that are
-        # copied into the order of the attention's kernel.
+        # Without this constraint XLA multiplies head by head, forward and backward, with results
+        # that are copied into the order of the attention's kernel.
         return self.constrain(y_BND, ("batch", None, "tensor"))

@@ -41,9 +41,7 @@ class RowMlp(Mlp):
     """
 
     @nn.compact
-    def __call__(
-        self, x_BND, *, scale_D=None, train=False, norm_params=(), kernel=None, factor_B11=None
-    ):  # fmt: skip
+    def __call__(self, x_BND, norm_params, kernel, factor_B11, scale_D, train):  # type: ignore[override] # a kernel
         (B, N, D), F = x_BND.shape, self.mlp_dim
 
         def draw(columns, axis):
@@ -65,7 +63,7 @@ class RowMlp(Mlp):
 
 
 class RowAttention(KernelAttention):
-    """x's `KernelAttention` and x, by a kernel that also computes the norm before the projections.
+    """`KernelAttention` by a kernel that also computes the norm before; it returns x beside it.
 
     `kernel` is from `RowKernels.find_projections`; the x that it returns is for the residual.
     Neither `qk_norm` nor `lora_rank` goes with it.
@@ -78,8 +76,7 @@ class RowAttention(KernelAttention):
         B, N, D = x_BND.shape
         names, layers = ("query", "key", "value"), []
         for name in names:
-            has_bias = self.qkv_bias and (self.key_bias or name != "key")
-            layer = ProductParams(D, use_bias=has_bias, dtype=self.dtype, name=name)
+            layer = ProductParams(D, use_bias=self._has_bias(name), dtype=self.dtype, name=name)
             kernel_DD, bias_D = layer(D)
             layers.append((kernel_DD, jnp.zeros(D) if bias_D is None else bias_D))
         fields = {"norm": self.norm, "norm_eps": self.norm_eps}
@@ -103,27 +100,24 @@ class FastBlock(EncoderBlock):
         D, rows = x_BND.shape[-1], self.ops.rows
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
-        fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
-        fields |= {"num_keys": self.num_tokens, "name": "attention"}
-        last = {"turns": turns, "scale_D": LayerScale(self.layer_scale, name="scale_attention")(D)}
         kernel = None if self.qk_norm else rows.find_projections(x_BND)
         if kernel is None:
-            y_BND = norm(name="norm_attention")(x_BND)
-            y_BND = KernelAttention(**fields)(y_BND, y_BND, **last)
+            y_BND = self.attention_branch(norm(name="norm_attention")(x_BND), train, turns=turns)
         else:
+            fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
+            attention = RowAttention(**fields, num_keys=self.num_tokens, name="attention")
             params = NormParams(self.norm, name="norm_attention")(D)
-            y_BND, x_BND = RowAttention(**fields)(x_BND, params, kernel, **last)
-        dropout = Dropout(self.dropout, self.ops.draw_bytes)
-        x_BND = add(x_BND, dropout(y_BND, ("batch", None, None), train=train))
+            scale_D = LayerScale(self.layer_scale, name="scale_attention")(D)
+            y_BND, x_BND = attention(x_BND, params, kernel, turns=turns, scale_D=scale_D)
+            dropout = Dropout(self.dropout, self.ops.draw_bytes)
+            y_BND = dropout(y_BND, ("batch", None, None), train=train)
+        x_BND = add(x_BND, y_BND)
 
-        fields = self.block_fields(Mlp) | {"gated": self.gated_mlp, "name": "mlp"}
-        last = {"scale_D": LayerScale(self.layer_scale, name="scale_mlp")(D), "train": train}
         kernel = None if self.mlp_norm else rows.find_mlp(x_BND, self.mlp_dim, self.gated_mlp)
         if kernel is None:
-            y_BND = norm(name="norm_mlp")(x_BND)
-            fields |= {"norm": self.norm if self.mlp_norm else None}
-            return add(x_BND, Mlp(**fields)(y_BND, **last)), None
+            return add(x_BND, self.mlp_branch(norm(name="norm_mlp")(x_BND), train)), None
         params = NormParams(self.norm, name="norm_mlp")(D)
         factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
-        branch = {"norm_params": params, "kernel": kernel, "factor_B11": factor_B11}
-        return RowMlp(**fields)(x_BND, **branch, **last), None
+        scale_D = LayerScale(self.layer_scale, name="scale_mlp")(D)
+        mlp = RowMlp(**self.block_fields(Mlp), gated=self.gated_mlp, name="mlp")
+        return mlp(x_BND, params, kernel, factor_B11, scale_D, train), None

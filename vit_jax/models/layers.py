@@ -164,32 +164,36 @@ class EncoderBlock(BlockFields, nn.Module):
         x_BND, relative = self.place(x_BND, shared)
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
-
-        def scale(name):
-            return LayerScale(self.layer_scale, name=name)(x_BND.shape[-1])
-
-        def msa(y_BND):
-            attention_class: Callable[..., nn.Module] = Attention
-            if self.ops.attention_kernel is not None:
-                attention_class = partial(KernelAttention, num_keys=self.num_tokens)
-            fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
-            attention = attention_class(**fields, name="attention")
-            last = {"scale_D": scale("scale_attention"), "train": train}
-            y_BND = self.mix(attention, y_BND, relative=relative, turns=turns, **last)
-            dropout = Dropout(self.dropout, self.ops.draw_bytes)
-            return dropout(y_BND, ("batch", None, None), train=train)
-
-        def mlp(y_BND):
-            fields = self.block_fields(Mlp) | {"gated": self.gated_mlp}
-            fields |= {"norm": self.norm if self.mlp_norm else None}
-            return Mlp(**fields, name="mlp")(y_BND, scale_D=scale("scale_mlp"), train=train)
-
+        msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
+        mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
             y_BND = norm(name="norm")(x_BND)
             return add(add(x_BND, msa(y_BND)), mlp(y_BND)), None
         x_BND = add(x_BND, msa(norm(name="norm_attention")(x_BND)))  # Eq. 2
         x_BND = add(x_BND, mlp(norm(name="norm_mlp")(x_BND)))  # Eq. 3
         return x_BND, None
+
+    @nn.nowrap
+    def attention_branch(self, y_BND, train, relative=None, turns=None):
+        """The attention (B, N, D) of normalised tokens, with dropout."""
+        attention_class: Callable[..., nn.Module] = Attention
+        if self.ops.attention_kernel is not None:
+            attention_class = partial(KernelAttention, num_keys=self.num_tokens)
+        fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
+        attention = attention_class(**fields, name="attention")
+        scale_D = LayerScale(self.layer_scale, name="scale_attention")(y_BND.shape[-1])
+        last = {"scale_D": scale_D, "train": train}
+        y_BND = self.mix(attention, y_BND, relative=relative, turns=turns, **last)
+        dropout = Dropout(self.dropout, self.ops.draw_bytes)
+        return dropout(y_BND, ("batch", None, None), train=train)
+
+    @nn.nowrap
+    def mlp_branch(self, y_BND, train):
+        """The MLP (B, N, D) of normalised tokens."""
+        fields = self.block_fields(Mlp) | {"gated": self.gated_mlp}
+        fields |= {"norm": self.norm if self.mlp_norm else None}
+        scale_D = LayerScale(self.layer_scale, name="scale_mlp")(y_BND.shape[-1])
+        return Mlp(**fields, name="mlp")(y_BND, scale_D=scale_D, train=train)
 
     @nn.nowrap
     def place(self, x_BND, positions):
