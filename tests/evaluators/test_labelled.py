@@ -14,7 +14,7 @@ from sklearn import metrics as sklearn_metrics
 from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import METRICS, SplitEvaluator, SplitKey, plugins
+from vit_jax.config import METRICS, SplitEvaluator, SplitKey, key, plugins
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -56,6 +56,12 @@ class Worst(Metric):
     def finish(self, sums):
         seen_C = sums["images"] > 0
         return (sums["correct"][seen_C] / sums["images"][seen_C]).min()
+
+
+class Tuned(Metric):
+    """A metric with a key."""
+
+    power: int = key(2, "of the distance")
 
 
 NAMES = ("my_worst", "top1", "macro_f1", "my_brier")
@@ -177,7 +183,7 @@ def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, m
     assert json.loads(capsys.readouterr().out)["test/my_batches"] == tested[4]["test/my_batches"]
 
 
-def test_names_are_checked_before_a_run(config):
+def test_names_are_checked_before_a_run(config, monkeypatch):
     config.log.metrics = config.evals.test.metrics = NAMES
     assert find_faults(config) == []
     assert find_direction(settings_of(config).evals, "test/my_brier") == "lower"
@@ -188,6 +194,9 @@ def test_names_are_checked_before_a_run(config):
     assert of_test.endswith(", my_brier, my_worst")
     config.log.metrics, config.evals.test.metrics = ("micro_f1",), None
     assert find_faults(config) == ["log.metrics='micro_f1': needs images with several labels"]
+    monkeypatch.setitem(METRICS, "my_tuned", Tuned)
+    config.log.metrics = ("my_tuned",)
+    assert find_faults(config) == ["log.metrics='my_tuned': has keys, which no config can set"]
     config.log.metrics, config.objective.name = ("top1",), "mae"
     assert any(
         fault.startswith("log.metrics=('top1',): objective.name='mae' learns no labels")
@@ -210,6 +219,7 @@ def test_three_classes_have_no_top5(config):
         metrics_of(config)
 
 
+@pytest.mark.filterwarnings("error")
 def test_metrics_of_several_labels_in_training(config):
     """As scikit-learn has them."""
     rng = np.random.default_rng(0)
@@ -225,6 +235,8 @@ def test_metrics_of_several_labels_in_training(config):
     for average in ("macro", "micro"):
         expected = sklearn_metrics.f1_score(labels > 0, logits > 0, average=average)
         assert found[f"{average}_f1"] == pytest.approx(expected)
+    zeros = dict.fromkeys(("images", "predictions", "correct"), np.zeros(4))
+    assert np.isnan(metrics.parts["micro_f1"].finish(zeros))
     x = logits.astype(np.float64)
     expected = (np.logaddexp(0, x) - labels * x).sum(axis=1).mean()
     assert found["loss"] == pytest.approx(expected, rel=1e-5)

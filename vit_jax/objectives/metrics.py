@@ -150,8 +150,7 @@ class MacroF1(Accuracy):
     """The mean of F1 over the classes that have images or are predicted."""
 
     def finish(self, sums):
-        with np.errstate(invalid="ignore"):
-            return np.nanmean(f1(**sums))
+        return np.nanmean(f1(**sums))
 
 
 class MicroF1(Accuracy):
@@ -165,7 +164,8 @@ class MicroF1(Accuracy):
 
 def f1(images: np.ndarray, predictions: np.ndarray, correct: np.ndarray) -> np.ndarray:
     """The harmonic mean of precision and recall; NaN for what neither occurs nor is predicted."""
-    return 2 * correct / (images + predictions)
+    with np.errstate(invalid="ignore"):
+        return 2 * correct / (images + predictions)
 
 
 class Metrics(NamedTuple):
@@ -178,10 +178,9 @@ class Metrics(NamedTuple):
         """{name: rows}, for `contract.sum_rows`."""
         found = {k: part.rows(logits_BC, batch, self.task) for k, part in self.parts.items()}
         for name, rows in found.items():
-            parts = rows if isinstance(rows, dict) else {"": rows}
-            shapes = [jnp.shape(row) for row in parts.values()]
-            first, own = logits_BC.shape[:1], () if isinstance(rows, dict) else logits_BC.shape[:1]
-            if any(shape[:1] != first or (own and shape != own) for shape in shapes):
+            shapes = [jnp.shape(row) for row in jax.tree.leaves(rows)]
+            firsts = [shape[:1] for shape in shapes] if isinstance(rows, dict) else shapes
+            if any(first != logits_BC.shape[:1] for first in firsts):
                 raise InputError(
                     f"metrics={name!r}: gave the shapes {shapes} for logits {logits_BC.shape}; "
                     "needs one number for each image, or a dict of arrays with a row for each"
@@ -211,8 +210,8 @@ def find_metrics(
     for name in names:
         if part := Metric if name in own else faults.check_in(section, METRICS.find, name):
             found[name] = part()
-            keys = "has keys, which no config can set; " * bool(part.declared())
-            why = keys + found[name].find_fault(multi_label, num_classes)
+            keys = "has keys, which no config can set" * bool(part.declared())
+            why = "; ".join(filter(None, (keys, found[name].find_fault(multi_label, num_classes))))
             faults.need(not why, f"{section}metrics={name!r}: {why}")
     collect_faults(faults)
     return found
