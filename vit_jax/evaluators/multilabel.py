@@ -78,12 +78,3 @@ class MultiLabel(ClassEvaluator):
             return report({name: values[name] for name in names}, len(logits_NC), classes)
 
         return measure
-
-
-def count_labels(logits_NC: np.ndarray, labels_NC: np.ndarray) -> np.ndarray:
-    """int (3, C): the images that show each class, its predictions, and those that are right.
-
-    A class is predicted if its probability, the sigmoid of its logit, is at least 1/2.
-    """
-    shown_NC, predicted_NC = labels_NC > 0, logits_NC >= 0
-    return np.stack([x.sum(axis=0) for x in (shown_NC, predicted_NC, shown_NC & predicted_NC)])

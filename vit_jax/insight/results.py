@@ -16,7 +16,7 @@ from scipy.special import expit
 from vit_jax.base import files
 from vit_jax.data import Source
 from vit_jax.evaluators.classification import Examples
-from vit_jax.evaluators.multilabel import Shown, count_labels
+from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots
 from vit_jax.insight.tables import as_csv
 
@@ -116,7 +116,9 @@ def by_label(examples: Shown, names: Sequence[str]) -> list[dict[str, Any]]:
     `threshold` is the probability that gives the class its best F1 on these images, `best_f1`. A
     class that no image shows has None for these, for `average_precision` and for `recall`.
     """
-    counts_3C = count_labels(examples.logits_NC, examples.shown_NC)
+    shown_NC, predicted_NC = examples.shown_NC > 0, examples.logits_NC >= 0
+    counted = shown_NC, predicted_NC, shown_NC & predicted_NC
+    counts_3C = np.stack([x.sum(axis=0) for x in counted])
     rows = []
     for c, name in enumerate(names):
         row = _row(name, "recall", *counts_3C[:, c].tolist())
