@@ -64,7 +64,7 @@ class Tuned(Metric):
     power: int = key(2, "of the distance")
 
 
-NAMES = ("my_worst", "top1", "macro_f1", "my_brier")
+NAMES = ("my_worst", "top1", "macro_top1", "macro_f1", "my_brier")
 
 
 @pytest.fixture
@@ -81,10 +81,12 @@ def by_numpy(logits, labels):
     p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     predicted = logits.argmax(axis=1)
     right = predicted == labels
+    by_class = [right[labels == c].mean() for c in np.unique(labels)]
     return {
         "my_brier": np.square(p - np.eye(10)[labels]).sum(axis=1).mean(),
-        "my_worst": min(right[labels == c].mean() for c in np.unique(labels)),
+        "my_worst": min(by_class),
         "top1": right.mean(),
+        "macro_top1": np.mean(by_class),
         "macro_f1": sklearn_metrics.f1_score(labels, predicted, average="macro"),
     }
 
@@ -231,6 +233,7 @@ def test_metrics_of_several_labels_in_training(config):
     config.log.metrics = ("macro_f1", "micro_f1", "loss")
     metrics = metrics_of(config)
     rows = metrics.rows(jnp.asarray(logits), {"label": jnp.asarray(labels)})
+    assert rows.keys() == {"macro_f1", "loss"}  # micro_f1 has the rows of macro_f1
     found = metrics.finish(jax.tree.map(lambda row: np.asarray(row).sum(axis=0), rows), 30)
     for average in ("macro", "micro"):
         expected = sklearn_metrics.f1_score(labels > 0, logits > 0, average=average)

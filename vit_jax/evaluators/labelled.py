@@ -119,19 +119,22 @@ def measure_labels(
         logits_BC, batch = relabel(inputs.apply(state, batch["image"]), batch, *given)
         mask_B = batch["mask"]
         shown = show and (show(logits_BC, batch), mask_B)
-        return sum_rows(metrics.rows(logits_BC, batch), mask_B), mask_B.sum(), shown
+        return (sum_rows(metrics.rows(logits_BC, batch), mask_B), mask_B.sum()), shown
 
     def measure(state: TrainState) -> dict[str, float]:
-        found = fetch(compute(state, batch, read()) for batch in inputs.batches())
-        sums, weights, shown = zip(*found, strict=True)
-        number = float(np.sum(weights, dtype=np.float64))
+        totals: Any = None
+        shown = []
+        for sums, some in fetch(compute(state, batch, read()) for batch in inputs.batches()):
+            sums = jax.tree.map(np.float64, sums)
+            totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
+            shown.append(some)
+        metric_sums, number = totals
         need_images(int(number), "split")
         if inputs.see is not None and show is not None:
             parts = [[leaf[mask > 0] for leaf in some] for some, mask in shown]
             inputs.see(type(shown[0][0])(*map(np.concatenate, zip(*parts, strict=True))))
-        totals = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *sums)
-        values = metrics.finish({name: totals[name] for name in metrics.parts}, number)
-        return report(values, int(number), classes)
+        values = metrics.finish(metric_sums, number)
+        return report({name: values[name] for name in metrics.parts}, int(number), classes)
 
     return measure
 

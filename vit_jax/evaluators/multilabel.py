@@ -75,6 +75,7 @@ class MultiLabel(ClassEvaluator):
             values = metrics.finish(sums, len(logits_NC))
             values |= {"mean_ap": np.mean(precision_C[shown_C]), self.of_class: precision_C}
             names = *self.chosen, *([self.of_class] if self.by_class else [])
-            return report({name: values[name] for name in names}, len(logits_NC), classes)
+            found = {name: values[name] for name in names if name in values}
+            return report(found, len(logits_NC), classes)
 
         return measure

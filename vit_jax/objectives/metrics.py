@@ -41,11 +41,13 @@ class Metric(Part):
     better: which of its values are better.
     more_than: it needs more classes than that.
     multi_label: whether it needs images with several labels, or with one; None: either.
+    shares_rows: whether all metrics with the same function `rows` have the same values.
     """
 
     better: ClassVar[Better] = "higher"
     more_than: ClassVar[int] = 0
     multi_label: ClassVar[bool | None] = None
+    shares_rows: ClassVar[bool] = False
 
     def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         """The values of each image: an array (B,), or {name: array (B, ...)}; pure.
@@ -118,6 +120,8 @@ def bins(confidence_B: jax.Array) -> jax.Array:
 class Accuracy(Metric):
     """The share of a class's images that are right, for each class; a part of evaluators only."""
 
+    shares_rows = True
+
     def rows(self, logits_BC, batch, task):
         """The images of each class, its predictions, and those that are right: bool (B, C)."""
         label = batch["label"]
@@ -174,9 +178,19 @@ class Metrics(NamedTuple):
     parts: Mapping[str, Metric]
     task: Task
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """{name: the metric whose rows it takes}: itself, or the first that shares its rows."""
+        first = dict[Any, str]()
+        return {
+            name: first.setdefault(type(part).rows if part.shares_rows else name, name)
+            for name, part in self.parts.items()
+        }
+
     def rows(self, logits_BC: jax.Array, batch: Batch) -> dict[str, Rows]:
-        """{name: rows}, for `contract.sum_rows`."""
-        found = {k: part.rows(logits_BC, batch, self.task) for k, part in self.parts.items()}
+        """{name: rows}, for `contract.sum_rows`; those that metrics share stand at the first."""
+        names = dict.fromkeys(self.sources.values())
+        found = {name: self.parts[name].rows(logits_BC, batch, self.task) for name in names}
         for name, rows in found.items():
             shapes = [jnp.shape(row) for row in jax.tree.leaves(rows)]
             firsts = [shape[:1] for shape in shapes] if isinstance(rows, dict) else shapes
@@ -189,9 +203,10 @@ class Metrics(NamedTuple):
 
     def finish(self, sums: Mapping[str, Any], number: float = 1.0) -> dict[str, Any]:
         """The metrics, from sums on the host; means are divided by `number`."""
+        shared = {name: sums[first] for name, first in self.sources.items() if first in sums}
         return {
             name: self.parts[name].finish(found) if isinstance(found, dict) else found / number
-            for name, found in sums.items()
+            for name, found in {**sums, **shared}.items()
         }
 
 
