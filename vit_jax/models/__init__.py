@@ -70,15 +70,13 @@ def fields_of(name: str) -> list[str]:
     return field_names(find_family(name))
 
 
-def model_of(
-    model: sections.Model, data: sections.Data, num_classes: int | None = 1, **fields: Any
-) -> Model:
-    """The model of a config, on one device, with `num_classes` and some other `fields`.
+def model_of(model: sections.Model, data: sections.Data, num_classes: int | None = 1) -> Model:
+    """The model of a config, on one device, with `num_classes`.
 
     Raises:
       InputError: as `create_model`.
     """
-    fields = {"dtype": model.dtype, "channels": data.channels, **model.own, **fields}
+    fields = {"dtype": model.dtype, "channels": data.channels, **model.own}
     return about(create_model(model.name, num_classes, data.image_size, **fields))
 
 
