@@ -17,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 import vit_jax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.config import POSITIONS
 from vit_jax.models.deit import DeiT
+from vit_jax.models.position import NoPositions
 from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
 from vit_jax.transfer.pretrained import ops_for
 
@@ -159,13 +161,17 @@ def test_a_file_of_fixed_positions_tells_its_images_size(tmp_path):
     [
         ("hf", {"pos_embed": "sincos_2d"}),
         ("hf", {"pos_embed": "none"}),
+        ("hf", {"pos_embed": "my_none"}),
         ("hf", {"pos_embed_class_token": False}),
         ("hf", {"pos_embed": "learned_2d"}),
         ("timm", {"pos_embed": "sincos_2d", "pool": "gap"}),
         ("timm", {"pos_embed": "learned_2d", "pos_embed_class_token": False}),
     ],
 )
-def test_positions_that_a_format_knows_not_become_a_table(tmp_path, caplog, format, fields):
+def test_positions_that_a_format_knows_not_become_a_table(
+    tmp_path, caplog, monkeypatch, format, fields
+):
+    monkeypatch.setitem(POSITIONS, "my_none", NoPositions)
     caplog.set_level(logging.INFO, "vit_jax")
     path, model, variables = make(format, tmp_path, depth=1, **fields)
     loaded, found = load_pretrained(path)

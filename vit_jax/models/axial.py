@@ -85,12 +85,11 @@ class AxialViT(ViT):
             faults.append(f"pool={self.pool!r}: an Axial-ViT has no class token; choose gap or map")
         if self.class_token:
             faults.append("class_token=True: an Axial-ViT has none; choose None")
-        acts_on = self.position_class.acts_on
-        if acts_on in ("logits", "turns") or self.pos_embed_at == "layers":
+        if self.has_positions_in_layers or self.position_class.acts_on == "turns":
             faults.append(
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: the blocks "
-                "of an Axial-ViT have no tables of their own; choose stem or layers_shared, and "
-                "another kind than relative"
+                "of an Axial-ViT have no tables of their own; choose stem or layers_shared, and a "
+                "kind that is added to the tokens"
             )
         if self.rotary is not None or self.registers:
             faults.append(

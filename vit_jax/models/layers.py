@@ -289,7 +289,7 @@ class Encoder(BlockFields, nn.Module):
     def _block(self, layer: int) -> Callable[..., nn.Module]:
         """The class of block number `layer`, which may recompute in the backward pass."""
         num_layers = self.depth if self.remat_layers is None else self.remat_layers
-        block_class = getattr(self.ops.rows, "block", self.block_class)
+        block_class = self.block_class if self.ops.rows is None else self.ops.rows.block
         if self.remat == "none" or layer >= num_layers:
             return block_class
         return nn.remat(

@@ -134,7 +134,7 @@ class PositionEmbedding:
       width: width of the model.
       num_heads: heads of attention, each of width K = width / num_heads.
 
-    Said by a class:
+    Class attributes:
       collection: of the variables that hold its tables: "params", which learn; CONSTANTS, only in
         models that keep some; "": it has no tables.
       acts_on: "tokens", "logits", "turns" or "nothing"; see `build`.
@@ -173,7 +173,10 @@ class PositionEmbedding:
                 "layers or layers_shared"
             )
         if cls.acts_on == "turns" and model.rotary is not None:
-            faults.append(f"rotary={model.rotary!r}: pos_embed={kind!r} turns too; leave one out")
+            faults.append(
+                f"rotary={model.rotary!r}: pos_embed={kind!r} turns queries and keys too; leave "
+                "one out"
+            )
         if cls.acts_on == "logits" and model.registers and model.num_prefix_positions:
             faults.append(
                 f"registers={model.registers}: they have no relative positions; set "
@@ -204,7 +207,10 @@ class PositionEmbedding:
         )
 
     def with_prefix(self, added_1ND: jax.Array) -> jax.Array:
-        """(1, P + S, D): `added_1ND`, of placed tokens, if any, and the patches; 0 for others."""
+        """The vectors (1, P + S, D) of all tokens.
+
+        They are `added_1ND` for placed tokens and patches, and 0 for the others.
+        """
         num_without = self.num_prefix + self.num_patches - added_1ND.shape[1]
         if num_without not in range(self.num_prefix + 1) or added_1ND.shape[::2] != (1, self.width):
             raise InputError(
@@ -217,7 +223,7 @@ class PositionEmbedding:
 
 
 class NoPositions(PositionEmbedding):
-    """None: the model sees a bag of patches."""
+    """No positions: the order of the patches has no effect."""
 
     collection = ""
     acts_on = "nothing"
@@ -330,8 +336,7 @@ class PositionChoice:
     @classmethod
     def pos_embeds(cls) -> tuple[str, ...]:
         """The names in POSITIONS that `pos_embed` may have."""
-        kept = (POSITIONS.find(name).collection != CONSTANTS for name in POSITIONS)
-        return tuple(name for name, holds in zip(POSITIONS, kept, strict=True) if holds)
+        return tuple(name for name in POSITIONS if POSITIONS.find(name).collection != CONSTANTS)
 
     @property
     def position_class(self) -> type[PositionEmbedding]:
@@ -344,6 +349,11 @@ class PositionChoice:
         at = self.pos_embed_at or ("layers" if self.position_class.acts_on == "logits" else "stem")
         has_own = self.position_class.collection == "params"
         return "layers_shared" if at == "layers" and not has_own else at
+
+    @property
+    def has_positions_in_layers(self) -> bool:
+        """Whether they act on logits, or each layer has tables of its own."""
+        return self.position_class.acts_on == "logits" or self.positions_at == "layers"
 
     @property
     def why_no_positions(self) -> str | None:

@@ -258,7 +258,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         """The fields for which `encode` needs all patches of an image."""
         if self.block_class is not EncoderBlock:
             return [f"keep: the layers of a {type(self).__name__} need all patches of an image"]
-        if self.position_class.acts_on == "logits" or self.positions_at == "layers":
+        if self.has_positions_in_layers:
             return [
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
                 "layers need all patches of an image; choose stem or layers_shared, and another "
@@ -351,9 +351,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     @nn.nowrap
     def positions(self, image_size: tuple[int, int]) -> PositionEmbedding:
         """The position embedding for images of that size."""
-        prefix, placed = self.num_prefix_tokens, self.num_prefix_positions
-        sizes = prefix, placed, self.width, self.num_heads
-        return self.position_class(self.grid_of(image_size), *sizes)
+        prefix = self.num_prefix_tokens, self.num_prefix_positions
+        return self.position_class(self.grid_of(image_size), *prefix, self.width, self.num_heads)
 
     @property
     def num_tokens(self) -> int:

@@ -19,8 +19,7 @@ def check_size(model: Model, size: tuple[int, int], key: str) -> None:
     """Raise InputError if the positions of `model` cannot be resampled to images of `size`."""
     if any(side % patch for side, patch in zip(size, model.token_stride, strict=True)):
         raise InputError(f"{key}={size}: needs multiples of the patch size {model.token_stride}")
-    in_layers = model.position_class.acts_on == "logits" or model.positions_at == "layers"
-    if size != model.image_size and in_layers:
+    if size != model.image_size and model.has_positions_in_layers:
         raise InputError(
             f"{key}={size}: model.pos_embed={model.pos_embed!r} in every layer is not resampled; "
             "choose learned_1d, learned_2d or sincos_2d at the stem, or the model's size"

@@ -18,7 +18,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
-from vit_jax.models.position import Resize
+from vit_jax.models.position import RelativePositions, Resize
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import HEAD_NORM_EPS
 from vit_jax.transfer.pretrained import Pretrained
@@ -227,7 +227,8 @@ def _resample_positions(
     for place, tables in position_tables(found).items():
         new_tables = {"pos_embedding": positions.resampled(tables, new, resize)}
         resampled |= {place + name: leaf for name, leaf in tree.flatten_names(new_tables).items()}
-    means = ", averaged over each offset" if model.pos_embed == "relative" else ""
+    is_relative = isinstance(positions, RelativePositions)
+    means = ", averaged over each offset" if is_relative else ""
     logger.info("%s: position embedding resampled (%s%s) from a grid of %s to %s",
                 pretrained.source, convention, means, old, new)  # fmt: skip
     return found | resampled
@@ -252,7 +253,7 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
         has_some = model.num_prefix_positions > 0
         rows, columns = model.grid
         table = np.zeros((1, rows * columns, model.width), np.float32)
-        if model.pos_embed != "none":
+        if model.position_class.acts_on != "nothing":
             tables = tree.unflatten_names(params).get("pos_embedding")
             table = np.asarray(model.positions(model.image_size).build(tables))
             placed, prefix = model.num_prefix_positions, model.num_prefix_tokens

@@ -260,7 +260,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     fit.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
-    if pretrained.model.pos_embed != "none" or distilled:
+    if pretrained.model.position_class.acts_on != "nothing" or distilled:
         pretrained = fit.with_learned_positions(pretrained, class_token_has_one=distilled)
     if pretrained.model.registers and pretrained.model.num_prefix_positions:
         pretrained = fit.without_class_position(pretrained)
@@ -311,7 +311,7 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         "fc_norm": model.norm_pooled,
         "act_layer": _ACT_LAYER[model.gelu],
     }
-    if model.pos_embed == "none":
+    if model.position_class.acts_on == "nothing":
         args["pos_embed"] = "none"
     if model.layer_scale is not None:
         args["init_values"] = model.layer_scale
