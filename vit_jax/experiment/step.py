@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base.tree import Batch, ModelState, PyTree
+from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.devices.sharding import constrain_params
 from vit_jax.experiment.accumulation import Sums, accumulate
@@ -15,7 +15,7 @@ from vit_jax.experiment.optimizers import lower_rate
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.schedules import Keep
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.contract import Objective
+from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, Any]  # scalars, and dicts of sums that the host finishes
@@ -62,31 +62,16 @@ def make_train_step(
     """
 
     inputs_of = make_inputs(transform, seed)
+    gradients = _make_gradients(objective, freeze, accum_steps, join, shardings)
 
     def train_step(
         state: TrainState, batch: Batch, frozen: PyTree = None
     ) -> tuple[TrainState, Metrics]:
-        inputs, model_key = inputs_of(state, batch)
-
-        def sums_of(params, state, inputs, key):
-            params = stop_gradients(constrain_params(params, shardings), freeze)
-            return objective.loss(params, state, inputs, frozen, key)
-
-        def loss_fn(params):
-            sums = sums_of(params, state, inputs, model_key)
-            return sums.loss, sums
-
-        def gradients(params):
-            if accum_steps == 1 and join is None:
-                (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-                return grads, sums, loss
-            at = state.replace(params=params)
-            grads, sums = accumulate(sums_of, at, inputs, model_key, accum_steps, join)
-            return grads, sums, sums.loss
-
-        grads, sums, loss = gradients(state.params)
+        given = *inputs_of(state, batch), frozen
+        grads, sums, loss = gradients(state, *given)
         if sam_radius is not None:
-            grads, *_ = gradients(climb(state.params, grads, sam_radius))
+            highest = state.replace(params=climb(state.params, grads, sam_radius))
+            grads, *_ = gradients(highest, *given)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -106,6 +91,36 @@ def make_train_step(
         return state, metrics
 
     return train_step
+
+
+def _make_gradients(
+    objective: Objective,
+    freeze: str | None,
+    accum_steps: int,
+    join: Callable[[Sums], Sums] | None,
+    shardings: PyTree,
+) -> Callable[..., tuple[Params, ObjectiveOutput, jax.Array]]:
+    """Make gradients(state, inputs, key, frozen) -> (gradients, the objective's sums, its loss).
+
+    The gradients are at the parameters of `state`. The arguments are those of `make_train_step`.
+    """
+
+    def gradients(state, inputs, key, frozen):
+        def sums_of(params, state, inputs, key):
+            params = stop_gradients(constrain_params(params, shardings), freeze)
+            return objective.loss(params, state, inputs, frozen, key)
+
+        def loss_fn(params):
+            sums = sums_of(params, state, inputs, key)
+            return sums.loss, sums
+
+        if accum_steps == 1 and join is None:
+            (loss, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+            return grads, sums, loss
+        grads, sums = accumulate(sums_of, state, inputs, key, accum_steps, join)
+        return grads, sums, sums.loss
+
+    return gradients
 
 
 def make_inputs(
