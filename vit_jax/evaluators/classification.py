@@ -1,6 +1,6 @@
 """Classification: accuracy, F1, loss and calibration over one pass of a labelled split.
 
-Axes: B examples, N examples of the split, C classes.
+Axes: B examples of a batch, N examples of the split, C classes.
 """
 
 import functools

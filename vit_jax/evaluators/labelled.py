@@ -22,8 +22,8 @@ _MOST = 1_000  # classes, each a curve
 class LabelEvaluator(SplitEvaluator):
     """An evaluator that reports metrics (`objectives.metrics`).
 
-    usual: their names by default; those that the data rule out are then left out.
-    own: those that the evaluator computes itself, as they need all scores.
+    usual: the names of its metrics by default. Those that do not suit the data are then left out.
+    own: the names of those that it computes itself, because they need all scores.
     """
 
     metrics: tuple[str, ...] | None = key(None, "names of metrics; None: those described here")
@@ -142,7 +142,7 @@ def measure_labels(
 def report(values: Mapping[str, Any], number: int, classes: Sequence[str] = ()) -> dict[str, float]:
     """{"top1": value, "num_examples": number, "accuracy/cat": value}.
 
-    values: {name: number, or one for each of `classes`, of which NaN is left out}.
+    values: {name: a number, or one for each of `classes`; NaN is left out}.
     """
     whole = {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
     by_class = {

@@ -16,10 +16,11 @@ from vit_jax.evaluators.inputs import EvalInputs
 class Upright:
     """Turns a target that shows the pixels of its image as they are stored.
 
-    A target with an EXIF orientation of its own follows that. Any other is turned with its image if
-    it is tall where the turned image is wide, or the reverse. Where its shape cannot show this (a
-    square, a mirrored image, one on its head) it stays as it is, and `warn` counts it. So does it
-    with `data.exif=false`, where `warn` counts those that are upright beside stored pixels.
+    A target with an EXIF orientation of its own is turned by it. Any other target is turned with
+    its image if it is tall and the turned image is wide, or the reverse. If its shape cannot show
+    this (a square, a mirrored image, an image turned by 180 degrees), it is not turned, and `warn`
+    counts it. With `data.exif=false` no target is turned, and `warn` counts those that are upright
+    beside stored pixels.
     """
 
     def __init__(self, inputs: EvalInputs):
@@ -53,7 +54,7 @@ class Upright:
         return target_HW.ravel()[np.asarray(turned)]
 
     def warn(self) -> None:
-        """Warn, once, of the targets that do not fit, or whose shape does not show it."""
+        """Warn once of targets that do not fit their images, or whose shape does not show it."""
         if self._upright:
             names = few(map(shown, sorted(self._upright)))
             warn_once(

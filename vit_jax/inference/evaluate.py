@@ -189,7 +189,7 @@ class StoredModel:
         self.division = read_division(workdir, settings.data)
 
     def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
-        return with_values(config, {"optimizer.accum_steps": 1})  # it is of training only
+        return with_values(config, {"optimizer.accum_steps": 1})  # only training has microbatches
 
     def read(self, config: ConfigDict) -> Settings:
         return Settings.read(config)
@@ -334,7 +334,7 @@ class _OfSource:
 def with_ops(
     data: sections.Data, evals: Mapping[str, Evaluator], pretrained: Pretrained, sources: Sources
 ) -> dict[str, Evaluator]:
-    """`evals`, those without ops with a run's evaluation ops, else the source's."""
+    """`evals`, where an evaluator without ops gets those of the weights' source, see `ops_for`."""
     found, spec = dict(evals), pretrained.spec.at(data.image_size)
     for name, entry in evals.items():
         if not entry.ops:

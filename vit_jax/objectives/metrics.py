@@ -1,7 +1,8 @@
-"""Metrics of labelled images, the same for evaluators and for training: a part each.
+"""Metrics of labelled images. Evaluators and training use the same ones; each is a part.
 
-A metric has values for each image, whose sums over any number of batches and devices give its own.
-What needs the scores of all images at once, as average precision does, stays with its evaluator.
+A metric gives values for each image. They are summed over any number of batches and devices, and
+the metric is computed from the sums. What needs the scores of all images at once, as average
+precision does, stays with its evaluator.
 
 Axes: B examples, C classes, K bins of confidence.
 """
@@ -58,11 +59,14 @@ class Metric(Part):
         raise NotImplementedError
 
     def finish(self, sums: Mapping[str, Any]) -> Any:
-        """The metric, from the sums of several `rows`; on the host. Of (B,) it is the mean."""
+        """Compute the metric from the sums of `rows`, on the host.
+
+        It is not called if `rows` gives an array (B,): the metric is then its mean.
+        """
         raise NotImplementedError
 
     def find_fault(self, multi_label: bool, num_classes: int | None) -> str:
-        """Its need that such data lack; "": none. `num_classes`: None if unknown."""
+        """What the metric needs and such data lack; "": nothing. `num_classes`: None if unknown."""
         if self.multi_label not in (None, multi_label):
             return f"needs images with {'several labels' if self.multi_label else 'one label'}"
         if num_classes is not None and num_classes <= self.more_than:
@@ -71,7 +75,7 @@ class Metric(Part):
 
 
 class Top1(Metric):
-    """The share of images whose largest logit is that of a correct class; see `losses.hits`."""
+    """The share of images whose class with the largest logit is correct; see `losses.hits`."""
 
     multi_label = False
     k: ClassVar[int] = 1
@@ -167,7 +171,7 @@ class MicroF1(Accuracy):
 
 
 def f1(images: np.ndarray, predictions: np.ndarray, correct: np.ndarray) -> np.ndarray:
-    """The harmonic mean of precision and recall; NaN for what neither occurs nor is predicted."""
+    """The harmonic mean of precision and recall; NaN for a class without images or predictions."""
     with np.errstate(invalid="ignore"):
         return 2 * correct / (images + predictions)
 

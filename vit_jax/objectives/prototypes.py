@@ -1,4 +1,6 @@
-"""The head of self-distillation, an MLP with a bottleneck and prototypes of length 1; its losses.
+"""The head of self-distillation and its losses.
+
+The head is an MLP with a bottleneck and prototypes of length 1.
 
 Source: Caron et al. 2021 (arXiv:2104.14294), section 3.2 and appendix C.
 """
