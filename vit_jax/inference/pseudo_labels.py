@@ -95,8 +95,8 @@ def label(
         | {"init_from": run.init_from, "seed": run.seed},
     }
     true = _true_labels(source, pretrained, found["true"])
-    if true is not None:
-        summary["labels/top1"] = agreement(records, found["label"], true)
+    if true is not None and not np.isnan(top1 := agreement(records, found["label"], true)):
+        summary["labels/top1"] = top1
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -115,7 +115,10 @@ def _check_same(facts: Mapping[str, Any], path: epath.Path) -> None:
 def _true_labels(
     source: data.Source, pretrained: Pretrained, labels: np.ndarray
 ) -> np.ndarray | None:
-    """The images' own `labels` (n,) as outputs of the model; None if it has other classes."""
+    """The images' own `labels` (n,) as outputs of the model, -1 for none.
+
+    None if it has other classes.
+    """
     if source.multi_label:
         return None
     try:
@@ -123,7 +126,7 @@ def _true_labels(
     except InputError:
         return None
     if places is not None:
-        return np.asarray(places)[labels]
+        return np.where(labels < 0, -1, np.asarray(places)[labels])
     if source.num_classes != pretrained.model.num_classes:
         return None
     if source.class_names:

@@ -149,6 +149,10 @@ def select(
 
 
 def agreement(records: Sequence[int], label_n: np.ndarray, true_n: np.ndarray) -> float:
-    """Share of different `records` whose pseudo label is the true one."""
+    """Share of different `records` whose pseudo label is the true one, of those that have one.
+
+    `true_n`: -1 for a record without a label. NaN: none of `records` has one.
+    """
     once = np.unique(records)
-    return float((label_n[once] == true_n[once]).mean())
+    once = once[true_n[once] >= 0]
+    return float((label_n[once] == true_n[once]).mean()) if len(once) else float("nan")
