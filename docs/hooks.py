@@ -236,9 +236,20 @@ def notebook() -> str:
     return "\n".join(parts)
 
 
+def flags_of_others() -> str:
+    """A table of the flags of other libraries and the keys that do the same."""
+    from vit_jax.config.other_words import FLAGS, LIBRARIES
+
+    def cell(names: str) -> str:
+        return " ".join(f"`{name}`" for name in names.split())
+
+    rows = [(cell(f.key), *(cell(getattr(f, name)) for name in LIBRARIES), f.note) for f in FLAGS]
+    return _table(("key", *LIBRARIES.values(), "differs"), rows)
+
+
 _MADE = (
-    commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults, host_ops,
-    launchers, metrics, notebook,
+    commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
+    flags_of_others, host_ops, launchers, metrics, notebook,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

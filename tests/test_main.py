@@ -19,6 +19,8 @@ from opened import config_json, open_all
 import vit_jax
 from vit_jax import main as main_lib
 from vit_jax.commands import COMMANDS
+from vit_jax.config.other_words import FLAGS
+from vit_jax.config.registries import OPS
 from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import exit_codes, watchdog
@@ -108,7 +110,7 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
         (lambda path: write(path.with_suffix(".npz"), b""), "not a readable .npz"),
         (lambda path: other_arrays(path.with_suffix(".npz")), "embedding/kernel: absent"),
         (lambda path: write(path.with_suffix(".bmp"), b"x"), "known: a workdir (with config.json"),
-        (lambda path: write(path.with_suffix(".pth"), b"x"), "write its arrays to a .safetensors"),
+        (lambda path: write(path.with_suffix(".pth.tar"), b"x"), "write its arrays to a .safe"),
         (lambda path: path.mkdir() or path, "not a source of a known format"),
     ],
     ids=["missing", "garbage", "broken zip", "empty", "other arrays", "other format", "pickle",
@@ -380,6 +382,23 @@ def test_keys_by_part_section_name_and_text(refused, capsys):
     assert "did you mean momentum?" in refused("keys", "momentun")
     assert main(["keys", "data.num_examples"]) == 0  # piped, it is one whole line
     assert "None: taken from the data (int in (0, inf))" in capsys.readouterr().out
+
+
+def test_keys_by_the_words_of_other_libraries(refused, capsys):
+    keys = [flag.own_key for flag in FLAGS]
+    assert {*keys_of(capsys, *keys)} == {*keys}  # all are keys
+    assert {op for flag in FLAGS if (op := flag.key.partition("=")[2])} <= {*OPS}
+    for word, key in (
+        ("warmup-epochs", "schedule.warmup"), ("drop_path", "model.stochastic_depth"),
+        ("epochs", "duration"), ("blr", "optimizer.peak_lr"), ("threeaugment", "data.ops"),
+    ):  # fmt: skip
+        assert {*keys_of(capsys, word)} == {key}
+    assert main(["keys", "wd"]) == 0
+    assert "it is big_vision's wd divided by its lr" in capsys.readouterr().out
+    err = refused(QUICKSTART, "--workdir=runs/x", "--drop_path=0.1")
+    assert "did you mean --config.model.stochastic_depth?" in err
+    err = refused(QUICKSTART, "--workdir=runs/x", "--config.reprob=0.1")
+    assert "did you mean data.ops?" in err
 
 
 def test_list_of_models(refused, capsys):

@@ -5,9 +5,10 @@
   python -m vit_jax.main keys optimizer --config=folder --config.optimizer.name=lion
   python -m vit_jax.main keys warm-up --workdir=runs/quickstart
 
-A WORD is a part (an objective, a model, an optimizer, a metric and so on), a section, a key, or a
-text that is searched in keys and meanings. Values are those of --config or of the run in --workdir,
-else the defaults; without a WORD, it shows the keys that are in force there.
+A WORD is a part (an objective, a model, an optimizer, a metric and so on), a section, a key, a flag
+of timm, DeiT, MAE or big_vision, or a text that is searched in keys and meanings. Values are those
+of --config or of the run in --workdir, else the defaults; without a WORD, it shows the keys that
+are in force there.
 
 decided by: user (a flag), recipe (the config file), default; source (of the weights), teachers,
 data, rule, duration (of a share of it) or devices: when the run starts; branch: what made the run
@@ -64,11 +65,15 @@ def main(flags: argparse.Namespace) -> int:
     if flags.format == "json":
         print(json.dumps([row._asdict() for row in rows], indent=2))
         return exit_codes.DONE
+    from vit_jax.config.other_words import flags_named
+
     shown = sys.stdout.isatty()
     console = Console(width=None if shown else _WIDE)
     for name, text in says.items():
         if name.lower() in map(str.lower, flags.words):
             console.print(Text(text))
+    for flag in (flag for word in flags.words for flag in flags_named(word) if flag.note):
+        console.print(Text(f"{flag.key}: {flag.note}"))
     columns = (Column(name.replace("_", " "), overflow="fold") for name in Row._fields)
     table = Table(*columns, box=box.SIMPLE_HEAD if shown else None)
     for row in rows:
@@ -149,6 +154,7 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
       InputError: there are none; names the nearest.
     """
     from vit_jax.config import FAMILIES
+    from vit_jax.config.other_words import flags_named
 
     lower = word.lower()
     if "-" in word and (own := FAMILIES.chosen_keys(word)):  # a model
@@ -160,9 +166,11 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
     if own_rows or (lower in map(str.lower, names) and f"{lower}.name" not in keys):
         return own_rows  # none, if the part has no keys; `loss` is a metric and a section
     rows = [*keys.values(), *(row for row, _ in others if row.key not in keys)]
+    known_as = [flag.own_key for flag in flags_named(word)]
     for fits in (
         lambda row: row.key.startswith(f"{lower}.") and not row.decided_by.startswith("with "),
         lambda row: row.key == lower or row.key.endswith(f".{lower}"),
+        lambda row: row.key in known_as,
         lambda row: _plain(word) in _plain(f"{row.key} {row.meaning}"),
     ):
         if found := [row for row in rows if fits(row)]:

@@ -8,10 +8,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, nearest
+from vit_jax.config.other_words import flags_named
 
 _MOST = 10  # keys of a section in a message
 
-# {other libraries' names of a key: its name here}
+# {names of a key that no library has just so: its name here}
 _SYNONYMS = {
     re.compile(r"((num|max|total|train)_)?(steps|epochs|iterations)"): "duration",
     re.compile(r"((base|init|max)_)?learning_rate"): "optimizer.peak_lr",
@@ -86,10 +87,11 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def keys_named(leaf: str, known: Sequence[str]) -> list[str]:
-    """Those of the `known` keys that are called `leaf` in any section; `epochs` is the duration."""
+    """Those of the `known` keys that are called `leaf` in any section, or in other libraries."""
     found = [name for name in known if name.rpartition(".")[2] == leaf]
     meant = [name for pattern, name in _SYNONYMS.items() if pattern.fullmatch(leaf)]
-    return found or [name for name in meant if name in known]
+    meant += [flag.own_key for flag in flags_named(leaf)]
+    return found or [name for name in dict.fromkeys(meant) if name in known]
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

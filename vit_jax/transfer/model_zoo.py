@@ -35,7 +35,7 @@ logger = logging.getLogger("vit_jax")
 _NOTE = "fetched.json"  # address and hashes, next to the fetched files
 _TIMEOUT_S = 60  # maximum time without a byte
 _SINGLE = (".npz", ".safetensors")
-_PICKLES = (".pth", ".pt", ".bin")
+_PICKLES = (".pth", ".pth.tar", ".pt", ".bin")
 _I21K_CLASSES = 21_843
 
 

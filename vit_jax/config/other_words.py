@@ -1,0 +1,111 @@
+"""The flags of other libraries, and the keys that do the same here."""
+
+from typing import NamedTuple
+
+
+class Flag(NamedTuple):
+    """A setting of other libraries.
+
+    key: the key here; "data.ops=OP": the op that does it.
+    timm, deit, mae, big_vision: its names there, without leading dashes, one after the other.
+    note: how the values differ.
+    """
+
+    key: str
+    timm: str = ""
+    deit: str = ""
+    mae: str = ""
+    big_vision: str = ""
+    note: str = ""
+
+    @property
+    def own_key(self) -> str:
+        """The key without an op."""
+        return self.key.partition("=")[0]
+
+
+LIBRARIES = {"timm": "timm", "deit": "DeiT", "mae": "MAE", "big_vision": "big_vision"}
+# fmt: off
+FLAGS = (
+    Flag("duration", "epochs", "epochs", "epochs", "total_epochs total_steps",
+         'with its unit: "300 epochs"'),
+    Flag("global_batch_size", "batch_size", "batch_size", "batch_size", "input.batch_size",
+         "of all devices; in timm, DeiT and MAE it is of one device"),
+    Flag("optimizer.accum_steps", "grad_accum_steps", "", "accum_iter", "",
+         "parts of the global batch, which stays as large"),
+    Flag("seed", "seed", "seed", "seed", "seed"),
+    Flag("init_from", "initial_checkpoint pretrained", "finetune", "finetune", "model_init",
+         "a pickle (.pth, .pth.tar, .bin) is converted first: see weights.md"),
+    Flag("model.name", "model", "model", "model", "model_name model.variant",
+         "ViT-B/16 for vit_base_patch16_224"),
+    Flag("model.stochastic_depth", "drop_path", "drop_path", "drop_path", "",
+         "the rate of the last layer; it grows linearly from 0"),
+    Flag("model.dropout", "drop", "drop", "", "model.dropout"),
+    Flag("model.pool", "gp", "", "global_pool cls_token", "model.pool_type",
+         "token, gap or map"),
+    Flag("model.remat", "grad_checkpointing", "", "", "model.remat_policy"),
+    Flag("model.pos_embed", "", "", "", "model.posemb"),
+    Flag("model.hidden_head", "", "", "", "model.rep_size"),
+    Flag("model.head_bias", "", "", "", "init_head_bias"),
+    Flag("model.dtype", "amp amp_dtype", "", "", "model.dtype_mm", "bfloat16; there is no scaler"),
+    Flag("data.data_dir", "data_dir", "data_path", "data_path", "input.data.data_dir"),
+    Flag("data.name", "dataset", "data_set", "", "input.data.name", "folder for class folders"),
+    Flag("data.split", "train_split", "", "", "input.data.split"),
+    Flag("data.num_classes", "num_classes", "", "nb_classes", "num_classes",
+         "read from the data"),
+    Flag("data.image_size", "img_size input_size", "input_size", "input_size", ""),
+    Flag("data.mean", "mean", "", "", ""),
+    Flag("data.std", "std", "", "", ""),
+    Flag("data.ops", "aa hflip crop_pct scale", "aa", "aa", "input.pp",
+         "one text for crops, flips and augmentations, in their order"),
+    Flag("data.ops=mixup", "mixup", "mixup", "mixup", "mixup.p", "mixup(alpha) in data.ops"),
+    Flag("data.ops=cutmix", "cutmix", "cutmix", "cutmix", "", "cutmix(alpha) in data.ops"),
+    Flag("data.ops=mixup_or_cutmix", "mixup_switch_prob", "mixup_switch_prob",
+         "mixup_switch_prob", "", "for each pair one of both, with equal probability"),
+    Flag("data.ops=erase", "reprob", "reprob", "reprob", "", "erase(probability) in data.ops"),
+    Flag("data.ops=color_jitter", "color_jitter", "color_jitter", "color_jitter", ""),
+    Flag("data.ops=three_augment", "", "ThreeAugment", "", ""),
+    Flag("data.repeats", "aug_repeats", "repeated_aug", "", ""),
+    Flag("loss.name", "bce_loss", "bce_loss", "", "loss", "sigmoid for binary cross-entropy"),
+    Flag("loss.label_smoothing", "smoothing", "smoothing", "smoothing", ""),
+    Flag("optimizer.name", "opt", "opt", "", "optax_name"),
+    Flag("optimizer.peak_lr", "lr lr_base", "lr", "lr blr", "lr",
+         "for the whole batch; MAE's blr counts 256 images: lr = blr * batch / 256"),
+    Flag("optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "wd",
+         "as in timm, DeiT and MAE; it is big_vision's wd divided by its lr"),
+    Flag("optimizer.grad_clip_norm", "clip_grad", "clip_grad", "clip_grad", "grad_clip_norm"),
+    Flag("optimizer.layer_decay", "layer_decay", "", "layer_decay", ""),
+    Flag("optimizer.momentum", "momentum", "momentum", "", ""),
+    Flag("optimizer.ema_decay", "model_ema model_ema_decay", "model_ema model_ema_decay", ""),
+    Flag("schedule.name", "sched", "sched", "", "schedule"),
+    Flag("schedule.warmup", "warmup_epochs", "warmup_epochs", "warmup_epochs",
+         "warmup_steps warmup_epochs", 'with its unit: "5 epochs"'),
+    Flag("schedule.cooldown", "cooldown_epochs", "cooldown_epochs", "", "cooldown_steps",
+         "falls to 0 at the end; timm's keeps the smallest rate"),
+    Flag("schedule.end_share", "min_lr", "min_lr", "min_lr", "", "a share of peak_lr"),
+    Flag("schedule.milestones", "decay_milestones", "", "", ""),
+    Flag("objective.teacher", "", "teacher_model teacher_path", "", "teachers"),
+    Flag("objective.temperature", "", "distillation_tau", "", ""),
+    Flag("objective.weight", "", "distillation_alpha", "", ""),
+    Flag("objective.mask_ratio", "", "", "mask_ratio", ""),
+    Flag("objective.norm_pixels", "", "", "norm_pix_loss", ""),
+    Flag("mesh.fsdp", "", "", "", "fsdp sharding_strategy"),
+    Flag("checkpoint.every", "", "", "", "ckpt_steps", 'with its unit: "1000 steps"'),
+    Flag("checkpoint.keep_last", "checkpoint_hist", "", "", ""),
+    Flag("checkpoint.keep_every", "", "", "", "keep_ckpt_steps"),
+    Flag("checkpoint.keep_best", "eval_metric", "", "", "", "NAME/METRIC of an evaluator"),
+    Flag("log.every", "log_interval", "", "", "log_training_steps", "with its unit"),
+    Flag("log.wandb", "log_wandb", "", "", "", "a project's name"),
+)
+# fmt: on
+
+
+def flags_named(word: str) -> list[Flag]:
+    """The settings that another library calls `word`: `drop_path`, `warmup-epochs`, `wd`.
+
+    The last part of a dotted name counts too.
+    """
+    word = word.lower().replace("-", "_")
+    names = {flag: " ".join(flag[1:5]).lower().split() for flag in FLAGS}
+    return [flag for flag, those in names.items()
+            if any(word in (name, name.rpartition(".")[2]) for name in those)]  # fmt: skip
