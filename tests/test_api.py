@@ -364,7 +364,7 @@ def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
         result = {"side_effect": note} if name == "train" else {"return_value": found}
         monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
     text = (NOTEBOOK.parents[1] / "how_to/python.md").read_text()
-    *blocks, _, _, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    *blocks, _, _, _, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
     for block in blocks:
         exec(block, names)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, ReadError
 from vit_jax.data.batch import Crops, decode_early, make_all
 from vit_jax.data.contract import Source
 from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
@@ -93,16 +93,26 @@ def _load_few(source, crops, record_ids, keys):
     rows = []
     for record_id, key in zip(record_ids, keys, strict=True):
         row = _masked(source, crops, record_id)
-        if record_id >= 0:
-            with contextlib.suppress(tf.errors.OpError, UnicodeDecodeError), sure_reads():
-                example = source.read(record_id)
-                made = make_all(crops, source, example.pop("image"), key)
-                for name, crop in crops.items():
-                    crop.check_made(made[name].shape, source.channels)
-                row |= example | made
-            raise_failed()
+        if record_id >= 0 and (found := _load_one(source, crops, record_id, key)) is not None:
+            for name, crop in crops.items():
+                crop.check_made(found[name].shape, source.channels)
+            row |= found
         rows.append(row)
     return {name: np.stack([row[name].numpy() for row in rows]) for name in rows[0]}
+
+
+def _load_one(source, crops, record_id, key):
+    """The example of a record; None if it is wrong, which is an error of any type here."""
+    try:
+        with sure_reads():
+            example = source.read(record_id)
+        return example | make_all(crops, source, example.pop("image"), key)
+    except ReadError:
+        raise
+    except Exception:
+        return None
+    finally:
+        raise_failed()
 
 
 def _masked(source, crops, record_id):

@@ -401,7 +401,7 @@ def check_images(run: "Run") -> Finding:
     settings, made = run.settings, parse_preprocessing(run.settings)
     specs = {train_split(settings.data): run.experiment.batch}
     for name, entry in settings.evals.items():
-        spec = image_batch(_IMAGES, made.image_size, made.eval_ops[name], "ops")
+        spec = image_batch(_IMAGES, settings.data.image_size, made.eval_ops[name], "ops")
         specs |= {key: specs.get(key, spec) for key in eval_splits(settings.data, entry).values()}
     lines = []
     with captured():  # each is named below
