@@ -85,23 +85,45 @@ def read_lines(
     A last line that a kill cut short is skipped. `check` gets the content, and raises ValueError,
     LookupError or TypeError if it is not what was written.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line)
-            check(content)
-        except (ValueError, LookupError, TypeError):
-            if not line.endswith(b"\n"):
-                continue
-            _say_damaged(path, number)
-            content = None
-        yield line.rstrip(b"\r\n"), content
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            content = _parse(line, check)
+            if content is None:
+                if not line.endswith(b"\n"):
+                    continue
+                _say_damaged(path, f"line {number} ")
+            yield line.rstrip(b"\r\n"), content
+
+
+def _parse(text: bytes, check: Callable[[Any], object]) -> Any:
+    """The content of a JSON text; None if it is damaged."""
+    try:
+        content = json.loads(text)
+        check(content)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return content
 
 
 @functools.cache  # once in a process, however often the file is read
-def _say_damaged(path: epath.Path, number: int) -> None:
-    logger.warning("%s: line %d is damaged and not read; restore it from a copy if you have one, "
-                   "or remove it", path, number)  # fmt: skip
+def _say_damaged(path: epath.Path, part: str = "") -> None:
+    logger.warning("%s: %sis damaged and not read; restore it from a copy if you have one, "
+                   "or remove it", path, part)  # fmt: skip
+
+
+def read_json(path: epath.Path, check: Callable[[Any], object] = dict) -> Any:
+    """The content of a JSON file; None of no file, and of a damaged one, as is said.
+
+    `check` as in `read_lines`.
+    """
+    if not path.exists():
+        return None
+    content = _parse(path.read_bytes(), check)
+    if content is None:
+        _say_damaged(path)
+    return content
 
 
 def json_lines(path: epath.Path, check: Callable[[Any], object]) -> list[dict[str, Any]]:

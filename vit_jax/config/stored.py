@@ -235,7 +235,7 @@ def read_stored(workdir: epath.Path) -> StoredConfig:
 def _read_text(workdir: epath.Path) -> str:
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: has no config.json; give the workdir of a run")
-    return (workdir / "config.json").read_text()
+    return (workdir / "config.json").read_bytes().decode(errors="replace")
 
 
 def read_values(workdir: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -7,6 +7,7 @@ Its result is read only from its workdir, so a study can be continued on any mac
 import collections
 import json
 import logging
+import operator
 import os
 import shlex
 import signal
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.base.errors import collect_faults
-from vit_jax.base.files import write_whole
+from vit_jax.base.files import read_json, write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
 from vit_jax.config.durations import parse_durations
@@ -119,12 +120,10 @@ def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
 
 def read_result(workdir: epath.Path) -> Result | None:
     """The result of the run in `workdir`; None unless it has finished or diverged."""
-    summary, diverged = workdir / "summary.json", workdir / DIVERGED_FILE
-    if summary.exists():
-        return Result(FINISHED, json.loads(summary.read_text()))
-    if diverged.exists():
-        return Result(DIVERGED, error=json.loads(diverged.read_text())["error"])
-    return None
+    if (summary := read_json(workdir / "summary.json")) is not None:
+        return Result(FINISHED, summary)
+    diverged = read_json(workdir / DIVERGED_FILE, operator.itemgetter("error"))
+    return None if diverged is None else Result(DIVERGED, error=diverged["error"])
 
 
 def waiting_members(study: Study, call: Call) -> list[Member]:

@@ -24,10 +24,9 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.config.durations import to_steps
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
-from vit_jax.config.stored import StoredConfig, parse_stored, read_config
+from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
 from vit_jax.job import processes
@@ -77,12 +76,6 @@ def _find_run(workdir: epath.Path) -> dict[str, Any]:
 def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
     text = found["text"]
     return StoredRun(stored=parse_stored(text, workdir) if text else None, **found)
-
-
-def count_steps(workdir: epath.Path) -> int:
-    """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
-    config = read_config(workdir)
-    return to_steps(config, config.duration, "duration")
 
 
 def say_holder(workdir: epath.Path) -> str:
