@@ -90,6 +90,20 @@ def test_tables_and_an_image_are_written(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_full_disk_leaves_no_half_folder(tmp_path, monkeypatch):
+    def no_space(path, content):
+        if path.suffix == ".png":
+            raise OSError(28, "No space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(results.files, "write_whole", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        results.write_results(
+            epath.Path(tmp_path / "new"), "val", examples(TRUE, PREDICTED), NamedSource
+        )
+    assert not [*tmp_path.iterdir()]
+
+
 def test_results_of_several_labels(tmp_path, caplog):
     labels = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]], np.float32)
     logits = np.array([[2, -1, -1, -1], [-3, 1, 0, -1], [-2, -1, -1, 1]], np.float32)

@@ -53,9 +53,14 @@ def check_output(path: epath.Path, flag: str) -> None:
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
     check_names(path, flag)
-    there = next((p for p in [path, *path.parents] if p.exists()), None)
-    if there is None or _is_object(path):
+    if _is_object(path):
         return
+    there = next(p for p in [path, *path.parents] if p.exists() or os.path.islink(p))
+    if not there.exists():
+        raise InputError(
+            f"{flag}={path}: {there} is a link to {os.readlink(there)}, which does not exist; make "
+            "that folder, or remove the link"
+        )
     if not there.is_dir():
         what = "" if there == path else f"{there} "
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
@@ -148,6 +153,20 @@ def cache_folder(kind: str) -> pathlib.Path:
     """
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return root / "vit_jax" / kind
+
+
+@contextlib.contextmanager
+def whole_folder(path: epath.Path) -> Iterator[None]:
+    """A folder to fill: an error in the block removes it, if it was not there before."""
+    folders = [] if _is_object(path) else [path, *path.parents]
+    made = [folder for folder in folders if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        if made:
+            made[-1].rmtree(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
