@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, OneProcessError, collect_faults, nearest
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
@@ -152,7 +153,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     Any exception that escapes is a bug or a failure that the user cannot fix. Not so a full disk
     and a name that is too long: orbax and tensorstore meet them anywhere, as errors of many types.
     """
-    words = list(argv)
+    words = [hide(word) for word in argv]
     if words in (["--help"], ["-h"]):
         print(_overview())
         return exit_codes.DONE, None

@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax import config as config_lib
+from vit_jax.base.addresses import reveal
 from vit_jax.base.errors import collect_faults
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.config import plugins
@@ -210,6 +211,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
       KeyboardInterrupt: on Ctrl-C, once the command has ended; it receives Ctrl-C too and may save.
     """
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
+    command = [reveal(word) for word in command]
     process, received = None, set()
 
     def note(number, _):

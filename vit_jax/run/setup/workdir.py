@@ -21,6 +21,7 @@ import jax
 from etils import epath
 
 import vit_jax
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
@@ -229,7 +230,7 @@ def record_start(
     }
     path = workdir / "starts.jsonl"
     before = path.read_bytes() if path.exists() else b""
-    write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    write_whole(path, before + hide(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
 
 
 def read_starts(workdir: epath.Path) -> list[dict[str, Any]]:
