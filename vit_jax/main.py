@@ -24,7 +24,14 @@ from typing import NoReturn
 
 import vit_jax
 from vit_jax.base.addresses import hide
-from vit_jax.base.errors import InputError, OneProcessError, collect_faults, nearest
+from vit_jax.base.errors import (
+    InputError,
+    OneProcessError,
+    collect_faults,
+    nearest,
+    shown,
+    shown_lines,
+)
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -180,20 +187,20 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
                 return print_config(flags), None
             return find_command(command).main(flags), None
     except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(shown_lines(f"error: {e}"), file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
         print(str(e) or "Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
     except OneProcessError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(shown_lines(f"error: {e}"), file=sys.stderr)
         return exit_codes.FAILED, e
     except Exception as e:
         said = str(e)
         remedy = next((_REMEDIES[n] for n in _REMEDIES if os.strerror(n) in said), None)
         if remedy is None:
             raise
-        print(f"error: {' '.join(said.split())}; {remedy}", file=sys.stderr)
+        print(shown(f"error: {' '.join(said.split())}; {remedy}"), file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
 
 

@@ -92,3 +92,15 @@ def test_the_plugins_of_a_run_are_not_run(folder):
         stored[part]["of_plugin"] = 3
     (folder / "b/config.json").write_text(json.dumps(stored))
     assert read_status([folder])[1].total_steps == 40
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_no_name_reaches_the_terminal_as_a_control_character(tmp_path, capsys, command):
+    for name in ("a", "b\x1b[31m"):
+        write_run(tmp_path / "runs" / name, [{"step": 1, "test/top1": 0.5}])
+    start = (tmp_path / "runs/a/starts.jsonl").read_text()
+    (tmp_path / "runs/a/starts.jsonl").write_text(start.replace("node7", "node\\u001b]0;x"))
+    assert main([command, str(tmp_path / "runs")]) == 0
+    assert main([command, f"{tmp_path}/\x1b[31m"]) == 2
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and r"b\x1b[31m" in out and r"/\x1b[31m" in err

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest
+from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config.stored import read_values
 from vit_jax.evaluators.metric_names import guess_direction
@@ -132,7 +132,7 @@ def short_names(paths: Sequence[epath.Path]) -> list[str]:
     length, names = 0, []
     while len(set(names)) < len(paths):
         length += 1
-        names = ["/".join(os.fspath(path).split("/")[-length:]) for path in paths]
+        names = [shown("/".join(os.fspath(path).split("/")[-length:])) for path in paths]
     return names
 
 
