@@ -48,12 +48,17 @@ def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
 
 
 def add_common_flags(parser: argparse.ArgumentParser, shown: str) -> None:
-    """Add --env, which environment.py reads, and --dry_run, which prints what is `shown`."""
+    """Add --env and --show_env, which environment.py reads, and --dry_run.
+
+    --dry_run prints what is `shown`.
+    """
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME[=VALUE]",
         help="variable of every process; without =VALUE its value comes from this shell. "
-        "Keys, tokens and passwords stay hidden. W&B's key is passed too if the job logs to W&B",
+        "Its value stays hidden. W&B's key is passed too if the job logs to W&B",
     )  # fmt: skip
+    parser.add_argument("--show_env", action="store_true",
+                        help="show values of --env, but of no key, token or password")  # fmt: skip
     parser.add_argument("--dry_run", action="store_true", help=f"print {shown} and exit")
 
 

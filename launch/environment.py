@@ -48,7 +48,8 @@ def read_environment(flags: argparse.Namespace, job: Job) -> Environment:
         elif not has_value and name not in os.environ:
             faults.append(f"--env={name}: not set here; set it, or give --env={name}=VALUE")
         else:
-            found = environment.secret if _SECRET.search(name) else environment.plain
+            is_shown = flags.show_env and not _SECRET.search(name)
+            found = environment.plain if is_shown else environment.secret
             found[name] = value if has_value else os.environ[name]
     collect_faults(faults)
     if "wandb" in job.extras and WANDB_KEY in os.environ:

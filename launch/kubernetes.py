@@ -19,7 +19,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tpus
@@ -169,7 +169,10 @@ def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[
     pod = group["template"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
     container["image"] = flags.image
-    container["env"] += [{"name": name, "value": v} for name, v in variables.plain.items()]
+    container["env"] += [
+        {"name": name, "value": value}
+        for name, value in zip(variables.plain, escape(variables.plain.values()), strict=True)
+    ]
     if variables.secret:
         container["envFrom"] = [{"secretRef": {"name": f"{flags.name}-env"}}]
     if flags.topology is None:
@@ -208,7 +211,7 @@ def xpk_command(flags: argparse.Namespace, job: Job, variables: Environment) -> 
              "--env": variables.secret}  # fmt: skip
     if wrong := [name for name, value in given.items() if value]:
         raise InputError(f"{wrong[0]}: not with --xpk_cluster; the command of xpk takes TPU slices "
-                         "by --topology, and no queue, volume or secret")  # fmt: skip
+                         "by --topology, no queue or volume, --env with --show_env")  # fmt: skip
     if not flags.dry_run:
         raise InputError("--xpk_cluster: only prints a command for xpk; add --dry_run")
     tpu = tpus.find_tpu_slice(flags)
@@ -278,9 +281,9 @@ def without_empty(value: Any) -> Any:
     return [without_empty(part) for part in value] if isinstance(value, list) else value
 
 
-def escape(command: Sequence[str]) -> list[str]:
-    """A command in which Kubernetes does not replace $(NAME) by a variable."""
-    return [word.replace("$(", "$$(") for word in command]
+def escape(command: Iterable[str]) -> list[str]:
+    """Words in which Kubernetes replaces neither $(NAME) by a variable nor $$ by $."""
+    return [re.sub(r"\$(?=[$(])", "$$", word) for word in command]
 
 
 def to_yaml(manifest: dict[str, Any]) -> str:

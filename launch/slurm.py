@@ -40,7 +40,7 @@ from environment import read_environment
 from job import Job, check_job, study_jobs
 
 from vit_jax.base import files
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, shown
 from vit_jax.job.exit_codes import DONE, PREEMPTED, TERMINATED
 
 # Like JAX: ports above the ephemeral range, selected by the job id.
@@ -119,9 +119,9 @@ def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> 
 
     For an array, `job` is the study; its workdir names the array and holds the array's own log.
     """
-    log = log_folder(job) / ("slurm_%a.log" if members else "slurm.log")
+    log = _pattern(job, "slurm_%a.log" if members else "slurm.log")
     options = {
-        "job-name": flags.name or job.name,
+        "job-name": shlex.quote(flags.name or job.name),
         "array": f"0-{len(members) - 1}" if members else None,
         "nodes": flags.nodes,
         "ntasks-per-node": flags.processes_per_node,
@@ -129,7 +129,7 @@ def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> 
         "gpus-per-node": flags.gpus_per_node,
         "time": flags.time,
         "signal": f"TERM@{flags.save_s}",
-        "output": shlex.quote(str(log)),
+        "output": shlex.quote(log),
         "open-mode": "append",
     }
     # srun does not inherit the CPUs from sbatch; it waits for the others once a process has ended.
@@ -145,11 +145,19 @@ def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> 
         last = f"$((SLURM_LOCALID * {each} + {each - 1}))"
         devices = f"export JAX_LOCAL_DEVICE_IDS=$(seq -s, {first} {last})\n"
     words = [*_as_options(options), "--requeue", *flags.sbatch]
+    for word in words:
+        if not word.isprintable():  # the rest would be a command of the script
+            raise InputError(f"{shown(word)}: has a line break or control character; leave it out")
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {word}" for word in words), task=task, devices=devices,
         srun=shell(["srun", *_as_options(srun)]), first_port=_FIRST_PORT, num_ports=_NUM_PORTS,
         preempted=PREEMPTED, terminated=TERMINATED,
     )  # fmt: skip
+
+
+def _pattern(job: Job, file: str) -> str:
+    """The pattern of a log's name; Slurm fills in `file`, but no % of the folder."""
+    return f"{str(log_folder(job)).replace('%', '%%')}/{file}"
 
 
 def _as_options(values: Mapping[str, object]) -> list[str]:
@@ -159,7 +167,7 @@ def _as_options(values: Mapping[str, object]) -> list[str]:
 def _what_runs(flags: argparse.Namespace, job: Job) -> tuple[str, str]:
     """Settings of the shell's `output` and `command` for the processes of a job."""
     on_platform = job.on("cpu" if flags.gpus_per_node is None else "gpu")
-    output = shell([f"{log_folder(job)}/process_%t.log"])
+    output = shell([_pattern(job, "process_%t.log")])
     return f"output={output}", f"command=({shell(on_platform.command(python=sys.executable))})"
 
 

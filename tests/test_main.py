@@ -14,18 +14,21 @@ import numpy as np
 import pytest
 from at_fault import golden_page
 from cheap_compilation import flags_for
+from etils import epath
 from opened import config_json, open_all
 
 import vit_jax
 from vit_jax import main as main_lib
+from vit_jax.base.addresses import hide, reveal
 from vit_jax.commands import COMMANDS
 from vit_jax.config.other_words import FLAGS
 from vit_jax.config.registries import OPS
-from vit_jax.config.stored import StoredConfig
+from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import exit_codes, watchdog
 from vit_jax.main import main
 from vit_jax.run.loop import Interrupted, Preempted
+from vit_jax.run.setup.workdir import record_start
 from vit_jax.run.watch.guards import NonFiniteError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -419,6 +422,27 @@ def test_command_is_train_where_none_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["--seed=1", "--help"])
     assert capsys.readouterr().out.startswith("usage: vit_jax train ")
+
+
+def test_a_token_in_an_address_is_no_part_of_what_is_stored(tmp_path, monkeypatch, capsys):
+    whole = "https://me:pass@127.0.0.1:9/a.npz?token=pass"
+    words = [QUICKSTART, f"--workdir={tmp_path / 'run'}", f"--config.init_from={whole}"]
+    monkeypatch.setattr("sys.orig_argv", words)
+    found = []
+
+    def train_and_evaluate(config, workdir, asked, choose_layout):
+        record_start(epath.Path(workdir), (), None, asked)
+        text = StoredConfig(config, config, {}).to_json()  # and of an earlier version
+        before = parse_stored(text.replace(hide(whole), whole), epath.Path(workdir))
+        found.extend([text, before.asked.init_from, reveal(config.init_from)])
+
+    monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", train_and_evaluate)
+    (tmp_path / "run").mkdir()
+    assert main(words) == 0
+    assert found[1:] == [hide(whole), whole]
+    assert "pass" not in found[0] + (tmp_path / "run/starts.jsonl").read_text()
+    assert main(["export", f"--init_from={whole}", f"--output={tmp_path / 'x'}"]) == 2
+    assert "pass" not in capsys.readouterr().err
 
 
 def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):

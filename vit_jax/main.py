@@ -23,7 +23,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax.base.errors import InputError, OneProcessError, collect_faults, nearest
+from vit_jax.base.addresses import hide
+from vit_jax.base.errors import (
+    InputError,
+    OneProcessError,
+    collect_faults,
+    nearest,
+    shown,
+    shown_lines,
+)
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.commands.flags import print_config
 from vit_jax.job import exit_codes
@@ -152,7 +160,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     Any exception that escapes is a bug or a failure that the user cannot fix. Not so a full disk
     and a name that is too long: orbax and tensorstore meet them anywhere, as errors of many types.
     """
-    words = list(argv)
+    words = [hide(word) for word in argv]
     if words in (["--help"], ["-h"]):
         print(_overview())
         return exit_codes.DONE, None
@@ -179,20 +187,20 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
                 return print_config(flags), None
             return find_command(command).main(flags), None
     except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(shown_lines(f"error: {e}"), file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
         print(str(e) or "Interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
     except OneProcessError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(shown_lines(f"error: {e}"), file=sys.stderr)
         return exit_codes.FAILED, e
     except Exception as e:
         said = str(e)
         remedy = next((_REMEDIES[n] for n in _REMEDIES if os.strerror(n) in said), None)
         if remedy is None:
             raise
-        print(f"error: {' '.join(said.split())}; {remedy}", file=sys.stderr)
+        print(shown(f"error: {' '.join(said.split())}; {remedy}"), file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
 
 

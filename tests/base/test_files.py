@@ -4,7 +4,8 @@ import os
 import pytest
 from etils import epath
 
-from vit_jax.base.files import LiteralPath, cache_folder, replaced, write_whole
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import LiteralPath, cache_folder, check_folder, replaced, write_whole
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,10 @@ def test_files_are_found_below_folders_whose_names_are_patterns(tmp_path, name):
     assert [*folder.glob("*/*.png")] == [folder / "inner/[1].png"]
     assert [*(folder / "inner").glob("*.png")] == [folder / "inner/[1].png"]
     assert os.fspath(LiteralPath("gs://bucket/run")) == "gs://bucket/run"
+
+
+def test_a_link_to_no_folder_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    for path in ("link", "link/below"):
+        with pytest.raises(InputError, match="link is a link to nowhere, which does not exist"):
+            check_folder(epath.Path(tmp_path / path), "--workdir")

@@ -1,6 +1,7 @@
 """Checkpoints: damage is found and named, and the previous one is used."""
 
 import json
+import logging
 import pathlib
 import random
 import shutil
@@ -288,3 +289,10 @@ def test_a_run_resumes_before_it_initialises_before_it_starts_anew(directory):
     run.initial_params = None
     state, meta = start_state(run)
     assert not meta and not np.any(state.params["layer"]["bias"])
+
+
+def test_an_error_that_is_raised_too_is_not_logged_by_libraries(caplog):
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).error("saving failed", exc_info=OSError("full"))
+        logging.getLogger(name).error("said once")
+    assert caplog.messages == ["said once"] * 2

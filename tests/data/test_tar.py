@@ -119,6 +119,10 @@ def test_an_index_beside_or_in_the_cache_holds_until_its_file_changes(tmp_path, 
     written = index.stat().st_mtime_ns
     assert open_tar(file).fingerprint == before
     assert index.stat().st_mtime_ns == written
+    head, *rest = index.read_bytes().split(b"\n", 1)
+    for of_another_type in (b"[]", b"{}", head.replace(b'"sizes": [', b'"sizes": [null, ')):
+        index.write_bytes(b"\n".join([of_another_type, *rest]))
+        assert open_tar(file).fingerprint == before
     index.unlink()
     index.parent.rmdir()
     index.parent.write_bytes(b"no folder")
@@ -188,6 +192,7 @@ BROKEN = {
     ),
     "compressed by another name": lambda path: path.write_bytes(gzip.compress(path.read_bytes())),
     "no images": lambda path: write_tar(path, [("0.npy", b"0"), ("0.cls", b"0")]),
+    "keys with dots": lambda path: write_tar(path, [("1.5.png", IMAGES[0]), ("1.5.cls", b"0")]),
     "two images of one key": lambda path: with_member(path, ("0.jpg", IMAGES[0])),
     "a member twice": lambda path: with_member(path, ("0.png", IMAGES[0])),
     "no label": lambda path: with_member(path, ("2.png", IMAGES[2])),

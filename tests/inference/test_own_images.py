@@ -246,9 +246,10 @@ def test_other_images_are_evaluated_whole_by_the_user_s_word(run, others, opened
 def test_a_damaged_or_lost_division_is_named(run):
     """Images that were trained on would be evaluated, if they were divided anew."""
     said = r"images\.csv\.gz: cannot be read .*; restore it"
-    (run / "images.csv.gz").write_bytes(b"no gzip")
-    with pytest.raises(InputError, match=said):
-        read_pretrained(str(run))
+    for content in (b"no gzip", b""):
+        (run / "images.csv.gz").write_bytes(content)
+        with pytest.raises(InputError, match=said):
+            read_pretrained(str(run))
     (run / "images.csv.gz").unlink()
     for read in (lambda: read_pretrained(str(run)),
                  lambda: evaluate_run(read_config(epath.Path(run)), run)):  # fmt: skip

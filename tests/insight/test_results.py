@@ -17,7 +17,7 @@ from vit_jax.config import base_config
 from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots, results
-from vit_jax.insight.tables import add_row, read_rows
+from vit_jax.insight.tables import add_row, as_csv, read_rows
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -88,6 +88,20 @@ def test_tables_and_an_image_are_written(tmp_path):
     assert [row[0] for row in wrong[1:]] == ["ant/1.jpg", "ant/2.jpg", "bee/4.jpg", "dog/5.jpg"]
     assert Image.open(folder / "confusion.png").size > (100, 100)
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_full_disk_leaves_no_half_folder(tmp_path, monkeypatch):
+    def no_space(path, content):
+        if path.suffix == ".png":
+            raise OSError(28, "No space left on device")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(results.files, "write_whole", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        results.write_results(
+            epath.Path(tmp_path / "new"), "val", examples(TRUE, PREDICTED), NamedSource
+        )
+    assert not [*tmp_path.iterdir()]
 
 
 def test_results_of_several_labels(tmp_path, caplog):
@@ -190,6 +204,15 @@ def test_one_row_for_each_model(tmp_path):
         path.write_bytes(content)
         with at_fault("--table"):
             read_rows(path)
+
+
+def test_no_cell_is_a_formula_and_numbers_are_none(tmp_path):
+    row = ["=1+1", "+a", "-x", "@x", "-0.5", "-1e-05", -0.5, "a=b", None]
+    text = as_csv([row]).decode()
+    assert text == "'=1+1,'+a,'-x,'@x,-0.5,-1e-05,-0.5,a=b,\n"
+    for loss in (-0.5, -0.25):
+        add_row(epath.Path(tmp_path / "t.csv"), "=a", {"val/loss": loss})
+    assert (tmp_path / "t.csv").read_text() == "model,val/loss\n'=a,-0.25\n"
 
 
 def test_a_wrong_table_is_refused_before_the_model_is_read(tmp_path, capsys):

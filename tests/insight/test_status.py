@@ -62,3 +62,45 @@ def test_status_is_read_from_the_files(folder, capsys):
 def test_a_folder_without_runs_is_named(tmp_path):
     with at_fault(str(tmp_path)):
         read_status([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("summary.json", ""),
+        ("summary.json", "null"),
+        ("diverged.json", "[1"),
+        ("config.json", "{"),
+        ("starts.jsonl", '{"time": 5}\n'),
+        ("metrics.jsonl", "null\n"),
+        ("metrics.jsonl", '{"a": 1}\n'),
+        ("metrics.jsonl", '{"step": "x"}\n'),
+        ("metrics.jsonl", '{"step": 3, "train/loss": "abc"}\n'),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_other_runs_are_shown(folder, caplog, name, text):
+    (folder / "b" / name).write_text(text)
+    shown = [status.name for status in read_status([folder])]
+    assert shown == [*"acde"] if name == "config.json" else [*"abcde"]
+    assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [f"{folder}/b/{name}"]
+
+
+def test_the_plugins_of_a_run_are_not_run(folder):
+    stored = json.loads((folder / "b/config.json").read_text())
+    for part in ("asked", "resolved"):
+        stored[part]["plugins"] = ["not_installed"]
+        stored[part]["of_plugin"] = 3
+    (folder / "b/config.json").write_text(json.dumps(stored))
+    assert read_status([folder])[1].total_steps == 40
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_no_name_reaches_the_terminal_as_a_control_character(tmp_path, capsys, command):
+    for name in ("a", "b\x1b[31m"):
+        write_run(tmp_path / "runs" / name, [{"step": 1, "test/top1": 0.5}])
+    start = (tmp_path / "runs/a/starts.jsonl").read_text()
+    (tmp_path / "runs/a/starts.jsonl").write_text(start.replace("node7", "node\\u001b]0;x"))
+    assert main([command, str(tmp_path / "runs")]) == 0
+    assert main([command, f"{tmp_path}/\x1b[31m"]) == 2
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and r"b\x1b[31m" in out and r"/\x1b[31m" in err

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import pathlib
 import shutil
 import socket
 import subprocess
@@ -75,6 +76,15 @@ def test_a_second_process_is_refused_until_the_first_is_killed(workdir, containe
     assert json.loads((workdir / "held_by.json").read_text())["pid"] == os.getpid()
     own.release()
     assert not any(workdir.iterdir())
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(workdir, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    pathlib.Path(workdir / "held_by.json").symlink_to(tmp_path / "mine")
+    for hold in (lock.Lock, lock.check_free):
+        with pytest.raises(InputError, match=r"cannot read or write held_by\.json"):
+            hold(workdir)
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_copy_of_a_workdir_is_free(workdir, tmp_path):

@@ -84,6 +84,10 @@ def test_environment(job, monkeypatch):
     flags = parser.parse_args(["--env=MODE=a=b", "--env=HF_TOKEN", "--env=MONKEY=1"])
     to_wandb = job.Job((), None, "w", extras=("wandb",))
     read = environment.read_environment(flags, to_wandb)
+    assert (read.plain, read.secret["MODE"]) == ({}, "a=b")
+    assert read.shown.startswith('MODE="$MODE" HF_TOKEN="$HF_TOKEN" MONKEY="$MONKEY" ')
+    flags.show_env = True
+    read = environment.read_environment(flags, to_wandb)
     assert read.plain == {"MODE": "a=b", "MONKEY": "1"}
     assert read.secret == {"HF_TOKEN": "hidden1", "WANDB_API_KEY": "hidden2"}
     assert read.shown == 'MODE=a=b MONKEY=1 HF_TOKEN="$HF_TOKEN" WANDB_API_KEY="$WANDB_API_KEY" '

@@ -222,8 +222,8 @@ def test_jax_finds_its_place_in_every_slice(render, monkeypatch):
 
 
 def test_words_of_the_job_are_not_taken_for_variables(render):
-    _, manifest = render("--nodes=1", job=[QUICKSTART, BUCKET, "--config.log.wandb=$(HOME) $x"])
-    assert "--config.log.wandb=$$(HOME) $x" in pod(manifest)["containers"][0]["command"]
+    _, manifest = render("--nodes=1", job=[QUICKSTART, BUCKET, "--config.log.wandb=$(A) $x $$(y"])
+    assert "--config.log.wandb=$$(A) $x $$$$(y" in pod(manifest)["containers"][0]["command"]
 
 
 # Restarts
@@ -297,13 +297,14 @@ def kubectl(tmp_path, monkeypatch):
 
 def test_secrets_go_into_a_secret(kubernetes, call, kubectl, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hidden1")
-    words = [IMAGE, "--nodes=1", "--env=MODE=fast", "--env=HF_TOKEN", "--no_plan", "--name=digits"]
+    words = [IMAGE, "--nodes=1", "--env=MODE=fast$$(A)", "--env=HF_TOKEN", "--show_env",
+             "--no_plan", "--name=digits"]  # fmt: skip
     code, out, err = call(kubernetes, *words, "--", QUICKSTART, BUCKET)
     assert (code, err) == (0, "") and "hidden1" not in out
     assert "kubectl delete secret digits-env" in out
     stored = kubectl.read_text()
     [container] = pod(yaml.safe_load(stored))["containers"]
-    assert {"name": "MODE", "value": "fast"} in container["env"]
+    assert {"name": "MODE", "value": "fast$$$$(A)"} in container["env"]
     assert container["envFrom"] == [{"secretRef": {"name": "digits-env"}}]
     assert "hidden1" not in stored
     code, out, _ = call(kubernetes, *words, "--dry_run", "--", QUICKSTART, BUCKET)
@@ -362,7 +363,8 @@ def test_image_pins_what_setup_asks_for():
 
 def test_the_command_for_xpk(kubernetes, call):
     """As `xpk workload create --dry-run --skip-validation` of xpk 1.16 takes it."""
-    words = [IMAGE, "--topology=v5p:4x4x4", "--num_slices=2", "--spot", "--xpk_cluster=pod"]
+    words = [IMAGE, "--topology=v5p:4x4x4", "--num_slices=2", "--spot", "--xpk_cluster=pod",
+             "--show_env"]  # fmt: skip
     code, out, err = call(kubernetes, *words, "--env=A=b c", "--dry_run", "--", *VIT_L_JOB)
     assert (code, err) == (0, "")
     said = shlex.split(out)

@@ -13,7 +13,7 @@ VIT_L_JOB = [
 def test_a_task_restarts_where_it_has_saved(skypilot, call):
     """As `sky.Task.from_yaml` of SkyPilot 0.14 takes it."""
     words = ["--nodes=4", "--accelerators=H100:8", "--infra=gcp", "--spot", "--env=A=b",
-             "--env=WANDB_API_KEY=key"]  # fmt: skip
+             "--show_env", "--env=WANDB_API_KEY=key"]  # fmt: skip
     code, out, err = call(skypilot, *words, "--", *VIT_L_JOB)
     assert (code, err) == (0, "") and "key" not in out.replace("API_KEY", "")
     task = yaml.safe_load(out)

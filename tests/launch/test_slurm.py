@@ -137,6 +137,20 @@ def test_what_starts_again(slurm, call, tmp_path, ends_with, again):
     assert code == ends_with and requeued == (["5000"] if again else [])
 
 
+@pytest.mark.parametrize("word", ["--sbatch=--comment=a\nrm -r x", "--name=a\nb"])
+def test_a_line_break_is_no_command_of_the_script(slurm, refused, tmp_path, word):
+    says = refused(slurm, word, "--dry_run", "--", QUICKSTART, f"--workdir={tmp_path}/w")
+    assert "has a line break or control character" in says and "\n" not in says.rstrip()
+    says = refused(slurm, "--dry_run", "--", QUICKSTART, f"--workdir={tmp_path}/w\nrm -r x")
+    assert "has a line break" in says
+
+
+def test_slurm_fills_in_nothing_of_the_workdir(slurm, call, tmp_path):
+    _, out, _ = call(slurm, "--dry_run", "--", QUICKSTART, f"--workdir={tmp_path}/50%j")
+    assert f"#SBATCH --output={tmp_path}/50%%j/logs/slurm.log" in out
+    assert f"output={tmp_path}/50%%j/logs/process_%t.log" in out
+
+
 def test_without_sbatch(slurm, refused, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     says = refused(slurm, "--", QUICKSTART, f"--workdir={tmp_path}/w")

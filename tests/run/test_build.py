@@ -20,6 +20,7 @@ from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.data.sources import arrays
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.run.build import compare_value_ranges, prepare
 from vit_jax.run.setup.changes import check_unchanged
@@ -180,6 +181,14 @@ def test_a_folder_of_another_form_is_described(tmp_path, names, said):
         open_all(config)
     assert said.replace("ROOT", str(tmp_path)) in str(error.value)
     assert ("add some" in str(error.value)) == ("add some" in said)
+
+
+def test_given_images_of_one_class_are_named_by_their_source():
+    config = make_config(None)
+    config.data.name, config.data.num_examples = "arrays", None
+    zeros = np.zeros((6, 8, 8, 3), np.uint8), np.zeros(6, int)
+    with arrays.give({"train": zeros, "test": zeros}), at_fault("data.name"):
+        open_all(config)
 
 
 def test_a_folder_that_cannot_be_listed_does_not_hide_the_fault(tmp_path, monkeypatch):

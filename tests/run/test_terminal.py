@@ -97,8 +97,10 @@ def test_log_messages_name_their_level_from_warnings_on():
     logger = logging.getLogger("vit_jax.devices.sharding")
     logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
     logger.warning("not divided")
-    message, warning = out.file.getvalue().splitlines()
+    logger.info("class \x1b[31mred\x07\nand a second line")
+    message, warning, *escaped = out.file.getvalue().splitlines()
     assert message.startswith("[bold] is no markup, and a long")
+    assert escaped == [r"class \x1b[31mred\x07", "and a second line"]
     assert warning == "WARNING: not divided"
 
 

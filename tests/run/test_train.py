@@ -32,6 +32,7 @@ from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
 from vit_jax.run import loop, record, writers
 from vit_jax.run.build import prepare
+from vit_jax.run.record import check_rows
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.workdir import clone_state
 from vit_jax.run.teachers import compare_classes, read_teachers
@@ -366,7 +367,7 @@ def test_a_finished_run_without_its_last_evaluation_makes_it(finished, tmp_path)
     assert rows(run) == [*before, last]
     assert (run / "config.json").read_text() == (workdir / "config.json").read_text()
 
-    (run / "summary.json").unlink()
+    (run / "summary.json").write_text("{")  # and a damaged summary is none
     assert without_seconds(train_and_evaluate(make_config(), run)) == without_seconds(summary)
     assert rows(run) == [*before, last]
 
@@ -483,6 +484,11 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "compile_step", step_without_a_model)
     with pytest.raises(OSError, match="No space left on device"):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
+
+
+def test_lost_checkpoints_are_said(tmp_path, caplog):
+    check_rows(types.SimpleNamespace(workdir=tmp_path), [{"step": 40}], {})
+    assert "has rows up to step 40, but" in caplog.text and "has no checkpoint" in caplog.text
 
 
 def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):

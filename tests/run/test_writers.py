@@ -148,7 +148,9 @@ def test_killed_before_the_first_row_of_the_second_try(tmp_path):
     assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 3.0), row(2, 3.0)])
 
 
-@pytest.mark.parametrize("line", ['{"step": 2,, "a": 1}', '{"stop": 2}', "[2]", "2", "\xff"])
+@pytest.mark.parametrize(
+    "line", ['{"step": 2,, "a": 1}', '{"stop": 2}', '{"step": null}', "[2]", "2", "\xff"]
+)
 def test_a_damaged_line_stays_and_is_said_once(tmp_path, line, caplog):
     whole = ['{"step": 1}', '{"step": 3}']
     (tmp_path / "metrics.jsonl").write_bytes(
@@ -162,6 +164,12 @@ def test_a_damaged_line_stays_and_is_said_once(tmp_path, line, caplog):
     assert [r.getMessage().partition(": ")[2][:33] for r in caplog.records] == [
         "line 2 is damaged and not read; r"
     ]
+
+
+def test_an_event_file_of_another_writer_is_no_obstacle(tmp_path):
+    (tmp_path / "events.out.tfevents.mine").touch()
+    write_steps(tmp_path, [1], loss=2.0)
+    assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 2.0)])
 
 
 def test_from_scratch_drops_everything(tmp_path):

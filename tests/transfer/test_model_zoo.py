@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import http.server
+import logging
 import shutil
 import threading
 
@@ -21,10 +22,12 @@ class Server(http.server.SimpleHTTPRequestHandler):
     """Counts what is asked for, and may lie about it."""
 
     asked: list = []  # noqa: RUF012 (of one test at a time)
+    users: list = []  # noqa: RUF012
     lies: dict = {}  # noqa: RUF012
 
     def do_GET(self):
         self.asked.append(self.path)
+        self.users.append(self.headers["Authorization"])
         super().do_GET()
 
     def send_header(self, keyword, value):
@@ -43,7 +46,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 def server(golden, tmp_path, monkeypatch):
     """(address, the server's class) of a server of the goldens; the cache is a new one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Server.asked, Server.lies = [], {}
+    Server.asked, Server.users, Server.lies = [], [], {}
     handler = functools.partial(Server, directory=str(shutil.copytree(golden, tmp_path / "there")))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
         threading.Thread(target=there.serve_forever, daemon=True).start()
@@ -79,6 +82,25 @@ def test_a_cached_file_that_changed_is_fetched_again(golden, server, tmp_path, c
     expected = load_pretrained(golden / "vit_finetuned.npz")
     same(load_pretrained(f"{address}/vit_finetuned.npz"), expected)
     assert "fetching it again" in caplog.text
+
+
+def test_passwords_and_tokens_are_sent_and_stay_in_memory(golden, server, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vit_jax")
+    address, seen = server
+    whole = f"{address.replace('//', '//me:k3y%20word@')}/vit_finetuned.npz?sig=word&token=k3y"
+    read = read_pretrained(whole)
+    assert seen.asked[0].endswith("?sig=word&token=k3y")
+    assert base64.b64decode(seen.users[0].split()[1]) == b"me:k3y word"
+    same((read.model, read.variables), load_pretrained(golden / "vit_finetuned.npz"))
+    at = address.replace("//", "//***@")
+    assert read.source == f"{at}/vit_finetuned.npz?sig=***&token=***"
+    with pytest.raises(InputError) as error:
+        read_pretrained(whole.replace("vit_finetuned", "none"))
+    (note,) = (tmp_path / "cache").rglob(model_zoo._NOTE)
+    assert "k3y" not in caplog.text + note.read_text() + str(error.value)
+    same((read_pretrained(read.source).model, read.variables), (read.model, read.variables))
+    with pytest.raises(InputError, match="what is hidden here is not stored"):
+        read_pretrained(read.source.replace("token", "key"))
 
 
 def files(tmp_path):

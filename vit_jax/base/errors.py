@@ -108,6 +108,11 @@ def shown(path: str | os.PathLike) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
 
 
+def shown_lines(text: str) -> str:
+    """`shown` of each line: no text of others moves the cursor or colours a terminal."""
+    return "\n".join(map(shown, text.split("\n")))
+
+
 def few(names: Iterable[str]) -> str:
     """The first few of `names` for a message, and how many more there are."""
     names = [*names]

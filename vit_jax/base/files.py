@@ -53,9 +53,14 @@ def check_output(path: epath.Path, flag: str) -> None:
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
     check_names(path, flag)
-    there = next((p for p in [path, *path.parents] if p.exists()), None)
-    if there is None or _is_object(path):
+    if _is_object(path):
         return
+    there = next(p for p in [path, *path.parents] if p.exists() or os.path.islink(p))
+    if not there.exists():
+        raise InputError(
+            f"{flag}={path}: {there} is a link to {os.readlink(there)}, which does not exist; make "
+            "that folder, or remove the link"
+        )
     if not there.is_dir():
         what = "" if there == path else f"{there} "
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
@@ -85,23 +90,45 @@ def read_lines(
     A last line that a kill cut short is skipped. `check` gets the content, and raises ValueError,
     LookupError or TypeError if it is not what was written.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line)
-            check(content)
-        except (ValueError, LookupError, TypeError):
-            if not line.endswith(b"\n"):
-                continue
-            _say_damaged(path, number)
-            content = None
-        yield line.rstrip(b"\r\n"), content
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            content = _parse(line, check)
+            if content is None:
+                if not line.endswith(b"\n"):
+                    continue
+                _say_damaged(path, f"line {number} ")
+            yield line.rstrip(b"\r\n"), content
+
+
+def _parse(text: bytes, check: Callable[[Any], object]) -> Any:
+    """The content of a JSON text; None if it is damaged."""
+    try:
+        content = json.loads(text)
+        check(content)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return content
 
 
 @functools.cache  # once in a process, however often the file is read
-def _say_damaged(path: epath.Path, number: int) -> None:
-    logger.warning("%s: line %d is damaged and not read; restore it from a copy if you have one, "
-                   "or remove it", path, number)  # fmt: skip
+def _say_damaged(path: epath.Path, part: str = "") -> None:
+    logger.warning("%s: %sis damaged and not read; restore it from a copy if you have one, "
+                   "or remove it", path, part)  # fmt: skip
+
+
+def read_json(path: epath.Path, check: Callable[[Any], object] = dict) -> Any:
+    """The content of a JSON file; None of no file, and of a damaged one, as is said.
+
+    `check` as in `read_lines`.
+    """
+    if not path.exists():
+        return None
+    content = _parse(path.read_bytes(), check)
+    if content is None:
+        _say_damaged(path)
+    return content
 
 
 def json_lines(path: epath.Path, check: Callable[[Any], object]) -> list[dict[str, Any]]:
@@ -126,6 +153,20 @@ def cache_folder(kind: str) -> pathlib.Path:
     """
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return root / "vit_jax" / kind
+
+
+@contextlib.contextmanager
+def whole_folder(path: epath.Path) -> Iterator[None]:
+    """A folder to fill: an error in the block removes it, if it was not there before."""
+    folders = [] if _is_object(path) else [path, *path.parents]
+    made = [folder for folder in folders if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        if made:
+            made[-1].rmtree(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ _MIN_CHUNK_BYTES = 1 << 14
 _NEVER_S = 10 * 365 * 86400
 # orbax warns for every leaf that chunks below 1 MiB may be slow.
 logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking")
+for _name in ("absl", "asyncio"):  # an error of a save is raised too, and said once
+    logging.getLogger(_name).addFilter(lambda record: not record.exc_info)
 
 
 def _save_args(leaf: jax.Array) -> ocp.SaveArgs:

@@ -5,7 +5,7 @@ with each state too, and count before the rows; runs stored before have only the
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -14,12 +14,18 @@ from vit_jax.base import files
 from vit_jax.checkpoints import restore
 
 ROWS = "metrics.jsonl"
-check_row = operator.itemgetter("step")  # each row has it
 
 
-def read_history(workdir: epath.Path) -> list[dict[str, Any]]:
+def check_row(row: Mapping[str, Any]) -> None:
+    """Raise an error unless the row has its step, and nothing but numbers and None."""
+    operator.index(row["step"])
+    sum(filter(None, row.values()))
+
+
+def read_history(workdir: epath.Path) -> Iterator[dict[str, Any]]:
     """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
-    return files.json_lines(workdir / ROWS, check_row)
+    found = files.read_lines(workdir / ROWS, check_row)
+    return (row for _, row in found if row is not None)
 
 
 def read_values(

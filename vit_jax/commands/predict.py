@@ -22,7 +22,6 @@ each image, with the cosine of the angle between their features; --sheet=FILE.pn
 """
 
 import argparse
-import csv
 import itertools
 import json
 import sys
@@ -33,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.base.errors import Faults, collect_faults, shown
 from vit_jax.commands.flags import (
     define_format_flag,
     define_image_flags,
@@ -43,6 +42,7 @@ from vit_jax.commands.flags import (
     read_source,
 )
 from vit_jax.devices.mesh import start_backend
+from vit_jax.insight.tables import as_csv
 from vit_jax.job import exit_codes
 
 
@@ -161,11 +161,11 @@ def _print_rows(
     `num_columns`: items of each row of CSV; None: differs, so all are in one cell.
     """
     num_errors, table = 0, Table("image", what.word, what.value)
-    writer = csv.writer(sys.stdout, lineterminator="\n")
     if format == "csv":
         numbers = ["", *(f"_{i}" for i in range(2, (num_columns or 1) + 1))]
         names = (what.word, what.value) if num_columns else ("labels", "probabilities")
-        writer.writerow(["file", *(f"{name}{i}" for i in numbers for name in names), "error"])
+        head = ["file", *(f"{name}{i}" for i in numbers for name in names), "error"]
+        print(as_csv([head]).decode(), end="")
     for row in rows:
         num_errors += "error" in row
         found = row.get(what.key, [])
@@ -175,7 +175,7 @@ def _print_rows(
                 pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
             cells = [cell for pair in pairs for cell in pair]
             cells += [""] * (2 * (num_columns or 1) - len(cells))
-            writer.writerow([row["file"], *cells, row.get("error")])
+            print(as_csv([[row["file"], *cells, row.get("error")]]).decode(), end="")
         elif format == "json":
             print(json.dumps(row, ensure_ascii=False))
         elif "error" in row:
@@ -184,8 +184,8 @@ def _print_rows(
             if not found:
                 table.add_row(Text(row["file"]), "none", "")
             for i, one in enumerate(found):
-                shown = Text(row["file"] if i == 0 else "")
-                table.add_row(shown, Text(one[what.name]), what.form.format(one[what.value]))
+                file = Text(row["file"] if i == 0 else "")
+                table.add_row(file, Text(shown(one[what.name])), what.form.format(one[what.value]))
     if format == "table":
         Console().print(table)
     return num_errors

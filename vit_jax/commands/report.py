@@ -28,7 +28,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults, shown_lines
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
@@ -175,7 +175,7 @@ def print_differences(
         for i, value in enumerate(config[key], 1):
             runs_of.setdefault(str(value), []).append(i)
         lines = (f"{value}: {_as_ranges(numbers)}" for value, numbers in runs_of.items())
-        table.add_row(Text(key), Text("\n".join(lines)))
+        table.add_row(Text(key), Text(shown_lines("\n".join(lines))))
     console.print(table)
     if len(keys) > _KEYS:
         console.print(f"Not shown: {len(keys) - _KEYS} more keys; see --format=json")

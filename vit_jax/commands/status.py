@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from vit_jax.base.errors import shown
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
@@ -62,5 +63,5 @@ def _table(found) -> Table:
     table = Table(*(Column(name, overflow="fold") for name in _COLUMNS))
     for status in found:
         cells = status.cells()
-        table.add_row(*(Text(cells[name]) for name in _COLUMNS))
+        table.add_row(*(Text(shown(cells[name])) for name in _COLUMNS))
     return table

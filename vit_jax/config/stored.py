@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.config import plugins
 from vit_jax.config.base import (
@@ -131,7 +132,7 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
 
 def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     with _naming(where):
-        content = upgrade(json.loads(text))
+        content = upgrade(json.loads(hide(text)))  # of earlier versions
         return content["asked"], content["resolved"], dict(content["decided_by"])
 
 
@@ -235,7 +236,7 @@ def read_stored(workdir: epath.Path) -> StoredConfig:
 def _read_text(workdir: epath.Path) -> str:
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: has no config.json; give the workdir of a run")
-    return (workdir / "config.json").read_text()
+    return (workdir / "config.json").read_bytes().decode(errors="replace")
 
 
 def read_values(workdir: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -71,6 +71,8 @@ class Division(NamedTuple):
     @classmethod
     def from_bytes(cls, content: bytes) -> Division:
         """The division in FILE; raises OSError, EOFError or ValueError if `content` is damaged."""
+        if not content:  # which gzip takes
+            raise EOFError("it is empty")
         text = gzip.decompress(content).decode(errors="surrogateescape")
         rows = list(csv.reader(io.StringIO(text, newline="")))[1:]
         hashes = frozenset(int(name, 16) for name, split in rows if split == _ELSEWHERE)

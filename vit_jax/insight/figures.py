@@ -228,9 +228,9 @@ def write_figures(
             contents[f"{name}.csv"] = as_csv(numbers)
         else:
             contents[f"{name}.npz"] = _npz(numbers)
-        output.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
-            files.write_whole(output / file, content)
+        with files.whole_folder(output):
+            for file, content in contents.items():
+                files.write_whole(output / file, content)
         written[name] = sorted(contents)
     return written, reasons
 

@@ -76,9 +76,9 @@ def write_results(
     contents["classes.csv"] = as_csv([rows[0], *(row.values() for row in rows)])
     contents["wrong.csv"] = as_csv([columns, *wrong])
     folder = output / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in contents.items():
-        files.write_whole(folder / file, content)
+    with files.whole_folder(folder):
+        for file, content in contents.items():
+            files.write_whole(folder / file, content)
     logger.info("%s: wrong images: %d; results by class: %s", name, len(wrong), folder)
 
 

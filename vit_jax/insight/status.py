@@ -5,8 +5,9 @@ import datetime
 import os
 from collections.abc import Sequence
 
+from vit_jax.config.durations import parse_duration
 from vit_jax.insight.runs import Run, read_all
-from vit_jax.run.setup.workdir import count_steps, say_holder
+from vit_jax.run.setup.workdir import say_holder
 from vit_jax.run.watch import replay, spikes
 
 
@@ -60,7 +61,10 @@ def _status(run: Run) -> Status:
     def last(metric: str) -> float | None:
         return run.curves[metric][-1][1] if metric in run.curves else None
 
-    total_steps = count_steps(run.workdir)
+    examples, batch = run.config["data.num_examples"], run.config["global_batch_size"]
+    total_steps = parse_duration(
+        run.config["duration"], num_examples=examples, global_batch_size=batch, key="duration"
+    )
     wall_s, is_done = last("time/wall_s"), bool(run.summary) or run.diverged is not None
     eta_s = None
     if wall_s is not None and run.step and not is_done:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,8 +18,18 @@ def as_csv(rows: Iterable[Iterable[Any]]) -> bytes:
     """Rows as a CSV file; None becomes an empty cell, and floats are read back as they were."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(rows)
+    writer.writerows(map(as_cell, row) for row in rows)
     return text.getvalue().encode(errors="backslashreplace")
+
+
+def as_cell(value: Any) -> Any:
+    """`value`, or behind an apostrophe a text that a spreadsheet would compute as a formula."""
+    is_formula = isinstance(value, str) and re.match(r"[=+\-@\t\r](?![\d.]+(e[-+]?\d+)?$)", value)
+    return f"'{value}" if is_formula else value
+
+
+def _of_cell(cell: str) -> str:
+    return cell[1:] if cell == as_cell(cell[1:]) else cell
 
 
 def add_row(path: epath.Path, model: str, values: Mapping[str, float | None]) -> None:
@@ -51,4 +62,5 @@ def read_rows(path: epath.Path) -> dict[str, dict[str, str]]:
             f"--table={path}: has no column {_KEY!r}, so it is no table of results; name "
             "another file"
         )
-    return {row[_KEY]: {k: cell for k, cell in row.items() if cell} for row in reader}
+    rows = ({k: _of_cell(cell) for k, cell in row.items() if cell} for row in reader)
+    return {row[_KEY]: row for row in rows}

@@ -118,7 +118,7 @@ def _open_locked(workdir: epath.Path, flags: int) -> int | None:
     if "://" in path:
         return None
     for _ in range(_TRIES):
-        file = os.open(path, os.O_RDWR | flags, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o666)  # a link has another target
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), os.stat(path)):

@@ -57,7 +57,7 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
     """
     since, start = time.perf_counter(), int(state.step)
     # `catch_up` drops the rows after `start`.
-    history = read_history(run.workdir)
+    history = [*read_history(run.workdir)]
     check_rows(run, history, meta)
     past = read_past(run.workdir, history, start if meta else None)
     selection = catch_up(run, state, meta, lock)

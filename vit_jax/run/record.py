@@ -201,10 +201,17 @@ class Record(contextlib.AbstractContextManager):
 def check_rows(run: Run, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
     """Warn, on process 0, if metrics.jsonl ends before the last row that `meta` tells of.
 
-    `rows`: of the file. That row was on disk before the state of `meta` was saved.
+    And if there are rows, but no checkpoint. `rows`: of the file. That row was on disk before the
+    state of `meta`, {} of a run that starts from scratch, was saved.
     """
     logged = meta.get("logged", 0)  # not in older runs
     last = max((row["step"] for row in rows), default=0)
+    if jax.process_index() == 0 and last and not meta:
+        logger.warning(
+            "%s: has rows up to step %d, but %s has no checkpoint: the run starts from scratch and "
+            "drops these rows; to go on instead, stop it and restore both from a copy",
+            run.workdir / ROWS, last, run.workdir / "checkpoints",
+        )  # fmt: skip
     if jax.process_index() == 0 and last < logged:
         logger.warning(
             "%s: ends at step %d, but has had rows up to step %d; restore it from a copy if you "

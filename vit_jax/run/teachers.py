@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from vit_jax import transfer
 from vit_jax.base import tree
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.base.files import write_whole
+from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import Settings
 from vit_jax.config.sections import Data, Model
@@ -200,9 +201,8 @@ def write_teachers(workdir: epath.Path, found: Sequence[Mapping[str, Any]]) -> N
 def check_same_teachers(workdir: epath.Path, found: Sequence[Mapping[str, Any]]) -> None:
     """Raise InputError unless `found` have the weights with which the run in `workdir` began."""
     path = workdir / _FILE
-    if not path.exists():
-        return
-    before = {teacher["source"]: teacher["digest"] for teacher in json.loads(path.read_text())}
+    known = operator.itemgetter("source", "digest")
+    before = dict(map(known, read_json(path, lambda found: [*map(known, found)]) or ()))
     collect_faults([
         f"objective.teacher={teacher['source']!r}: has other weights than when this run began "
         f"({path}); restore them, or use a new --workdir"

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.table import Column
 
+from vit_jax.base.errors import shown_lines
+
 CONSOLE = Console()
 _BAR_WIDTH = 12  # characters
 _LOWEST = 3  # classes of an evaluator that reports each
@@ -103,7 +105,7 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        self._console.out(level + self.format(record), highlight=False)
+        self._console.out(shown_lines(level + self.format(record)), highlight=False)
 
 
 def is_accuracy(name: str) -> bool:

@@ -156,10 +156,9 @@ def _event_file_name(workdir: epath.Path) -> str:
 
     A time stamp is not enough: a run may resume within a second, or on a host whose clock lags.
     """
-    times = [
-        int(path.name.split(".")[3]) for path in LiteralPath(workdir).glob("events.out.tfevents.*")
-    ]
-    now = max([int(time.time()), *(t + 1 for t in times)])
+    found = LiteralPath(workdir).glob("events.out.tfevents.*")
+    times = [path.name.split(".")[3] for path in found]  # of other writers any text
+    now = max([int(time.time()), *(int(t) + 1 for t in times if t.isdecimal())])
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
 
 

@@ -14,10 +14,8 @@ and writes the table, `study.json` and `study.csv`; running.py starts the member
 """
 
 import copy
-import csv
 import functools
 import hashlib
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -28,6 +26,7 @@ from vit_jax.base.errors import Faults, collect_faults, few, nearest
 from vit_jax.config import STUDIES, Part, Settings, eval_splits
 from vit_jax.config.metric_names import declared_metrics, is_named
 from vit_jax.config.text import apply_overrides
+from vit_jax.insight.tables import as_csv
 from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
 
 T = TypeVar("T")
@@ -317,11 +316,7 @@ class Found:
         places = dict.fromkeys(key for member, _ in ended for key in member.place)
         metrics = dict.fromkeys(key for row in rows for key in row if "/" in key)
         columns = ["member", *places, "state", *metrics, *_IN_CSV]
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        return as_csv([columns, *([row.get(key) for key in columns] for row in rows)]).decode()
 
 
 def without_seed(member: Member) -> dict[str, Any]:

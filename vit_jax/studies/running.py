@@ -7,6 +7,7 @@ Its result is read only from its workdir, so a study can be continued on any mac
 import collections
 import json
 import logging
+import operator
 import os
 import shlex
 import signal
@@ -23,8 +24,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vit_jax import config as config_lib
+from vit_jax.base.addresses import reveal
 from vit_jax.base.errors import collect_faults
-from vit_jax.base.files import write_whole
+from vit_jax.base.files import read_json, write_whole
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
 from vit_jax.config.durations import total_steps
@@ -119,12 +121,10 @@ def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
 
 def read_result(workdir: epath.Path) -> Result | None:
     """The result of the run in `workdir`; None unless it has finished or diverged."""
-    summary, diverged = workdir / "summary.json", workdir / DIVERGED_FILE
-    if summary.exists():
-        return Result(FINISHED, json.loads(summary.read_text()))
-    if diverged.exists():
-        return Result(DIVERGED, error=json.loads(diverged.read_text())["error"])
-    return None
+    if (summary := read_json(workdir / "summary.json")) is not None:
+        return Result(FINISHED, summary)
+    diverged = read_json(workdir / DIVERGED_FILE, operator.itemgetter("error"))
+    return None if diverged is None else Result(DIVERGED, error=diverged["error"])
 
 
 def waiting_members(study: Study, call: Call) -> list[Member]:
@@ -211,6 +211,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
       KeyboardInterrupt: on Ctrl-C, once the command has ended; it receives Ctrl-C too and may save.
     """
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
+    command = [reveal(word) for word in command]
     process, received = None, set()
 
     def note(number, _):

@@ -16,6 +16,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import tree
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.base.files import absolute
 from vit_jax.config import image_hw
@@ -117,7 +118,7 @@ def read_pretrained(
     Raises:
       InputError: if the source does not exist or cannot be read.
     """
-    path = locate(source)
+    path = locate(source := hide(os.fspath(source)))
     opened = Source(path, averaged, best)
     try:
         format = _recognise(opened)
@@ -145,7 +146,7 @@ def read_pretrained(
     elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
         pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=loss))
-    return pretrained._replace(source=str(source)) if is_fetched(source) else pretrained
+    return pretrained._replace(source=source) if is_fetched(source) else pretrained
 
 
 def check_workdir(path: str | os.PathLike) -> None:

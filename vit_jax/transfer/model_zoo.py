@@ -25,6 +25,7 @@ from etils import epath
 from huggingface_hub import constants, errors
 
 from vit_jax.base import hub
+from vit_jax.base.addresses import HIDDEN, hide, reveal
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.data.division import HASHES
@@ -144,7 +145,7 @@ def locate(source: str | os.PathLike) -> epath.Path:
         corrupt.
     """
     source = os.fspath(source)
-    address = PUBLISHED[source].address if source in PUBLISHED else source
+    address = PUBLISHED[source].address if source in PUBLISHED else reveal(source)
     if address.endswith(_PICKLES):
         raise InputError(
             f"init_from={source!r}: a pickle may run code and is never loaded; write its arrays to "
@@ -158,6 +159,11 @@ def locate(source: str | os.PathLike) -> epath.Path:
     if at_web or ("://" in address and is_single):
         if not urllib.parse.urlsplit(address).path.endswith(_SINGLE):
             raise InputError(f"init_from={source!r}: the address must end in .npz or .safetensors")
+        if HIDDEN in address:
+            raise InputError(
+                f"init_from={source!r}: what is hidden here is not stored; give the whole address "
+                "again, as at the first start"
+            )
         if (on_hub := parse_address(address)) is not None:
             repo_id, file, revision = on_hub
             return fetch_from_hub(repo_id, file, revision=revision, source=source)
@@ -207,7 +213,7 @@ def _cached(source: str, address: str) -> epath.Path:
             return _entrance(folder / name)
         logger.warning("%s has changed since it was fetched; fetching it again", folder / name)
     folder.mkdir(parents=True, exist_ok=True)
-    logger.info("fetching %s", address)
+    logger.info("fetching %s", hide(address))
     addresses = {file: urllib.parse.urljoin(address, file) for file in _files_beside(name)}
     fetched = [
         file
@@ -215,8 +221,9 @@ def _cached(source: str, address: str) -> epath.Path:
         if _fetch(source, at, folder / file, optional=file != name)
     ]
     digests = {file: sha256(folder / file) for file in fetched}
-    write_whole(epath.Path(note), json.dumps({"address": address, "sha256": digests}, indent=1))
-    logger.info("fetched %s to %s", address, folder)
+    facts = {"address": hide(address), "sha256": digests}
+    write_whole(epath.Path(note), json.dumps(facts, indent=1))
+    logger.info("fetched %s to %s", hide(address), folder)
     return _entrance(folder / name)
 
 
@@ -241,8 +248,8 @@ def _fetch(source: str, address: str, target: pathlib.Path, *, optional: bool = 
         if optional and (refused or isinstance(e, FileNotFoundError)):
             return False
         raise InputError(
-            f"init_from={source!r}: {address} cannot be fetched ({e}); check the connection, or "
-            "fetch it by other means and give the path"
+            f"init_from={source!r}: {hide(address)} cannot be fetched ({e}); check the "
+            "connection, or fetch it by other means and give the path"
         ) from None
     return True
 
@@ -250,7 +257,13 @@ def _fetch(source: str, address: str, target: pathlib.Path, *, optional: bool = 
 def _download(address: str, file: IO[bytes]) -> None:
     """Download to `file`; raises ValueError if size or MD5 differ from the server's headers."""
     md5 = hashlib.md5(usedforsecurity=False)
-    with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
+    parts = urllib.parse.urlsplit(address)
+    user, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl())
+    if user:
+        basic = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+        request.add_unredirected_header("Authorization", f"Basic {basic}")
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
         headers = response.headers
         while chunk := response.read(1 << 20):
             file.write(chunk)

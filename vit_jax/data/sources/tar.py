@@ -132,7 +132,7 @@ def _from_index(path: epath.Path) -> TarShard | None:
     """The shard, by its index; None if there is none that holds."""
     identity, name = _identity(path), os.fspath(path)
     for index in _index_files(path):
-        with contextlib.suppress(OSError, ValueError, tf.errors.OpError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, tf.errors.OpError):
             content = index.read_bytes()
             first = content.index(b"\n") + 1
             head = json.loads(content[:first])
@@ -253,7 +253,7 @@ def _scan(path: epath.Path) -> tuple[list[_Record], list[str]]:
     """
     records: dict[str, _Record] = {}
     notes: list[str] = []
-    where = f"data.data_dir: {shown(path)}"
+    where, name, extension = f"data.data_dir: {shown(path)}", "", ""
     opened: IO[bytes] = path.open("rb")
     with opened as file:
         start = file.read(8)
@@ -288,7 +288,13 @@ def _scan(path: epath.Path) -> tuple[list[_Record], list[str]]:
                     if extension == "txt":
                         record.caption = member.offset_data, member.size
             if not any(record.image for record in records.values()):
-                raise ValueError("holds no images; needed: members such as 0001.jpg and 0001.cls")
+                dotted = (
+                    ""
+                    if name.count(".") < 2
+                    else (f"; a key ends at the first dot, so the type of {name} is {extension}")
+                )
+                needed = "needed: members such as 0001.jpg and 0001.cls"
+                raise ValueError(f"holds no images; {needed}{dotted}")
         except (tarfile.TarError, ValueError) as e:
             raise InputError(f"{where} {e}") from None
     notes += [f"{key} has no image" for key, record in records.items() if not record.image]

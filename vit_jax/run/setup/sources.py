@@ -289,9 +289,12 @@ def _check_learnable(objective: ObjectivePart, d: Data, source: data.Source) -> 
             "another objective, such as distillation with --config.objective.weight=1"
         )
     if SOURCES.find(source.name).is_own and source.num_classes < 2:
+        has = f"has 1 class, {source.class_names}; needed: at least 2"
+        if d.data_dir is None:
+            raise InputError(f"data.name={source.name!r}: {has}; give images of others too")
         raise InputError(
-            f"data.data_dir={d.data_dir!r} has 1 class, {source.class_names}; needed: at "
-            "least 2; give the folder that holds a folder for each class, or train/ with them"
+            f"data.data_dir={d.data_dir!r} {has}; give the folder that holds a folder for each "
+            "class, or train/ with them"
         )
 
 

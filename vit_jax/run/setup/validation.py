@@ -13,6 +13,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import models
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import (
     REQUIRED,
@@ -96,7 +97,13 @@ def validate(
     where: str,
     required: Sequence[str] = REQUIRED,
 ) -> None:
-    """Raise one InputError with all faults of a config and of the overrides applied to it."""
+    """Raise one InputError with all faults of a config and of the overrides applied to it.
+
+    Hides passwords in the addresses of its weights, in place; see `base.addresses`.
+    """
+    for section, key in ((config, "init_from"), (config.objective, "teacher")):
+        if isinstance(section.get(key), str):
+            section[key] = hide(section[key])
     collect_faults(override_faults + find_faults(config, required), where)
 
 

@@ -21,13 +21,13 @@ import jax
 from etils import epath
 
 import vit_jax
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.config.durations import total_steps
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
-from vit_jax.config.stored import StoredConfig, parse_stored, read_config
+from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
 from vit_jax.job import processes
@@ -77,11 +77,6 @@ def _find_run(workdir: epath.Path) -> dict[str, Any]:
 def _parse_run(workdir: epath.Path, found: Mapping[str, Any]) -> StoredRun:
     text = found["text"]
     return StoredRun(stored=parse_stored(text, workdir) if text else None, **found)
-
-
-def count_steps(workdir: epath.Path) -> int:
-    """The number of steps of the whole run in `workdir`; raises InputError if it holds none."""
-    return total_steps(read_config(workdir))
 
 
 def say_holder(workdir: epath.Path) -> str:
@@ -235,7 +230,7 @@ def record_start(
     }
     path = workdir / "starts.jsonl"
     before = path.read_bytes() if path.exists() else b""
-    write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    write_whole(path, before + hide(json.dumps(line, ensure_ascii=False)).encode() + b"\n")
 
 
 def read_starts(workdir: epath.Path) -> list[dict[str, Any]]:

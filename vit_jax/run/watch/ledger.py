@@ -51,7 +51,7 @@ def read_past(
 
     Needs the line of this start in starts.jsonl. `history`: the rows before any is dropped.
     """
-    rows = [row for row in history if "time/wall_s" in row]
+    rows = [row for row in history if row.get("time/wall_s") is not None]
     wall_s = max(time.time() - _began(workdir, rows), 0.0)
     kept = [row for row in rows if row["step"] <= (restored_step or 0)]
     kept_until, until = (part[-1]["time/wall_s"] if part else 0.0 for part in (kept, rows))
@@ -83,8 +83,8 @@ def add_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     found, steps_s, wall_s = dict.fromkeys(KINDS, 0.0), 0.0, 0.0
     for row in rows:
         for kind in KINDS:
-            found[kind] += row.get(f"time/{kind}_s", 0.0)
-        steps_s, wall_s = row.get("time/seconds", steps_s), row.get("time/wall_s", wall_s)
+            found[kind] += row.get(f"time/{kind}_s") or 0.0
+        steps_s, wall_s = row.get("time/seconds") or steps_s, row.get("time/wall_s") or wall_s
     found = {"step": max(steps_s - found["input_wait"], 0.0)} | found
     return found | {"other": max(wall_s - sum(found.values()), 0.0)}
 
