@@ -1,6 +1,8 @@
 """Every program of the shipped configs compiles for eight H100s, without a GPU."""
 
 import functools
+import re
+from collections import Counter
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from shipped_forms import EVERY_FORM, without_files
 from vit_jax.config import eval_splits
 from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices import kernels
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.kernels import has_kernels
@@ -19,6 +22,9 @@ from vit_jax.evaluators import linear_probe, make_evaluators
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.inference import predict
 from vit_jax.models import fields_of
+from vit_jax.models.block_ops import BlockOps
+from vit_jax.models.dot_product import choose_attention
+from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, plan_mesh
 from vit_jax.run.teachers import planned_experiment
 from vit_jax.run.watch.kernel_check import check_kernels
@@ -33,7 +39,7 @@ FULL = [form for form in EVERY_FORM if "debug" not in form[1]]
 DATA, FSDP = {"data": 8, "fsdp": 1}, {"data": 1, "fsdp": 8}
 
 
-def on_gpus(name, words, axes, scan):
+def on_gpus(name, words, axes, scan, devices=None):
     """(experiment, settings, mesh) of a form with two layers, and a batch that eight divides."""
     c = without_files(name, words)
     c.global_batch_size += -c.global_batch_size % 8
@@ -42,7 +48,7 @@ def on_gpus(name, words, axes, scan):
                     if key in fields})  # fmt: skip
     c.mesh.update(axes)
     settings = settings_of(c)
-    mesh = plan_mesh(settings, Target(find_slice("H100:8")))
+    mesh = plan_mesh(settings, Target(find_slice("H100:8")), devices)
     return planned_experiment(settings, mesh), settings, mesh
 
 
@@ -50,9 +56,29 @@ def on_gpus(name, words, axes, scan):
 @pytest.mark.parametrize("axes", [DATA, FSDP], ids=["data", "fsdp"])
 @pytest.mark.parametrize(("name", "words"), FULL)
 def test_a_step_compiles(name, words, axes, scan):
-    experiment, _, mesh = on_gpus(name, words, axes, scan)
+    """Every array of the state keeps its place; nothing goes to the host; products are narrow."""
+    experiment, settings, mesh = on_gpus(name, words, axes, scan)
     with jax.set_mesh(mesh):
-        assert experiment.lower().compile().memory_analysis().alias_size_in_bytes
+        compiled = experiment.lower().compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
+    assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
+    if settings.model.dtype == "bfloat16":
+        flops = Counter()
+        for work in Program(text).work():
+            flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+        assert flops["bf16"] > 0.9 * flops.total()  # the others: prototypes, and views of images
+
+
+@pytest.mark.parametrize(("name", "words"), FULL)
+def test_a_step_lowers_for_rocm(name, words, monkeypatch):
+    """With the operations that GPUs without cuDNN get."""
+    plain = BlockOps(attend=choose_attention("gpu"))
+    monkeypatch.setattr(kernels, "_ops_on", lambda *_: plain)
+    experiment, _, mesh = on_gpus(name, words, DATA, scan=False, devices=jax.devices())
+    with jax.set_mesh(mesh):
+        text = experiment.trace().lower(lowering_platforms=("rocm",)).as_text()
+    assert "stablehlo.dot_general" in text and "cudnn" not in text
 
 
 class Compiling:
