@@ -1,6 +1,6 @@
 """Makes the tables of docs/explanation/recipe_costs.md from plans of the recipes as they stand.
 
-python tools/recipe_costs.py [--compile=v5e:4x4] [--slice=v5e:4x4] [WORD...] > rows.md
+python tools/recipe_costs.py [--compile=v5e:4x4,H100:8] [--slice=v5e:4x4] [WORD...] > rows.md
 
 The compiler plans the slices of --compile; others are calculated. Only recipes that contain one of
 the WORDs are planned. A plan is cached, so the second call takes seconds.
@@ -10,6 +10,8 @@ import argparse
 import json
 import subprocess
 import sys
+
+from vit_jax.devices.chips import CHIPS
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
 LARGER = "--config.data.num_classes=29593 --config.data.num_examples=3000000000"  # JFT-3B
@@ -47,6 +49,7 @@ SLICES = {
     "v6e:4x4": (2.7, 180, 4),
     "v5p:4x4x4": (4.2, 208, 4),
     "H100:8": (3.0, 208, 8),
+    "B200:8": (5.0, 224, 8),
     "v5e:16x16": (1.2, 112, 4),
     "v5p:4x8x8": (4.2, 208, 4),
 }
@@ -79,7 +82,7 @@ def row(recipe: str, topology: str, figures: dict) -> str:
     """A row of the table of one slice."""
     run, memory = figures["estimate"]["run"], figures["memory_bytes"]
     _, cpus, chips = SLICES[topology]
-    cycles = figures["compiler_cycles"]
+    cycles, by_kernel = figures["compiler_cycles"], figures["estimate"]["by_kernel"]
     sent = {True: 0.0, False: 0.0}
     for each in figures["collectives"] or ():
         sent[each["asynchronous"]] += each["sent_bytes"] / 2**20
@@ -95,6 +98,7 @@ def row(recipe: str, topology: str, figures: dict) -> str:
         f"{figures['global_batch_size']:,}",
         f"{mesh}; {layers}",
         *([f"{cycles / 1e6:,.1f}"] if cycles else []),
+        *([f"{1e3 * by_kernel['step_s']:,.1f}"] if by_kernel else []),
         f"{1e3 * run['step_s']:,.1f}",
         f"{run['mfu']:.0%}",
         f"{memory['peak'] / 2**30:.1f}{verdict}",
@@ -117,7 +121,8 @@ def main() -> None:
         recipes = GIANTS if topology in FOR_GIANTS else RECIPES
         chosen = [r for r in recipes if not flags.words or any(word in r for word in flags.words)]
         compiled = topology in flags.compile.split(",")
-        heads = ("recipe", "batch", "layout", *(["Mcycles"] if compiled else []), *COLUMNS)
+        own = "ms by kernels" if CHIPS[topology.partition(":")[0]].is_gpu else "Mcycles"
+        heads = ("recipe", "batch", "layout", *([own] if compiled else []), *COLUMNS)
         print(f"\n## {topology}\n\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
         for recipe in chosen:
             figures = plan(recipe, topology, compiled=compiled)

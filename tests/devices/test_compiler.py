@@ -1,9 +1,10 @@
-"""Where compiled programs are kept between runs."""
+"""Options of XLA's compilers, and where compiled programs are kept between runs."""
 
 import jax
 import pytest
 
 from vit_jax.devices import compiler
+from vit_jax.devices.mesh import make_mesh
 
 KEYS = (
     "jax_compilation_cache_dir",
@@ -46,3 +47,10 @@ def test_without_a_writable_folder_nothing_is_kept(unset, tmp_path):
     (tmp_path / "vit_jax").write_text("a file where the folder should be")
     compiler.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_options_that_xla_does_not_know_are_left_out(caplog):
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    more = {"xla_gpu_deterministic_ops": True, "xla_no_such_option": True}
+    assert compiler.compiler_options(mesh, more) == {"xla_gpu_deterministic_ops": True}
+    assert "left out: XLA for cpu does not know the option xla_no_such_option" in caplog.text

@@ -24,7 +24,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
-from vit_jax.models.vit import extract_patches
+from vit_jax.models.vit import extract_patches, take_once
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import RunFacts, as_it_is
 from vit_jax.objectives.mae import Mae, _Mae
@@ -317,3 +317,20 @@ def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
     path.unlink()
     measure(state)  # the raw weights of the same step
     assert not list(path.parent.iterdir())
+
+
+def test_patches_that_are_taken_once_have_gradients_without_sums():
+    """On GPUs sums of a scatter have no fixed order."""
+    x_BND = jax.random.normal(jax.random.key(0), (2, 9, 3))
+    which_BM = jax.vmap(lambda key: jax.random.permutation(key, 9)[:4])(
+        jax.random.split(jax.random.key(1))
+    )
+
+    def total(take):
+        return lambda x_BND: jnp.square(take(x_BND, which_BM)).sum()
+
+    found, expected = (jax.grad(total(take)) for take in (take_once, patches.take))
+    np.testing.assert_array_equal(found(x_BND), expected(x_BND))
+    eqns = jax.make_jaxpr(found)(x_BND).jaxpr.eqns
+    (scatter,) = [eqn for eqn in eqns if eqn.primitive.name == "scatter-add"]
+    assert scatter.params["unique_indices"]

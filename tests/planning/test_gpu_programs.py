@@ -147,7 +147,7 @@ def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):
 
 
 @needs_cuda
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_plan_for_several_hosts_is_compiled():
     config = tiny_config(**{"mesh.data": 4, "mesh.fsdp": 8})
     target = Target(find_slice("H100:32"))
@@ -184,7 +184,7 @@ TOO_LOW = {("DINO", "dots"), ("DINO", "full"), ("BiT", "full")}
 
 
 @needs_cuda
-@pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calculated_peaks_are_close_to_the_compilers(kind, remat):

@@ -4,15 +4,17 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from vit_jax import data
 from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.run.build import prepare
 from vit_jax.run.setup.validation import validate
+from vit_jax.run.watch import replay
 from vit_jax.run.watch.replay import inputs_program, replay_program
 from vit_jax.run.watch.watchers import watched_step
 
@@ -84,6 +86,29 @@ def test_other_steps_are_not_replayed_and_one_group_of_devices_is_said(tmp_path,
     words = {"job.inject": "flip:weight:device=3:step=1", "mesh.fsdp": "8"}
     assert take_steps(prepare_run(tmp_path, **words), number=1) == [1]
     assert "the same devices compute both gradients" in caplog.text
+
+
+def test_without_a_fixed_order_of_sums_norms_are_compared(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(replay, "has_fixed_order", lambda run: False)
+    monkeypatch.setattr(replay, "flip_bit", lambda x, where: jnp.where(where, 1e20, 1.0) * x)
+    with pytest.raises(DivergedError, match=r"device 3 of process 0 and device 4 of process 0"):
+        take_steps(prepare_run(tmp_path, **{"job.inject": "flip:gradient:device=3:step=2"}))
+    assert "to compare bits, set --config.mesh.deterministic=true" in caplog.text
+
+
+def test_rounding_is_no_difference():
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    sums = {name: np.array([1, 2], np.uint32) for name in ("loss", "kernel", "bias")}
+    other = {name: np.array([3, 4], np.uint32) for name in sums}
+
+    def found(bias, kernel=1.0):
+        norms = {"loss": np.ones(2), "kernel": np.ones(2), "bias": np.full(2, 1e-5)}
+        turned = norms | {"kernel": np.full(2, kernel), "bias": np.full(2, bias)}
+        return replay.find_differences(mesh, (sums, norms), (other, turned), by_bits=False)
+
+    assert found(bias=3e-5, kernel=1.005) == []
+    for given, leaf in [({"bias": 1e-3}, "bias"), ({"bias": 0.0, "kernel": np.nan}, "kernel")]:
+        assert [[*place["leaves"]] for place in found(**given)] == [[leaf], [leaf]]
 
 
 def test_the_program_of_a_replay_does_not_make_what_it_moves(tmp_path):

@@ -316,6 +316,10 @@ class Mesh(Section):
     platform: str | None = key(
         None, "cpu, gpu or tpu; None: the best available", choices=("cpu", "gpu", "tpu")
     )
+    deterministic: bool = key(
+        False, "on GPUs, steps that give the same bits every time, more slowly; other devices "
+        "always do"
+    )  # fmt: skip
 
 
 class Checkpoint(Section):

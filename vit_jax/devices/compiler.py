@@ -1,14 +1,18 @@
 """Options of XLA's compilers by platform, each with the measurement behind it; their cache."""
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import pathlib
 import platform
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from vit_jax.base import files
 
@@ -22,13 +26,51 @@ _TPU = {
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
 }
 
+# Kernels that add in no fixed order have others in their place: scatters are sorted, and cuDNN's
+# backward passes take their deterministic forms. Products and convolutions take the kernels by
+# default, not those that were fastest when tried.
+_DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
 _MAX_CACHE_BYTES = 10 * 2**30  # beyond it, JAX removes the programs that were unused for longest
 _MIN_COMPILE_S = 0.1  # what compiles faster takes as long to read
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool]:
-    """The argument `compiler_options` of `jax.jit` for programs that run on `mesh`."""
-    return dict(_TPU) if mesh.devices.flat[0].platform == "tpu" else {}
+def compiler_options(
+    mesh: Mesh, more: Mapping[str, bool] = MappingProxyType({}), deterministic: bool = False
+) -> dict[str, bool]:
+    """The argument `compiler_options` of `jax.jit` for programs that run on `mesh`.
+
+    Options that its compiler does not know are left out, with a warning.
+
+    Args:
+      more: {name: value} of options besides.
+      deterministic: whether programs for GPUs must give the same bits every time.
+    """
+    devices = list(mesh.devices.flat)
+    here = (device for device in devices if device.process_index == jax.process_index())
+    device = next(here, devices[0])
+    options = dict(more)
+    if device.platform == "tpu":
+        options |= _TPU
+    if device.platform == "gpu" and deterministic:
+        options |= _DETERMINISTIC
+    if not isinstance(device, jax.Device):  # a plan's description, without a compiler
+        return options
+    return {name: value for name, value in options.items() if _is_known(name, value, device)}
+
+
+@functools.cache
+def _is_known(name: str, value: bool, device: jax.Device) -> bool:
+    """Whether the compiler for `device` knows the option."""
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.negative, compiler_options={name: value}).lower(number).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logger.warning("left out: XLA for %s does not know the option %s", device.platform, name)
+        return False
+    return True
 
 
 def keep_programs() -> None:

@@ -241,7 +241,8 @@ def make_experiment(
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
     # Every process needs the whole sums over classes.
     whole = NamedSharding(mesh, P()) if settings.log.metrics else None
-    jit = partial(jax.jit, compiler_options={**compiler_options(mesh), **exchange.options})
+    options = compiler_options(mesh, exchange.options, settings.mesh.deterministic)
+    jit = partial(jax.jit, compiler_options=options)
     return Experiment(
         model=model,
         schedule=schedule,

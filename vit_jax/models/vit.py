@@ -33,6 +33,18 @@ _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "token_gap", "map")
 
 
+def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
+    """The entries `which_BM` of each row, none of them twice: (B, N, ...) -> (B, M, ...).
+
+    Its gradient adds nothing up, for which GPUs would have no fixed order.
+    """
+
+    def take(x_N, which_M):
+        return x_N.at[which_M].get(mode="promise_in_bounds", unique_indices=True)
+
+    return jax.vmap(take)(x_BN, which_BM)
+
+
 def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
     """Cut images into flattened patches, in raster order; a patch is (row, column, channel).
 
@@ -248,10 +260,9 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if x_BND is None:
             return None
         prefix = self.num_prefix_tokens
-        patches_BMD = jnp.take_along_axis(x_BND[:, prefix:], keep_BM[:, :, None], axis=1)
-        prefix_BPD = x_BND[:, :prefix]
-        prefix_BPD = jnp.broadcast_to(prefix_BPD, (len(keep_BM), *prefix_BPD.shape[1:]))
-        return jnp.concatenate([prefix_BPD, patches_BMD], axis=1)
+        x_BND = jnp.broadcast_to(x_BND, (len(keep_BM), *x_BND.shape[1:]))
+        patches_BMD = take_once(x_BND[:, prefix:], keep_BM)
+        return jnp.concatenate([x_BND[:, :prefix], patches_BMD], axis=1)
 
     @nn.nowrap
     def find_keep_faults(self) -> list[str]:

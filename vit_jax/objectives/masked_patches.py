@@ -18,7 +18,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import key
 from vit_jax.models.contract import Model
-from vit_jax.models.vit import extract_patches
+from vit_jax.models.vit import extract_patches, take_once
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     Objective,
@@ -193,7 +193,7 @@ class _MaskedPatches:
             {"params": params}, images, corruption, own["mask_token"], method=encode, **options
         )
         x_BND = cast(jax.Array, tokens_BND)[:, self.model.num_prefix_tokens :]
-        x_BMD = patches.take(x_BND, corruption.order[:, : self.num_corrupt])
+        x_BMD = take_once(x_BND, corruption.order[:, : self.num_corrupt])
         return cast(jax.Array, self.head.apply({"params": own["head"]}, x_BMD)).astype(jnp.float32)
 
     def compare(

@@ -27,6 +27,7 @@ from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
+from vit_jax.models.vit import take_once
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -352,8 +353,7 @@ class _SelfDistillation:
         found = {"features": features, "tokens": tokens}
         found["views"] = self.head.apply({"params": own["head"]}, features, learns)
         if hidden is not None:
-            chosen = jnp.take_along_axis(tokens, hidden.views[:, :, None, None], axis=1)
-            chosen = jnp.take_along_axis(chosen, hidden.which[..., None], axis=2)
+            chosen = jax.vmap(take_once)(take_once(tokens, hidden.views), hidden.which)
             head = own.get("patch_head", own["head"])
             found["patches"] = self.head.apply({"params": head}, chosen, learns)
         return found

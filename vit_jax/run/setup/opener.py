@@ -18,7 +18,7 @@ from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
-from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
+from vit_jax.devices.mesh import AXES, check_accum_steps, check_batch_size, make_mesh
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of, model_of
@@ -248,7 +248,7 @@ def check_mesh(config: ConfigDict) -> Mesh:
     Raises:
       InputError: it is invalid, or a batch does not divide over it.
     """
-    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    axes = {axis: config.mesh[axis] for axis in AXES}
     mesh, faults, size = make_mesh(**axes), Faults(), config.global_batch_size
     faults.check(check_batch_size, mesh, size, "global_batch_size")
     if config.optimizer.accum_steps is not None:

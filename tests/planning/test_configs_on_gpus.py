@@ -1,0 +1,174 @@
+"""Every program of the shipped configs compiles for eight H100s, without a GPU."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from read_settings import settings_of
+from shipped_forms import EVERY_FORM, without_files
+
+from vit_jax.config import eval_splits
+from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices import kernels
+from vit_jax.devices.chips import find_slice
+from vit_jax.devices.gpus import has_cuda
+from vit_jax.devices.kernels import has_kernels
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.evaluators import linear_probe, make_evaluators
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.inference import predict
+from vit_jax.models import fields_of
+from vit_jax.models.block_ops import BlockOps
+from vit_jax.models.dot_product import choose_attention
+from vit_jax.planning.hlo import Program
+from vit_jax.planning.targets import Target, plan_mesh
+from vit_jax.run.teachers import planned_experiment
+from vit_jax.run.watch.kernel_check import check_kernels
+from vit_jax.run.watch.layer_norms import layer_norms_program
+from vit_jax.run.watch.replay import inputs_program, replay_program
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_cuda(), reason="JAX's plugin for CUDA is not installed"),
+]
+FULL = [form for form in EVERY_FORM if "debug" not in form[1]]
+DATA, FSDP = {"data": 8, "fsdp": 1}, {"data": 1, "fsdp": 8}
+
+
+def on_gpus(name, words, axes, scan, devices=None):
+    """(experiment, settings, mesh) of a form with two layers, and a batch that eight divides."""
+    c = without_files(name, words)
+    c.global_batch_size += -c.global_batch_size % 8
+    fields = fields_of(c.model.name)
+    c.model.update({key: value for key, value in (("depth", 2), ("scan", scan or None))
+                    if key in fields})  # fmt: skip
+    c.mesh.update(axes)
+    settings = settings_of(c)
+    mesh = plan_mesh(settings, Target(find_slice("H100:8")), devices)
+    return planned_experiment(settings, mesh), settings, mesh
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("axes", [DATA, FSDP], ids=["data", "fsdp"])
+@pytest.mark.parametrize(("name", "words"), FULL)
+def test_a_step_compiles(name, words, axes, scan):
+    """Every array of the state keeps its place; nothing goes to the host; products are narrow."""
+    experiment, settings, mesh = on_gpus(name, words, axes, scan)
+    with jax.set_mesh(mesh):
+        compiled = experiment.lower().compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
+    assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
+    if settings.model.dtype == "bfloat16":
+        flops = Counter()
+        for work in Program(text).work():
+            flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+        assert flops["bf16"] > 0.9 * flops.total()  # the others: prototypes, and views of images
+
+
+@pytest.mark.parametrize(("name", "words"), FULL)
+def test_a_step_lowers_for_rocm(name, words, monkeypatch):
+    """With the operations that GPUs without cuDNN get."""
+    plain = BlockOps(attend=choose_attention("gpu"))
+    monkeypatch.setattr(kernels, "_ops_on", lambda *_: plain)
+    experiment, _, mesh = on_gpus(name, words, DATA, scan=False, devices=jax.devices())
+    with jax.set_mesh(mesh):
+        text = experiment.trace().lower(lowering_platforms=("rocm",)).as_text()
+    assert "stablehlo.dot_general" in text and "cudnn" not in text
+
+
+class Compiling:
+    """`jax.jit` whose functions compile when they are called, and return made-up arrays."""
+
+    def __init__(self):
+        self.jit, self.programs = jax.jit, 0
+
+    def __call__(self, fun, **options):
+        jitted = self.jit(fun, **options)
+
+        @functools.wraps(fun)
+        def call(*args):
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                return jitted(*args)
+            lowered = jitted.lower(*args)
+            lowered.compile()
+            self.programs += 1
+            return jax.tree.map(made_up, lowered.out_info)
+
+        return call
+
+
+def made_up(x):
+    values = np.arange(np.prod(x.shape)).reshape(x.shape) % 10
+    return (values if x.dtype.kind in "iu" else (values + 1) / 10).astype(x.dtype)
+
+
+class Described(EvalInputs):
+    """With one batch of each pass, which is described."""
+
+    def batches(self, split_key="split", record_ids=None, batch_size=None):
+        size = batch_size or self.batch_size
+        image = size, *self.image_size, self.settings.data.channels
+        of = {"image": (image, np.uint8), "label": ((size,), np.int32), "id": ((size,), np.int32),
+              "mask": ((size,), np.float32)}  # fmt: skip
+        sharding = batch_sharding(self.mesh)
+        yield {key: jax.ShapeDtypeStruct(*spec, sharding=sharding) for key, spec in of.items()}
+
+
+# Of every objective, family of models and evaluator.
+OTHERS = [("quickstart", ""), ("pretrain", "ViT-B/16,imagenet2012"), ("deit", "DeiT-B/16"),
+          ("data_size", "fixed"), ("lejepa", "cifar10"), ("dinov2", ""), ("mae", "ViT-B/16"),
+          ("masked_patches", "ViT-B/16,imagenet2012,small_patch"), ("folder", "BiT-R50x1"),
+          ("distillation", "bit"), ("efficientnet", "EfficientNet-B0")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words"), OTHERS)
+def test_what_watches_a_run_compiles(name, words, monkeypatch):
+    """Replays, norms of layers, and the check of the kernels."""
+    experiment, _, mesh = on_gpus(name, words, DATA, scan=False)
+    with jax.set_mesh(mesh):
+        inputs = inputs_program(experiment, mesh)
+        inputs.lower(*experiment.arguments[:2]).compile()
+        made = jax.eval_shape(inputs, *experiment.arguments[:2])
+        turned = jax.ShapeDtypeStruct((), bool)
+        given = experiment.abstract_state, *made, turned, *experiment.abstract_frozen
+        replay_program(experiment, mesh).lower(*given).compile()
+        layer_norms_program(experiment).lower(*experiment.arguments).compile()
+    compiling = Compiling()
+    monkeypatch.setattr(jax, "jit", compiling)
+    check_kernels(experiment.model, mesh)
+    assert compiling.programs == has_kernels(experiment.model)
+
+
+@pytest.mark.parametrize(("name", "words"), OTHERS)
+def test_evaluators_and_predict_compile(name, words, monkeypatch):
+    experiment, settings, mesh = on_gpus(name, words, DATA, scan=False)
+    data, state = settings.data, experiment.abstract_state
+    size = {"image_size": data.image_size, "num_classes": 10, "num_examples": 1000}
+    keys = {key for e in settings.evals.values() for key in eval_splits(data, e).values()}
+    sources = {key: make_source("synthetic", split=key.split, **size) for key in keys}
+    compiling = Compiling()
+    monkeypatch.setattr(jax, "jit", compiling)
+    monkeypatch.setattr("vit_jax.evaluators.EvalInputs", Described)
+    monkeypatch.setattr(linear_probe, "fit", compiling(linear_probe.fit.__wrapped__))
+    given = settings, parse_preprocessing(settings), experiment.model, mesh, sources
+    with jax.set_mesh(mesh):
+        for measure in make_evaluators(*given).values():
+            before = compiling.programs
+            measure(state.replace(step=np.int32(0)))
+            assert compiling.programs > before
+    monkeypatch.undo()
+    image = jax.ShapeDtypeStruct((64, *data.image_size, data.channels), np.uint8,
+                                 sharding=batch_sharding(mesh))  # fmt: skip
+    model = experiment.model
+    fixed = {"model": model, "image_size": data.image_size, "mean": data.mean, "std": data.std,
+             "loss": None, "layer": None}  # fmt: skip
+    kinds = ["logits"] * bool(model.num_classes) + ["features"] + ["attention"] * has_kernels(model)
+    with jax.set_mesh(mesh):
+        for what in kinds:
+            lower = predict._jitted.lower
+            lower(state.params, state.model_state, image, what=what, **fixed).compile()
