@@ -100,7 +100,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     if len(known) <= _MOST:
         return f"known: {', '.join(known)}" if known else "there are none"
     few = difflib.get_close_matches(word.lower(), by_lower, n=4, cutoff=0.0)
-    return f"known: {', '.join(map(by_lower.get, few))} and {len(known) - len(few)} more"
+    return f"known: {', '.join(by_lower[name] for name in few)} and {len(known) - len(few)} more"
 
 
 def shown(path: str | os.PathLike) -> str:
@@ -139,8 +139,9 @@ def say_fault_of_file(error: BaseException, file: str, shown: str | None = None)
     name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     match = re.match(r"cannot import name '(\w+)'", text)
-    if match is not None and getattr(error, "name", None) in sys.modules:
-        text = f"{error.name} has no {match[1]}; {nearest(match[1], dir(sys.modules[error.name]))}"
+    module = getattr(error, "name", None)
+    if match is not None and module in sys.modules:
+        text = f"{module} has no {match[1]}; {nearest(match[1], dir(sys.modules[module]))}"
     return f"{at}: {name}{' '.join(text.split())}"
 
 

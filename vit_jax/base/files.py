@@ -11,7 +11,7 @@ import pathlib
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from etils import epath
 
@@ -92,7 +92,8 @@ def read_lines(
     """
     if not path.exists():
         return
-    with path.open("rb") as lines:
+    with path.open("rb") as file:
+        lines = cast(Iterator[bytes], file)
         for number, line in enumerate(lines, 1):
             content = _parse(line, check)
             if content is None:

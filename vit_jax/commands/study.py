@@ -54,7 +54,7 @@ from vit_jax.job import exit_codes
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-    from vit_jax.studies import Study
+    from vit_jax.studies.engine import Study
     from vit_jax.studies.running import Call
 
 

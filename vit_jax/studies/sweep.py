@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import key
@@ -76,7 +77,9 @@ class Sweep(Study):
 
     def report(self, found: Found) -> Report:
         """A row for each combination, over its seeds: the best first, any that diverged behind."""
-        rows = [{**row, self.label: found.measure(**row)} for row in self._rows]
+        rows: list[dict[str, Any]] = [
+            {**row, self.label: found.measure(**row)} for row in self._rows
+        ]
         states = [result.state for result in found.results.values()]
         is_over = len(states) == len(found.members) and {*states} <= {FINISHED, DIVERGED}
         return Report(

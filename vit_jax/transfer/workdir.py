@@ -203,7 +203,8 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
         return None
     (resize,) = resizes
     share = min(max(map(share_of, image_size, resize.gives)), 1.0)
-    of_shorter_side = resize.name == "torchvision_resize" and isinstance(resize.size, int)
+    side = getattr(resize, "size", None)
+    of_shorter_side = resize.name == "torchvision_resize" and isinstance(side, int)
     covers = getattr(resize, "cover", resize.name == "resize_small") or of_shorter_side
     mode, interpolation = "center" if covers else "squash", getattr(resize, "filter", "bilinear")
     return Cut(share, mode, interpolation, _library(crops))

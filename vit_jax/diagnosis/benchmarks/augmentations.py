@@ -154,7 +154,8 @@ def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
             draw.multiline_text((left, top), heading, "black", font, spacing=1)
             for row, image in enumerate(images):
                 # Small images by the nearest pixel, so that single pixels show.
-                how = Image.LANCZOS if max(image.shape) > _CELL else Image.NEAREST
+                kinds = Image.Resampling
+                how = kinds.LANCZOS if max(image.shape) > _CELL else kinds.NEAREST
                 cell = ImageOps.contain(Image.fromarray(image), (_CELL, _CELL), how)
                 sheet.paste(cell, (left, top + 2 * _LINE + _GAP + row * step))
     return sheet
