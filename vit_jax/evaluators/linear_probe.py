@@ -146,7 +146,7 @@ def fit_or_warn(
 ) -> Classifier:
     """Run `fit`, and warn if it did not converge."""
     classifier, left = fit(x_ND, label_N, counts_N, l2, start)
-    if not jnp.isfinite(left):
+    if not np.isfinite(left):
         logger.warning("linear probe: the fit with l2=%g is not finite; check the features", l2)
     elif left > _GRADIENT:
         logger.warning(
