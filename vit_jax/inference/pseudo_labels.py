@@ -61,7 +61,6 @@ def label(
     workdir.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(facts, indent=2) + "\n")
     found = _label_parts(run.global_batch_size, pretrained, source, workdir)
-
     records = select(
         found["top"],
         found["label"],
@@ -85,20 +84,25 @@ def label(
     }
     division = data.Division(divider.decided).to_bytes() if divider.decided else b""
     write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, division).to_bytes())
-    choice = ("confidence", "per_class", "soft_labels", "unlabelled")  # they decide `labels.npz`
     summary = {
         "labels/examples": source.num_examples,
         "labels/kept": len(np.unique(records)),
         "labels/written": len(records),
         "labels/classes": len(np.unique(found["label"][records])),
-        "choice": {f"study.{key}": getattr(study, key) for key in choice}
-        | {"init_from": run.init_from, "seed": run.seed},
+        "choice": _choice(study, run),
     }
     true = _true_labels(source, pretrained, found["true"])
     if true is not None and not np.isnan(top1 := agreement(records, found["label"], true)):
         summary["labels/top1"] = top1
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _choice(study: sections.Study, run: sections.Run) -> dict[str, Any]:
+    """The keys that decide what `labels.npz` holds."""
+    keys = ("confidence", "per_class", "soft_labels", "unlabelled")
+    of_study = {f"study.{key}": getattr(study, key) for key in keys}
+    return of_study | {"init_from": run.init_from, "seed": run.seed}
 
 
 def _check_same(facts: Mapping[str, Any], path: epath.Path) -> None:

@@ -145,8 +145,8 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
             "size of that square, and load it for images of {} x {}".format(image_size, *image_size)
         ])  # fmt: skip
     pool = "token" if has_token else "map" if has("map_head/probe") else "gap"
-    deit = partial(DeiT, distillation_head=head != "classifier")
-    return (deit if name == "deit" else ViT)(
+    family = partial(DeiT, distillation_head=head != "classifier") if name == "deit" else ViT
+    return family(
         num_classes=source.size(f"{head}.weight", 0),
         image_size=image_size,
         patch_size=patch_size,
