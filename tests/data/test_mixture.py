@@ -101,6 +101,10 @@ def test_tar_files_beside_parquet_files(tmp_path, caplog):
     assert "share images" not in caplog.text
     open_all(with_values(config, {"evals.test": None, "data.mix": "tar@train[:60%]=0.25"}))
     assert "train and train[:60%] of tar may share images" in caplog.text
+    mixed = with_values(config, {"evals.test.split": "train[60%:]", "data.mix": "tar@train=0.25",
+                                 "data.split": "train[:60%]"})  # fmt: skip
+    open_all(mixed)
+    assert "tar train is trained on, and evals.test measures these images" in caplog.text
     with at_fault("data.mix"):  # as data.split=all
         open_all(with_values(config, {"evals.test": None, "data.mix": "tar@all=0.25"}))
 

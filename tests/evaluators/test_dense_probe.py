@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.evaluators.dense_probe import find_targets
+from vit_jax.evaluators.dense_probe import check_shared, find_targets
 
 SIDE, HEIGHT, WIDTH = 32, 48, 40  # of images; of masks
 TRAIN, TEST, SAMPLES = range(12), range(20, 25), 16
@@ -145,6 +145,17 @@ def test_targets_are_found_by_the_path_below_the_split(folder, names, masks, fou
             find_targets(str(tmp_path), source)
     else:
         assert find_targets(str(tmp_path), source) == [tmp_path / path for path in found]
+
+
+def test_a_target_is_not_of_two_splits(tmp_path):
+    """masks/1.png, for images train/1.jpg and val/1.jpg; the same image twice has one mask."""
+    sources = {split: types.SimpleNamespace(
+        name="unlabelled", record_name=lambda record, split=split: f"{split}/1.jpg",
+    ) for split in ("train", "val")}  # fmt: skip
+    files = {split: [tmp_path / "1.png"] for split in sources}
+    with pytest.raises(InputError, match=r"1.png is the target of train/1.jpg and of val/1.jpg"):
+        check_shared(files, sources)
+    check_shared(files, dict.fromkeys(sources, sources["val"]))
 
 
 def test_targets_of_data_without_folders_are_those_of_its_split(tmp_path):

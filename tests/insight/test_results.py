@@ -115,11 +115,15 @@ def test_results_of_several_labels(tmp_path, caplog):
     head, *rows = read(tmp_path / "val/classes.csv")
     assert head[1:] == ["images", "predictions", "correct", "recall", "precision",
                         "average_precision", "threshold", "best_f1"]  # fmt: skip
+
+    def at(logit):
+        return float(jax.nn.sigmoid(np.float32(logit)))  # as `predict` computes it
+
     assert rows == [
-        ["ant", "2", "1", "1", "0.5", "1.0", "0.75", str(0.5 / (1 + np.exp(3))), "0.8"],
-        ["bee", "1", "1", "1", "1.0", "1.0", "1.0", "0.5", "1.0"],
+        ["ant", "2", "1", "1", "0.5", "1.0", "0.75", str(at(-3) / 2), "0.8"],
+        ["bee", "1", "1", "1", "1.0", "1.0", "1.0", str((at(1) + at(-1)) / 2), "1.0"],
         ["cow", "0", "1", "0", "", "0.0", "", "", ""],
-        ["dog", "1", "1", "1", "1.0", "1.0", "1.0", "0.5", "1.0"],
+        ["dog", "1", "1", "1", "1.0", "1.0", "1.0", str((at(1) + at(-1)) / 2), "1.0"],
     ]
     assert read(tmp_path / "val/wrong.csv") == [
         ["file", "classes", "missed", "added", "worst", "probability_of_worst"],
@@ -132,12 +136,25 @@ def test_results_of_several_labels(tmp_path, caplog):
 
 def test_a_threshold_close_to_one_is_read_back_equal(tmp_path):
     """As 1 it would refuse the image that it was chosen for."""
-    shown = Shown(np.array([[16.5], [16]], np.float32), np.array([[1.0], [0]], np.float32),
+    shown = Shown(np.array([[16.5], [15]], np.float32), np.array([[1.0], [0]], np.float32),
                   np.array([0, 1], np.int32), np.ones(1))  # fmt: skip
     of_one = type("One", (NamedSource,), {"num_classes": 1, "class_names": ["ant"]})
     results.write_results(tmp_path, "val", shown, of_one)
     ((*_, threshold, _),) = read(tmp_path / "val/classes.csv")[1:]
-    assert expit(16.5) > float(threshold) > expit(16.0)
+    chosen, other = np.asarray(jax.nn.sigmoid(np.array([16.5, 15], np.float32)))
+    assert chosen >= float(threshold) > other
+
+
+def test_a_threshold_holds_for_the_probabilities_that_predict_computes(tmp_path):
+    """Two logits whose probabilities are one number in float32: both are predicted, or none."""
+    logits = np.array([[16.62], [16.60], [3]], np.float32)
+    shown = Shown(logits, np.array([[1.0], [0], [0]], np.float32),
+                  np.array([0, 1, 2], np.int32), np.ones(1))  # fmt: skip
+    of_one = type("One", (NamedSource,), {"num_classes": 1, "class_names": ["ant"]})
+    results.write_results(tmp_path, "val", shown, of_one)
+    ((*_, threshold, f1),) = read(tmp_path / "val/classes.csv")[1:]
+    predicted = np.asarray(jax.nn.sigmoid(logits)) >= float(threshold)
+    assert predicted[:, 0].tolist() == [True, True, False] and abs(float(f1) - 2 / 3) < 1e-6
 
 
 def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix():

@@ -11,7 +11,7 @@ import functools
 import itertools
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,7 @@ class DenseProbe(FeatureEvaluator):
     def bind(self, inputs: EvalInputs) -> Measure:
         _check(inputs)
         files = {k: find_targets(self.targets, source) for k, source in inputs.sources.items()}
+        check_shared(files, inputs.sources)
         upright = Upright(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
@@ -292,6 +293,23 @@ def find_targets(folder: str, source: Source) -> list[pathlib.Path]:
             f"{few(faults)}; give the folder of their targets"
         )
     return found
+
+
+def check_shared(
+    files: Mapping[str, Sequence[pathlib.Path]], sources: Mapping[str, Source]
+) -> None:
+    """Raise InputError if two images of different splits have one target of `files`."""
+    images: dict[pathlib.Path, str] = {}
+    for split_key, source in sources.items():
+        if source.name not in DIVIDED:  # whose names tell where an image is
+            continue
+        for record, path in enumerate(files[split_key]):
+            name = source.record_name(record)
+            if (other := images.setdefault(path, name)) != name:
+                raise InputError(
+                    f"targets: {path} is the target of {other} and of {name}; put the targets of "
+                    "each split into a folder of its name, such as val/"
+                )
 
 
 def _below_split(path: pathlib.PurePath) -> tuple[str | None, pathlib.PurePath]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
-from scipy.special import expit
 
 from vit_jax.base import files
 from vit_jax.data import Source
@@ -19,6 +19,7 @@ from vit_jax.evaluators.classification import Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots
 from vit_jax.insight.tables import as_csv
+from vit_jax.objectives.losses import Sigmoid
 
 with epy.lazy_imports():
     import sklearn.metrics
@@ -132,11 +133,12 @@ def by_label(examples: Shown, names: Sequence[str]) -> list[dict[str, Any]]:
 def _best_threshold(examples: Shown, c: int) -> tuple[float, float]:
     """(the probability from which on class `c` should be predicted for the best F1, that F1).
 
-    It lies halfway between the probability of the last image that is taken and the next one.
+    It lies halfway between the probability of the last image that is taken and the next one, as
+    `predict` computes them: close to 1, float32 has one value for several logits.
     """
-    probabilities_N = expit(examples.logits_NC[:, c].astype(np.float64))
+    probabilities_N = Sigmoid().probabilities(jnp.asarray(examples.logits_NC[:, c], jnp.float32))
     precisions, recalls, taken = sklearn.metrics.precision_recall_curve(
-        examples.shown_NC[:, c] > 0, probabilities_N
+        examples.shown_NC[:, c] > 0, np.asarray(probabilities_N, np.float64)
     )
     f1s = 2 * precisions * recalls / np.maximum(precisions + recalls, 1e-9)
     best = int(f1s[:-1].argmax())

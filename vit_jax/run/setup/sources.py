@@ -164,6 +164,7 @@ def open_training(
         if key.split == "all" and SOURCES.find(key.data_name).is_own:
             where = "data.split='all'" if key == own else f"data.mix: {key.data_name}@all"
             raise InputError(f"{where}: is for evaluation only; train on 'train'")
+    _warn_of_evaluated(others, settings)
     open_split = functools.partial(_open_split, d, divider=divider)
     first = open_split(
         own,
@@ -219,6 +220,19 @@ def open_training(
         "data.chunk_size": data.resolve_chunk_size(d.chunk_size, source.chunks),
     }
     return facts, sources
+
+
+def _warn_of_evaluated(keys: Sequence[SplitKey], settings: Settings) -> None:
+    """Warn of splits in `data.mix` that an evaluator measures."""
+    for name, entry in settings.evals.items():
+        measured = {k: s for k, s in config_lib.eval_splits(settings.data, entry).items()
+                    if k != "train_split"}  # fmt: skip
+        for key in keys:
+            if any(data.share_images(key, split) for split in measured.values()):
+                logger.warning(
+                    "data.mix: %s %s is trained on, and evals.%s measures these images; leave them "
+                    "out of one of the two", key.data_name, key.split, name,
+                )  # fmt: skip
 
 
 def _open_mixture(
