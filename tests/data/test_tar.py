@@ -110,6 +110,9 @@ def test_names_labels_and_captions(tmp_path):
         np.testing.assert_array_equal(contract.count_labels(several), [2, 1, 1])
     write_tar(tmp_path / "web/0.tar", [("0.jpg", IMAGES[0]), ("0.json", b"{}"), ("0.txt", b"a")])
     assert open_tar(tmp_path / "web").class_names is None
+    write_tar(tmp_path / "text/0.tar", [("0.png", IMAGES[0]), ("0.cls", b"cat")])
+    unread = open_tar(tmp_path / "text")  # a label that cannot be read is not class 0
+    assert unread.why_unreadable(0) == "its label cannot be read; write it again"
 
 
 def test_an_index_beside_or_in_the_cache_holds_until_its_file_changes(tmp_path, monkeypatch):

@@ -430,7 +430,7 @@ def _number_records(
         all_codes.append(numbers[labels.codes[start:stop]])
         all_counts.append(labels.counts[skip : skip + take])
     codes, counts = np.concatenate(all_codes), np.concatenate(all_counts)
-    if not names:  # no labels at all
+    if not len(codes):  # no record has a label
         return np.zeros(len(counts), np.int32), np.ones_like(counts), False
     others, multi_label = np.flatnonzero(counts != 1), records.request.multi_label
     if len(others) and multi_label is False:
