@@ -43,7 +43,7 @@ def compiler_options(
     Options that its compiler does not know are left out, with a warning.
 
     Args:
-      more: {name: value} of options besides.
+      more: further options, {name: value}.
       deterministic: whether programs for GPUs must give the same bits every time.
     """
     devices = list(mesh.devices.flat)

@@ -112,7 +112,7 @@ def _find(path: epath.Path, depth: int = _DEPTH) -> tuple[list[epath.Path], list
     """(the runs, the studies) at `path`, or else up to `depth` folders below it, by name."""
     if (path / "study.json").exists():
         return sorted(p for p in path.iterdir() if (p / "config.json").exists()), [path]
-    config = path / "config.json"  # that of an export has no key "resolved"
+    config = path / "config.json"  # an export has one too, without the key "resolved"
     if config.exists() and (depth == _DEPTH or (path / "starts.jsonl").exists()
                             or b'"resolved"' in config.read_bytes()):  # fmt: skip
         return [path], []

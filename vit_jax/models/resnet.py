@@ -291,8 +291,8 @@ class Trunk(nn.Module):
 
     Each stage after the first halves the resolution and doubles the width.
 
-    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, C), rounded up; C is the `stem_width` if
-      there are no stages, else that of the last one.
+    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, C), rounded up; C is the width of
+      the last stage, or `stem_width` without stages.
     """
 
     convention: ResNetConvention

@@ -208,7 +208,7 @@ def _image_size(
     num_positions: int | None,
     patch_size: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The stated size, else that of a square of so many patches; None: of any size."""
+    """The stated size; without one, a square of `num_positions` patches; None: any size."""
     if "image_size" in stated:
         return source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
     if num_positions is None:

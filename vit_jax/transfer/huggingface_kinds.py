@@ -107,8 +107,8 @@ class Kind(NamedTuple):
     eps, act, num_heads: transformers' defaults.
     resize: the convention by which transformers resamples positions.
     pixels: mean and standard deviation where no file states them.
-    heads: numbers of heads by width, where they differ from those of a ViT.
-    square: the sizes that are those of a square.
+    heads: {width: number of heads}, where a ViT of that width has another number.
+    square: the sizes that must be square.
     packed: the rows of a tower whose gate and up are one array.
     """
 

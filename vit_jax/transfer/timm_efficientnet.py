@@ -96,7 +96,7 @@ def read(source: Source) -> Pretrained:
 
 
 def _find_factors(config: Config, source: Source) -> tuple[float, float]:
-    """The factors of width and depth: as stated, else those of the published size that fits."""
+    """The factors of width and depth: as stated, or of the published size that fits."""
     if "width" in config.stated and "depth" in config.stated:
         return float(config.stated["width"]), float(config.stated["depth"])
     layers = {name for name in source.arrays if name.endswith(".conv_dw.weight")}
