@@ -67,11 +67,14 @@ class Opener:
     """Opens what decides open keys, each thing once; this one opens nothing.
 
     A run that trains opens files and devices (`opener.Files`), a plan tables (`opener.Tables`).
-    `resolve` calls the methods in this order. Each gives the keys that something decides: `weights`
-    the source of the initial weights, `teachers` those of the objective, `data` the data, `shares`
-    the steps of durations that are shares of the run, which stay if it gets another end, `layout`
-    the devices those of LAYOUT_KEYS, `microbatches` the devices `optimizer.accum_steps`, if it is
-    open or recorded.
+    `resolve` calls the methods in this order. Each returns keys with their values:
+
+    weights: what the source of the initial weights decides.
+    teachers: what the teachers of the objective decide.
+    data: what the data decide.
+    shares: durations that are shares of the run, in steps; they stay if the run gets another end.
+    layout: LAYOUT_KEYS, by the devices.
+    microbatches: `optimizer.accum_steps`, by the devices, if it is open or recorded.
     """
 
     def find_faults(self, config: ConfigDict) -> list[str]:
