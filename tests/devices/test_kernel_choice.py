@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tpu_form import fastest_on_tpu
 
 from vit_jax.devices import kernels
-from vit_jax.devices.kernels import choose_ops, has_kernels, tpu_ops
+from vit_jax.devices.kernels import choose_ops, has_kernels
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
@@ -129,7 +130,7 @@ def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
     model = small_model(**fields).clone(constrain=constrain)
     by_cudnn = dataclasses.replace(model, dtype=jnp.bfloat16)
-    by_cudnn = model.clone(ops=kernels.gpu_ops(by_cudnn, mesh))
+    by_cudnn = model.clone(ops=kernels.gpu_forms(by_cudnn, mesh)["cudnn"])
     expected, found = (loss_and_grads(each, mesh) for each in (model, by_cudnn))
     assert {*cudnn_by_xla} == {called}
     assert_same(found, expected)
@@ -169,7 +170,7 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
     model = small_model(**fields).clone(constrain=constrain)
     expected = loss_and_grads(model, mesh)
-    assert_same(loss_and_grads(model.clone(ops=tpu_ops(model, mesh)), mesh), expected)
+    assert_same(loss_and_grads(model.clone(ops=fastest_on_tpu(model, mesh)), mesh), expected)
 
 
 def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):
@@ -177,7 +178,7 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     target = "vit_jax.devices.kernels.short_attention.attention"
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    kernel = tpu_ops(small_model(), mesh).attention_kernel
+    kernel = fastest_on_tpu(small_model(), mesh).attention_kernel
     attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
     own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for on_rows in (attend, own_rows):
@@ -224,7 +225,7 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
         specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
         return jax.jit(jax.shard_map(own, mesh=mesh, **specs))(params, images)
 
-    ops = tpu_ops(model, mesh)
+    ops = fastest_on_tpu(model, mesh)
     with jax.set_mesh(mesh):
         expected = loss_and_grads(model.clone(ops=dataclasses.replace(ops, rows=None)))
         assert not seen
@@ -254,7 +255,7 @@ def test_what_has_kernels_of_rows(fields, asked, monkeypatch):
         monkeypatch.setattr(kernels, f"_find_{name}_kernel", find)
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     model = small_model(**fields, depth=1)
-    model = model.clone(ops=tpu_ops(model, mesh))
+    model = model.clone(ops=fastest_on_tpu(model, mesh))
     jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 24, 24, 3)))
     assert found == asked
 

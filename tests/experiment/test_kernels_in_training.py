@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from read_settings import settings_of
+from tpu_form import fastest_on_tpu
 
 from vit_jax.config import base_config
 from vit_jax.devices import kernels
-from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models.block_ops import PLAIN
@@ -52,7 +52,7 @@ def with_kernels_of_tpus(monkeypatch):
     chosen = []
 
     def ops_on(platform, model, mesh):
-        chosen.append(tpu_ops(model, mesh))
+        chosen.append(fastest_on_tpu(model, mesh))
         return chosen[-1]
 
     with monkeypatch.context() as patched:

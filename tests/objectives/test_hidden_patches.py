@@ -16,10 +16,11 @@ from etils import epath
 from numpy_vit import random_params
 from PIL import Image
 from read_settings import settings_of
+from tpu_form import fastest_on_tpu
 
 from vit_jax.base import tree
 from vit_jax.config import OBJECTIVES, base_config
-from vit_jax.devices.kernels import has_kernels, tpu_ops
+from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
@@ -90,7 +91,7 @@ def golden_mae(norm_pixels):
 
 
 def by_kernels(module):
-    return module.clone(ops=tpu_ops(module, mesh_of(1)))
+    return module.clone(ops=fastest_on_tpu(module, mesh_of(1)))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
+from tpu_form import fastest_on_tpu
 
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import jaxpr_flops
-from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.planning import kernel_cycles
@@ -22,7 +22,7 @@ def gradients(mesh: Mesh, **fields):
     """The jaxpr of a small model's gradients, with kernels."""
     model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **(SIZES | fields))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-    model = model.clone(ops=tpu_ops(model, mesh))
+    model = model.clone(ops=fastest_on_tpu(model, mesh))
     images = jax.ShapeDtypeStruct((4, 32, 32, 3), jnp.float32)
     with jax.set_mesh(mesh):
         grad = jax.grad(lambda params, images: model.apply(params, images).sum())

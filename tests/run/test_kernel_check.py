@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from at_fault import at_fault
+from tpu_form import fastest_on_tpu
 
 from vit_jax.base.errors import InputError
-from vit_jax.devices.kernels import tpu_ops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
@@ -30,7 +30,7 @@ def mesh():
 @pytest.fixture
 def model(mesh):
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES)
-    return model.clone(constrain=constrain, ops=tpu_ops(model, mesh))
+    return model.clone(constrain=constrain, ops=fastest_on_tpu(model, mesh))
 
 
 @pytest.mark.slow

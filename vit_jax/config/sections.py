@@ -82,9 +82,9 @@ class Model(OpenSection):
     name: str = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0", decided=True)
     kernels: str = key(
         "auto",
-        "auto: attention, biases and products in the fastest form on the mesh's devices; plain: "
-        "by XLA",
-        choices=("auto", "plain"),
+        "the form of the blocks; auto: measured at the first start on accelerators, else as "
+        "calculated; calculated: by the compiler's estimate; plain: by XLA",
+        choices=("auto", "calculated", "plain", "products", "biases", "attention", "rows", "cudnn"),
     )
     dtype: str = key("float32", "for computations; parameters are always float32")
 

@@ -7,7 +7,7 @@ heads over `tensor`.
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -47,29 +47,54 @@ _WITH_ROWS = {"block_class": EncoderBlock, "remat": "none", "parallel": False, "
 
 
 def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
-    """`model` with the ops that are fastest on the devices of `mesh`; `kernels` is the config's.
+    """`model` with its ops on the devices of `mesh`; `kernels` is the config's.
 
-    With "plain", all is left to XLA. One line of the log says why attention has no kernel. Only on
-    CPUs JAX's default generator draws the masks of dropout.
+    They are the form of that name, see `find_forms`. A form that these devices do not have, "auto"
+    and "calculated" stand for the form that is fastest by calculation. One line of the log then
+    says why attention has no kernel.
     """
     model = _in_dtype_of(mesh.devices.flat[0], model)
     if "ops" not in field_names(type(model)):
         return model
+    forms = find_forms(model, mesh)
+    name = kernels if kernels in forms else fastest(forms)
     platform = mesh.devices.flat[0].platform
-    ops = BlockOps(attend=choose_attention(platform))
-    if kernels == "auto":
-        ops = _ops_on(platform, model, mesh)
-    if platform != "cpu":
-        ops = dataclasses.replace(ops, draw_bytes=partial(draw_bytes_by_device, mesh=mesh))
-    return model.clone(ops=ops)
+    reason = None
+    if kernels != "plain" and platform != "cpu" and forms[name].attention_kernel is None:
+        reason = _why_plain(model, mesh, on_tpu=platform == "tpu")
+    if reason is not None:
+        _say_plain(reason)
+    return model.clone(ops=forms[name])
 
 
-def _ops_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
-    if platform == "tpu":
-        return tpu_ops(model, mesh)
-    if platform == "gpu":
-        return gpu_ops(model, mesh)
-    return BlockOps(attend=choose_attention(platform), multiply=multiply_on_cpu)
+def find_forms(model: nn.Module, mesh: Mesh) -> dict[str, BlockOps]:
+    """The forms in which blocks of `model` can compute on the devices of `mesh`, by name.
+
+    The last one is the fastest by calculation:
+
+    plain: all is left to XLA.
+    products: the gradients of weights in the form that CPUs compute best.
+    biases: the gradients of biases by products; on TPUs.
+    attention: `biases`, and attention by kernels.
+    rows: `attention`, and norms, projections and MLPs by kernels.
+    cudnn: attention by cuDNN.
+
+    Only on CPUs JAX's default generator draws the masks of dropout.
+    """
+    platform = mesh.devices.flat[0].platform
+    forms = {"plain": BlockOps(attend=choose_attention(platform))}
+    if platform == "cpu":
+        return forms | {"products": dataclasses.replace(forms["plain"], multiply=multiply_on_cpu)}
+    forms["plain"] = dataclasses.replace(
+        forms["plain"], draw_bytes=partial(draw_bytes_by_device, mesh=mesh)
+    )
+    more = {"tpu": tpu_forms, "gpu": gpu_forms}.get(platform)
+    return forms if more is None else forms | more(model, mesh, forms["plain"])
+
+
+def fastest(forms: Mapping[str, BlockOps]) -> str:
+    """The name of the form that is fastest by calculation; see `find_forms`."""
+    return [*forms][-1]
 
 
 def has_kernels(model: nn.Module) -> bool:
@@ -77,19 +102,12 @@ def has_kernels(model: nn.Module) -> bool:
     return getattr(model, "ops", PLAIN).attention_kernel is not None
 
 
-def gpu_ops(model: nn.Module, mesh: Mesh) -> BlockOps:
-    """The ops of `model` on GPUs; see `choose_ops`."""
-    plain = BlockOps(attend=choose_attention("gpu"))
-    without = _why_plain(model, mesh, on_tpu=False)
-    is_here = isinstance(mesh.devices.flat[0], jax.Device)  # not a plan's description
-    if without is None and is_here and not has_cuda():
-        without = "JAX's plugin for CUDA is not installed, and cuDNN computes it"
-    if without is not None:
-        _say_plain(without)
-        return plain
-    return dataclasses.replace(
-        plain, attention_kernel=partial(_cudnn_attention, mesh=mesh), token_multiple=_EVEN
-    )
+def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
+    """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
+    if _why_plain(model, mesh, on_tpu=False) is not None:
+        return {}
+    attend = partial(_cudnn_attention, mesh=mesh)
+    return {"cudnn": dataclasses.replace(plain, attention_kernel=attend, token_multiple=_EVEN)}
 
 
 def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
@@ -103,22 +121,21 @@ def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     return model.clone(dtype=jnp.float32)
 
 
-def tpu_ops(model: nn.Module, mesh: Mesh) -> BlockOps:
-    """The operations of `model` on TPUs; see `choose_ops`."""
-    without = _why_plain(model, mesh, on_tpu=True)
-    if without is not None:
-        _say_plain(without)
-        return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
-    rows = None
+def tpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
+    """The forms of `model` on TPUs beside `plain`; see `find_forms`."""
+    forms = {"biases": dataclasses.replace(plain, add_bias=add_bias_on_tpu)}
+    if _why_plain(model, mesh, on_tpu=True) is not None:
+        return forms
+    forms["attention"] = dataclasses.replace(
+        forms["biases"],
+        attention_kernel=partial(_tpu_attention, mesh=mesh),
+        token_multiple=_MULTIPLE,
+    )
     if all(getattr(model, field, value) == value for field, value in _WITH_ROWS.items()):
         finds = partial(_find_mlp_kernel, mesh=mesh), partial(_find_projections_kernel, mesh=mesh)
         rows = RowKernels(FastBlock, *finds)
-    return BlockOps(
-        attention_kernel=partial(_tpu_attention, mesh=mesh),
-        rows=rows,
-        add_bias=add_bias_on_tpu,
-        token_multiple=_MULTIPLE,
-    )
+        forms["rows"] = dataclasses.replace(forms["attention"], rows=rows)
+    return forms
 
 
 def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
@@ -141,6 +158,9 @@ def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
         return f"heads are {width} wide; cuDNN takes up to 128"
     if not on_tpu and model.dtype != jnp.bfloat16:
         return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"
+    is_here = isinstance(mesh.devices.flat[0], jax.Device)  # not a plan's description
+    if not on_tpu and is_here and not has_cuda():
+        return "JAX's plugin for CUDA is not installed, and cuDNN computes it"
     return None
 
 

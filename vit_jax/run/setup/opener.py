@@ -36,6 +36,7 @@ from vit_jax.run.setup.sources import (
 )
 from vit_jax.run.setup.workdir import StoredRun, check_writable
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
+from vit_jax.run.watch.kernel_choice import check_form, choose_kernels
 from vit_jax.run.weights_and_biases import check_installed
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
@@ -152,16 +153,15 @@ class Files(Opener):
     def shares(self, config: ConfigDict) -> Changes:
         return shares_in_steps(config)
 
-    def has_layout_of(self, stored: StoredConfig) -> bool:
-        devices = [jax.device_count(), jax.devices()[0].device_kind]
-        return stored.asked.auto and self._before.devices == devices
+    def has_devices_of(self, stored: StoredConfig) -> bool:
+        return self._before.devices == [jax.device_count(), jax.devices()[0].device_kind]
 
     def layout(self, config: ConfigDict) -> Changes:
         stored, keys = self._before.stored, {*config_lib.LAYOUT_KEYS}
         if not config.auto or self._choose_layout is None:
             return {}
         if stored is not None:
-            if self.has_layout_of(stored):
+            if stored.asked.auto and self.has_devices_of(stored):
                 return {}
             keys -= {"model.scan"}  # the form of its checkpoints
             has_scan = "scan" in fields_of(config.model.name)
@@ -180,6 +180,16 @@ class Files(Opener):
         stored = self._before.stored
         recorded = None if stored is None else stored.resolved.optimizer.accum_steps
         return {"optimizer.accum_steps": _settle(config, self.mesh, recorded)}
+
+    def kernels(self, config: ConfigDict) -> Changes:
+        stored, settings = self._before.stored, Settings.read(config)
+        if config.model.kernels != "auto":
+            check_form(settings, self.mesh)
+            return {}
+        if stored is not None and self.has_devices_of(stored):
+            return {}
+        name = choose_kernels(settings, self.mesh)
+        return {} if name is None else {"model.kernels": name}
 
 
 class Tables(Opener):

@@ -12,10 +12,12 @@ A config file cannot know them:
     duration  opener.Files.shares      the steps of shares of the run
     devices   opener.Files.layout      mesh, scan and remat, under `auto`
     devices   opener.Files.microbatches
+    measured  opener.Files.kernels     the form of the blocks, on accelerators
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
 "recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule",
-"duration" (of the run), "devices" or "branch" (what made the run from another).
+"duration" (of the run), "devices", "measured" (on them) or "branch" (what made the run from
+another).
 """
 
 import logging
@@ -75,6 +77,7 @@ class Opener:
     shares: durations that are shares of the run, in steps; they stay if the run gets another end.
     layout: LAYOUT_KEYS, by the devices.
     microbatches: `optimizer.accum_steps`, by the devices, if it is open or recorded.
+    kernels: `model.kernels`, by a measurement.
     """
 
     def find_faults(self, config: ConfigDict) -> list[str]:
@@ -84,10 +87,10 @@ class Opener:
     def _decide_nothing(self, config: ConfigDict) -> Changes:
         return {}
 
-    weights = teachers = data = shares = layout = microbatches = _decide_nothing
+    weights = teachers = data = shares = layout = microbatches = kernels = _decide_nothing
 
-    def has_layout_of(self, stored: StoredConfig) -> bool:
-        """Whether `auto` has chosen the layout of `stored`, and for these devices."""
+    def has_devices_of(self, stored: StoredConfig) -> bool:
+        """Whether the run of `stored` was last on such devices."""
         return True
 
 
@@ -131,6 +134,7 @@ def resolve(
         ("duration", opener.shares),
         ("devices", opener.layout),
         ("devices", opener.microbatches),
+        ("measured", opener.kernels),
     )
     config, decided_by = continue_run(asked, opener, stored, by_user)
     faults = Faults(opener.find_faults(config))
@@ -185,8 +189,10 @@ def continue_run(
         decided_by |= dict.fromkeys(related, "user")
     if stored is None:
         return asked, decided_by
-    anew = {*DECIDED_ANEW}
-    keeps_layout = opener.has_layout_of(stored) if asked.auto else not stored.asked.auto
+    anew, has_devices = {*DECIDED_ANEW}, opener.has_devices_of(stored)
+    if not has_devices:
+        anew |= {"model.kernels"}
+    keeps_layout = stored.asked.auto and has_devices if asked.auto else not stored.asked.auto
     if not keeps_layout:
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints
     same = keep_resolved(asked, stored)

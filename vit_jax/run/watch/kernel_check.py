@@ -2,7 +2,9 @@
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,44 +38,85 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     """
     if not has_kernels(model):
         return
-    with watchdog.phase("compile"), jax.set_mesh(mesh):
+    with watchdog.phase("compile"):
+        error, difference = compare_with_plain(model, mesh)
+    if difference is not None:
+        raise InputError(f"model.kernels: {difference}; set --config.model.kernels=plain")
+    logger.info("kernels agree with the plain form: a block errs by %.2g at most", error)
+
+
+def compare_with_plain(model: nn.Module, mesh: Mesh) -> tuple[float, str | None]:
+    """The largest relative error of an array that a block of `model` computes with its ops.
+
+    Beside it, in words, the array that differs from the plain form by more than rounding; None:
+    there is none.
+    """
+    with jax.set_mesh(mesh):
         measure = functools.partial(_measure, model, mesh)
         found = jax.jit(measure, out_shardings=NamedSharding(mesh, P()))()
     kernel, plain = ({n: float(x) for n, x in tree.flatten_names(each).items()} for each in found)
     # Not bounded, which NaN is not either.
     wrong = [n for n, error in kernel.items() if not error <= _FACTOR * plain[n] + _MARGIN]
     worst = max(wrong or kernel, key=lambda name: kernel[name])
-    if wrong:
-        raise InputError(
-            f"model.kernels=auto: on {mesh.devices.flat[0].device_kind} a kernel computes {worst} "
-            f"with a relative error of {kernel[worst]:.2g}, and XLA with {plain[worst]:.2g} "
-            f"({len(wrong)} of {len(kernel)} arrays differ); set --config.model.kernels=plain"
-        )
-    logger.info("kernels agree with the plain form: a block errs by %.2g at most", kernel[worst])
+    if not wrong:
+        return kernel[worst], None
+    return kernel[worst], (
+        f"on {mesh.devices.flat[0].device_kind} a kernel computes {worst} with a relative error of "
+        f"{kernel[worst]:.2g}, and XLA with {plain[worst]:.2g} ({len(wrong)} of {len(kernel)} "
+        "arrays differ)"
+    )
 
 
-def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
-    """The errors of a block's output and gradients with kernels, and without: two trees.
+class BlockSample(NamedTuple):
+    """A block of a model, and random numbers for one forward and backward pass of it.
 
-    Each batch way has as few images as fill blocks of the kernels of rows, if there are any, else
-    one. A model for images of any size gets 14 x 14 patches.
+    block, fields: the module, and its fields.
+    params: of the block.
+    x, grad: its input, and the gradient of its output: (images, N, D), N with padding, float32.
+    turns: (1, N, K), where tokens have rotary positions.
+    num_tokens: without padding.
     """
-    shape = about(model).attention_shape
-    assert isinstance(shape, AttentionShape)
-    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
-    padded = num_tokens + -num_tokens % model.ops.token_multiple
-    fields = model.block_fields() | {"dropout": 0.0, "attention_dropout": 0.0}
-    block = getattr(model.ops.rows, "block", EncoderBlock)(**fields, num_tokens=num_tokens)
-    plain = EncoderBlock(**fields | {"ops": BlockOps(attend=plain_attention)})
-    exact = plain.clone(dtype=jnp.float32)
+
+    block: nn.Module
+    fields: dict[str, Any]
+    params: Any
+    x: jax.Array
+    grad: jax.Array
+    turns: jax.Array | None
+    num_tokens: int
+
+    def run(self, block: nn.Module, *, train: bool = False) -> dict[str, Any]:
+        """The output and the gradients of `block`, this one or another form of it."""
+        is_padded = block.ops.token_multiple > 1  # the others know no padding
+        taken = self.x.shape[1] if is_padded else self.num_tokens
+        turned = None if self.turns is None else self.turns[:, :taken]
+        rngs = {"dropout": jax.random.key(1)} if train else None
+
+        def apply(params, x):
+            args = x[:, :taken].astype(block.dtype), 0.0, train, None, turned
+            out, _ = block.apply({"params": params}, *args, rngs=rngs)
+            return out[:, : self.num_tokens].astype(jnp.float32)
+
+        out, vjp = jax.vjp(apply, self.params, self.x)
+        grad_params, grad_x = vjp(self.grad[:, : self.num_tokens])
+        return {"output": out, "gradient of input": grad_x, "gradient of params": grad_params}
+
+
+def sample_block(
+    model: nn.Module, mesh: Mesh, images: int, fields: Mapping[str, Any] = MappingProxyType({})
+) -> BlockSample:
+    """A block of `model` with its ops, some of its `fields` replaced, and numbers for `images`.
+
+    A model for images of any size gets 14 x 14 patches.
+    """
+    shape, num_tokens, padded = _sizes(model)
+    of_block = model.block_fields() | dict(fields)
+    block = getattr(model.ops.rows, "block", EncoderBlock)(**of_block, num_tokens=num_tokens)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    images = mesh.size // mesh.shape["tensor"]
-    if model.ops.rows is not None:
-        # The number of tokens is a multiple of 8 here: at most 32 images are needed.
-        images *= next(n for n in range(1, 33) if Blocks.fitting(n * padded, 0, 0, 0))
-    x, g = (jax.random.normal(key, (images, padded, model.width)) for key in keys[:2])
-    x, g = (jax.lax.with_sharding_constraint(each, batch_sharding(mesh)) for each in (x, g))
+    x, grad = (jax.random.normal(key, (images, padded, model.width)) for key in keys[:2])
+    x, grad = (jax.lax.with_sharding_constraint(each, batch_sharding(mesh)) for each in (x, grad))
+    plain = EncoderBlock(**of_block | {"ops": BlockOps(attend=plain_attention)})
     shapes = jax.eval_shape(
         lambda x: plain.init(keys[2], x, 0.0, False)["params"], x[:, :num_tokens]
     )
@@ -82,28 +125,38 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
         lambda x: x * x.shape[0] ** -0.5 if x.ndim > 1 else x,
         optax.tree.random_like(keys[2], shapes),
     )
-
     turns = None
     by_position = getattr(getattr(model, "position_class", None), "acts_on", None) == "turns"
     if by_position or getattr(model, "rotary", None) is not None:
         angles = jax.random.uniform(keys[2], (1, padded, shape.width // 2), maxval=6.0)
         turns = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=2)
+    return BlockSample(block, of_block, params, x, grad, turns, num_tokens)
 
-    def compute(block):
-        def apply(params, x):
-            taken = num_tokens if block.ops == plain.ops else padded  # it knows no padding
-            x, turned = x[:, :taken], None if turns is None else turns[:, :taken]
-            args = x.astype(block.dtype), 0.0, False, None, turned
-            out, _ = block.apply({"params": params}, *args)
-            return out[:, :num_tokens].astype(jnp.float32)
 
-        out, vjp = jax.vjp(apply, params, x)
-        grad_params, grad_x = vjp(g[:, :num_tokens])
-        return {"output": out, "gradient of input": grad_x, "gradient of params": grad_params}
+def _sizes(model: nn.Module) -> tuple[AttentionShape, int, int]:
+    """The shape of attention in `model`, its number of tokens, and the number with padding."""
+    shape = about(model).attention_shape
+    assert isinstance(shape, AttentionShape)
+    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
+    return shape, num_tokens, num_tokens + -num_tokens % model.ops.token_multiple
 
+
+def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
+    """The errors of a block's output and gradients with its ops, and without: two trees.
+
+    Each batch way has as few images as fill blocks of the kernels of rows, if there are any, else
+    one.
+    """
+    images = mesh.size // mesh.shape["tensor"]
+    if model.ops.rows is not None:
+        # The number of tokens is a multiple of 8 here: at most 32 images are needed.
+        _, _, padded = _sizes(model)
+        images *= next(n for n in range(1, 33) if Blocks.fitting(n * padded, 0, 0, 0))
+    sample = sample_block(model, mesh, images, {"dropout": 0.0, "attention_dropout": 0.0})
+    plain = EncoderBlock(**sample.fields | {"ops": BlockOps(attend=plain_attention)})
     with jax.default_matmul_precision("highest"):
-        reference = compute(exact)
-    return _errors(compute(block), reference), _errors(compute(plain), reference)
+        reference = sample.run(plain.clone(dtype=jnp.float32))
+    return _errors(sample.run(sample.block), reference), _errors(sample.run(plain), reference)
 
 
 def _errors(found: Any, reference: Any) -> Any:

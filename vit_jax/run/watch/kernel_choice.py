@@ -1,0 +1,181 @@
+"""Chooses the form in which a model's blocks compute, by a measurement on the run's devices."""
+
+import hashlib
+import json
+import logging
+import math
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from vit_jax.base import files
+from vit_jax.base.errors import InputError
+from vit_jax.config import Settings
+from vit_jax.devices.compiler import compiler_options
+from vit_jax.devices.kernels import find_forms
+from vit_jax.devices.mesh import BATCH_AXES, make_mesh
+from vit_jax.devices.sharding import constrain
+from vit_jax.job import processes, watchdog
+from vit_jax.job.software import software
+from vit_jax.models import model_of
+from vit_jax.models.block_ops import PLAIN, BlockOps
+from vit_jax.models.contract import field_names, with_known
+from vit_jax.run.watch.kernel_check import compare_with_plain, sample_block
+
+logger = logging.getLogger("vit_jax")
+
+_ROUNDS, _RUNS = 3, 10
+_SHOWN = 300  # characters of an error
+_FASTER = 0.95  # of the time of the calculated form, in every round, takes its place
+
+
+def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
+    """The name of the form, see `devices.kernels.find_forms`, that is fastest for the run's model.
+
+    A block runs forward and backward in each form, with the tokens, the dtype, the dropout and the
+    rows of one device. Another form takes the place of the calculated one if it is 5 % faster in
+    each of three rounds. A form that fails, or differs from the plain one, is left out with a
+    warning. Process 0 measures, on its own devices, and all take its answer. The answer is kept
+    beside the compiled programs.
+
+    Returns:
+      None: there is nothing to choose, as on CPUs.
+    """
+    model, forms = _find(settings, mesh)
+    if not any(ops.attention_kernel for ops in forms.values()):
+        return None
+    if max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1:
+        forms.pop("rows", None)  # needs whole parameters
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * settings.optimizer.accum_steps
+    images = settings.run.global_batch_size // ways
+
+    kind, size = mesh.devices.flat[0].device_kind, settings.data.image_size
+    facts = {"device": kind, "model": repr(settings.model), "image_size": size, "images": images}
+
+    def choose() -> str | None:
+        tensor = mesh.shape["tensor"]
+        here = [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
+        if len(here) < tensor:
+            logger.info("kernels are not measured: mesh.tensor=%d is larger than a host", tensor)
+            return None
+        share = make_mesh(replica=1, data=1, fsdp=1, tensor=tensor, devices=here[:tensor])
+        kept = _place(
+            facts
+            | {"mesh": dict(share.shape), "device": share.devices.flat[0].device_kind, **software()}
+        )
+        return _read(kept, forms) or _measure(model, share, images, [*forms], kept)
+
+    with watchdog.phase("compile"):
+        deadline_s = settings.job.compile_deadline_s
+        return processes.say_to_all("the fastest kernels", choose, deadline_s)
+
+
+def check_form(settings: Settings, mesh: Mesh) -> None:
+    """Raise InputError if the devices of `mesh` do not have the form `model.kernels`."""
+    name, (_, forms) = settings.model.kernels, _find(settings, mesh)
+    if name not in ("auto", "calculated", *forms):
+        raise InputError(
+            f"model.kernels={name!r}: {settings.model.name} has no such form on "
+            f"{mesh.devices.flat[0].device_kind}; use auto, calculated, {', '.join(forms)}"
+        )
+
+
+def _find(settings: Settings, mesh: Mesh) -> tuple[nn.Module, dict[str, BlockOps]]:
+    """The run's model, and its forms on the devices of `mesh`."""
+    model = with_known(model_of(settings.model, settings.data), constrain=constrain)
+    has_forms = "ops" in field_names(type(model))
+    return model, find_forms(model, mesh) if has_forms else {"plain": PLAIN}
+
+
+def _place(facts: Mapping[str, Any]) -> epath.Path | None:
+    """The file of an answer beside the compiled programs; None: these are not kept."""
+    folder = jax.config.read("jax_compilation_cache_dir")
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return folder and epath.Path(folder) / f"kernels-{digest[:16]}.json"
+
+
+def _read(kept: epath.Path | None, names: Collection[str]) -> str | None:
+    """The answer in a file; None: there is none."""
+    if kept is None or not kept.exists():
+        return None
+    try:
+        name = json.loads(kept.read_text())["fastest"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    if name not in names:
+        return None
+    logger.info("kernels: %s, as measured before", name)
+    return name
+
+
+def _measure(
+    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str], kept: epath.Path | None
+) -> str:
+    """The fastest form of `names`, the last of which is the calculated one; writes it to `kept`."""
+    began, kind = time.monotonic(), mesh.devices.flat[0].device_kind
+    runs = _compile_forms(model, mesh, images, names)
+    if not runs:
+        return names[-1]  # the step will fail too, and say why
+    rounds = [{name: _time(run) for name, run in runs.items()} for _ in range(_ROUNDS)]
+    seconds = {name: statistics.median(each[name] for each in rounds) for name in runs}
+    calculated = names[-1] if names[-1] in runs else min(runs, key=lambda name: seconds[name])
+    faster = [n for n in runs if all(each[n] < _FASTER * each[calculated] for each in rounds)]
+    name = min(faster, key=lambda name: seconds[name], default=calculated)
+    said = ", ".join(f"{n} {s * 1e3:.3g} ms" for n, s in seconds.items())
+    took_s = time.monotonic() - began
+    logger.info("kernels: %s; a block on %s: %s; measured in %.1f s", name, kind, said, took_s)
+    if kept is not None:
+        files.write_whole(kept, json.dumps({"fastest": name, "seconds": seconds}))
+    return name
+
+
+def _compile_forms(
+    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
+) -> dict[str, Callable[[], Any]]:
+    """Functions that run a block forward and backward, of the forms that compute as they should."""
+    forms, runs = find_forms(model, mesh), {}
+    for name in names:
+        of_form = model.clone(ops=forms[name])
+        try:
+            _, difference = compare_with_plain(of_form, mesh)
+            if difference is None:
+                run = _compile(of_form, mesh, images)
+                run()
+                runs[name] = run
+        except Exception as error:  # a compiler, a kernel or JAX may raise anything
+            difference = textwrap.shorten(f"{type(error).__name__}: {error}", _SHOWN)
+        if difference is not None:
+            logger.warning("model.kernels: the form %s is left out: %s", name, difference)
+    return runs
+
+
+def _compile(model: nn.Module, mesh: Mesh, images: int) -> Callable[[], Any]:
+    """A function that runs a block of `model` forward and backward, and waits for it."""
+    fields = {"stochastic_depth": getattr(model, "stochastic_depth", 0.0) > 0}
+    with jax.set_mesh(mesh):
+        sample = sample_block(model, mesh, images, fields)
+        arrays = sample.params, sample.x, sample.grad
+
+        def run(params, x, grad):
+            given = sample._replace(params=params, x=x, grad=grad)
+            return given.run(sample.block, train=True)
+
+        program = jax.jit(run, compiler_options=compiler_options(mesh)).lower(*arrays).compile()
+    return lambda: jax.block_until_ready(program(*arrays))
+
+
+def _time(run: Callable[[], Any]) -> float:
+    """The median seconds of a run."""
+    times = []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
