@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -198,7 +198,7 @@ class Record(contextlib.AbstractContextManager):
             yield facts | self._health.read() | self._spikes.read() | own
 
 
-def check_rows(run: Run, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
+def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
     """Warn, on process 0, if metrics.jsonl ends before the last row that `meta` tells of.
 
     And if there are rows, but no checkpoint. `rows`: of the file. That row was on disk before the
