@@ -73,6 +73,11 @@ def test_the_time_before_a_branch_is_trained_is_not_lost(tmp_path):
     assert past.seconds["restart"] == pytest.approx(45.0 - 20.0, abs=5)
 
 
+def test_a_clock_that_was_set_back_takes_nothing_away(tmp_path):
+    past = ledger.read_past(write_starts(tmp_path, (-9000.0, {}), (0.0, {})), ROWS, 15, start_s=4.0)
+    assert past.wall_s == 20.0 + 4.0 and past.seconds["restart"] == 0
+
+
 def test_the_age_of_a_process_counts_what_came_before_its_imports():
     code = "import time; time.sleep(0.5); from vit_jax.job.age import process_age as a; print(a())"
     before = time.monotonic()

@@ -69,11 +69,12 @@ def read_past(
                 if row["step"] <= until:
                     sums.add(row)
             whole.add(row)
-    wall_s = max(time.time() - began, 0.0) + of_branch.wall_s
+    # The clock may have been set back meanwhile.
+    wall_s = max(time.time() - began + of_branch.wall_s, whole.wall_s + start_s)
     seconds = {k: whole.seconds[k] - kept.seconds[k] for k in KINDS if k != "input_wait"}
     lost_s = whole.wall_s - kept.wall_s - sum(seconds.values())
     seconds["start"] += start_s
-    seconds["restart"] += max(wall_s - start_s - whole.wall_s, 0.0)
+    seconds["restart"] += wall_s - start_s - whole.wall_s
     if whole.wall_s > kept.wall_s:
         seconds["lost"] += lost_s
         steps = whole.step - (restored_step or 0)
