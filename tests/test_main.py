@@ -430,7 +430,7 @@ def test_a_token_in_an_address_is_no_part_of_what_is_stored(tmp_path, monkeypatc
     monkeypatch.setattr("sys.orig_argv", words)
     found = []
 
-    def train_and_evaluate(config, workdir, asked, choose_layout):
+    def train_and_evaluate(config, workdir, asked, choose_layout, began):
         record_start(epath.Path(workdir), (), None, asked)
         text = StoredConfig(config, config, {}).to_json()  # and of an earlier version
         before = parse_stored(text.replace(hide(whole), whole), epath.Path(workdir))
@@ -449,7 +449,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     words = [QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--config.seed=5"]
 
     def end_with(error):
-        def train_and_evaluate(config, workdir, asked, choose_layout):
+        def train_and_evaluate(config, workdir, asked, choose_layout, began):
             assert (config.seed, workdir) == (5, str(tmp_path / "workdir"))
             assert asked["overrides"] == {"seed": "5"} and asked["config"] in QUICKSTART
             if error is not None:

@@ -22,7 +22,7 @@ from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.experiment.model_name import describe_model
-from vit_jax.run.build import compare_value_ranges, prepare
+from vit_jax.run.build import compare_value_ranges, describe, prepare
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.sources import (
     check_evaluated_images,
@@ -430,3 +430,19 @@ def test_unlabelled_images_get_the_classes_of_the_teacher(golden, tmp_path, mode
         prepare(config, tmp_path / "run")
     config.objective.mode, config.data.num_classes = "features", None
     assert prepare(config, tmp_path / "run").resolved.config.data.num_classes == 1
+
+
+@pytest.mark.usefixtures("without_checks")
+def test_a_falling_rate_is_said_where_the_optimizer_averages_instead(tmp_path, caplog):
+    said = {}
+    for name, cooldown in (("cosine", 0), ("constant", 2), ("constant", 0)):
+        config = make_config()
+        config.global_batch_size, config.duration = 8, "10 steps"
+        config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+        config.optimizer.name, config.schedule.name = "schedule_free", name
+        config.schedule.warmup, config.schedule.cooldown = "5 steps", f"{cooldown} steps"
+        describe(prepare(config, tmp_path))
+        said[name, cooldown] = [m for m in caplog.messages if "learning rate falls" in m]
+        caplog.clear()
+    assert [len(lines) for lines in said.values()] == [1, 1, 0]
+    assert said["constant", 2][0].endswith("name=constant and --config.schedule.cooldown='0 steps'")

@@ -180,6 +180,9 @@ def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on_also_when_killed
         "same: constant from step 10 to step 20, at first with a learning rate of 0.0015; to "
         in (caplog.messages[-1])
     )
+    low = {"optimizer.peak_lr": 1e-5}
+    branch(folder / "whole/checkpoints/10", folder / "low", "constant", low)
+    assert caplog.messages[-1].startswith("--config.optimizer.peak_lr=1e-05: a model hardly learns")
     assert rows(folder / "same") == rows(folder / "whole")[:10]
     with pytest.raises(KeyboardInterrupt):
         run("same", callbacks=[kill])
@@ -228,4 +231,8 @@ def test_a_branch_that_is_branched_again_falls_from_the_last_rate_to_0(runs, cap
     schedule = schedule_of(settings_of(config))
     np.testing.assert_allclose([schedule(30), schedule(31), schedule(40)], [0, 1.5e-3, 0])
     says = "a learning rate of 0, which rises to 0.0015 by step 31; to"
+    assert says in capsys.readouterr().out
+    words = [f"--init_from={folder}/new", f"--workdir={folder}/fifth", "--rule=constant"]
+    assert main(["branch", *words, "--config.duration=40 steps"]) == 0
+    says = "WARNING: the learning rate is 3.67e-05 at this step of the run, after a peak of 0.0015"
     assert says in capsys.readouterr().out

@@ -23,7 +23,7 @@ from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
 from vit_jax.run.record import Record
 from vit_jax.run.train import train_and_evaluate
-from vit_jax.run.watch.guards import Health, Stalls
+from vit_jax.run.watch.guards import Health, Jumps, Stalls
 from vit_jax.run.watch.ledger import NO_PAST
 from vit_jax.run.watch.spikes import Spikes
 from vit_jax.run.writers import MetricWriter
@@ -99,6 +99,18 @@ def test_long_waits_are_named_once_until_they_are_over():
     assert "checkpoint.every='1000 steps' and checkpoint.memory_every='10 steps'" in text
     assert add(50.0, input_wait_s=1.0) == []
     assert len(add(70.0, input_wait_s=3.0)) == 1
+
+
+def test_each_jump_of_the_clock_is_named_once(monkeypatch):
+    clock, steady = FakeClock(), FakeClock()
+    monkeypatch.setattr("time.time", clock)
+    monkeypatch.setattr("time.monotonic", steady)
+    jumps = Jumps()
+    said = []
+    for clock_s, steady_s in ((60, 60), (-3540, 60), (60, 60), (100.5, 100)):
+        clock.now, steady.now = clock.now + clock_s, steady.now + steady_s
+        said += jumps.add({})
+    assert [text[:40] for text in said] == ["this host's clock has jumped by -3,600 s"]
 
 
 def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):

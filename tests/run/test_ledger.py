@@ -3,6 +3,8 @@
 import datetime
 import json
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -43,11 +45,12 @@ def test_kinds_add_up_to_the_wall_time():
 
 def test_what_a_kill_costs_is_lost_or_restart(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
-    past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, 10)
+    past = ledger.read_past(write_starts(tmp_path, (50.0, {})), iter(ROWS), 10, start_s=6.0)
+    assert past.seconds["start"] == 6.0
     assert past.seconds["lost"] == 4.0 and past.seconds["evaluation"] == 1.0
     assert caplog.messages == ["lost: 5 steps, 4.0 s; and the steps after the last row"]
     assert past.after_compiling(2.0).seconds["compile"] == 2.0
-    assert past.seconds["restart"] == pytest.approx(30.0, abs=5)
+    assert past.seconds["restart"] == pytest.approx(24.0, abs=5)
     assert past.wall_s == pytest.approx(50.0, abs=5) and past.input_wait_s == 0.5
 
 
@@ -68,3 +71,15 @@ def test_the_time_before_a_branch_is_trained_is_not_lost(tmp_path):
     past = ledger.read_past(run, ROWS, 15)
     assert past.wall_s == pytest.approx(15.0 + 30.0, abs=5)  # the wall time of step 10
     assert past.seconds["restart"] == pytest.approx(45.0 - 20.0, abs=5)
+
+
+def test_a_clock_that_was_set_back_takes_nothing_away(tmp_path):
+    past = ledger.read_past(write_starts(tmp_path, (-9000.0, {}), (0.0, {})), ROWS, 15, start_s=4.0)
+    assert past.wall_s == 20.0 + 4.0 and past.seconds["restart"] == 0
+
+
+def test_the_age_of_a_process_counts_what_came_before_its_imports():
+    code = "import time; time.sleep(0.5); from vit_jax.job.age import process_age as a; print(a())"
+    before = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert 0.5 <= float(said) <= time.monotonic() - before + 0.1

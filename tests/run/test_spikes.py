@@ -5,6 +5,8 @@ import io
 import json
 import math
 import pathlib
+import re
+import shlex
 
 import flax.linen as nn
 import jax
@@ -23,6 +25,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.schedules import schedule_of
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
+from vit_jax.main import main
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.patches import row_keys
@@ -34,7 +37,8 @@ from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.row_losses import make_row_losses
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
-QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+ROOT = pathlib.Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs/quickstart.py") + ":debug"
 POISONED = 27  # the step, in the second epoch
 
 
@@ -203,3 +207,12 @@ def test_spikes_that_follow_each_other_end_the_run():
     with pytest.raises(NonFiniteError, match="11 spikes in 100 steps"):
         found.find([(11, bad)])
     assert found.find([(step, bad) for step in range(1, 11)]) is None  # decided already
+
+
+@pytest.mark.slow  # 20 s
+def test_the_documented_command_shows_a_spike(tmp_path, capsys):
+    text = (ROOT / "docs/how_to/trust.md").read_text().replace("\\\n", "")
+    (command,) = re.findall("^vit_jax (.*runs/spike.*)$", text, re.MULTILINE)
+    words = shlex.split(command.replace("runs/spike", str(tmp_path)))
+    assert main(words) == 0
+    assert [*(tmp_path / "spikes").glob("*.json")] and "a spike: loss" in capsys.readouterr().out

@@ -4,14 +4,16 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vit_jax.base import files
-from vit_jax.checkpoints.history import read_history
+from vit_jax.checkpoints.history import read_history, read_values
 from vit_jax.run import writers
+from vit_jax.run.watch.ledger import read_past
 from vit_jax.run.writers import MetricWriter
 
 
@@ -91,6 +93,20 @@ def test_a_row_is_readable_at_once(tmp_path):
     assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 3.0)])
 
 
+def test_going_on_takes_no_memory_for_the_rows(tmp_path):
+    row = {f"train/metric_{i}": 0.123 for i in range(5)} | {"time/wall_s": 1.0}
+    lines = (json.dumps({"step": step, **row}) + "\n" for step in range(1, 10_001))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    workdir = writers.epath.Path(tmp_path)
+    tracemalloc.start()
+    assert read_past(workdir, read_history(workdir), 9000).seconds["lost"] == 0
+    assert read_values(workdir, 9000, {}, "test/top1".__eq__) == {}
+    open_writer(workdir, restored_step=9000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 500_000 and len(json_rows(tmp_path)) == 9000  # the file has 1.5 MB
+
+
 def test_flush_is_durable(tmp_path, monkeypatch):
     writer, synced = open_writer(tmp_path), []
     monkeypatch.setattr(writers.os, "fsync", synced.append)
@@ -115,8 +131,8 @@ def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
 )
 def test_object_stores_are_told_from_disks(path, kind, monkeypatch):
     for name in ("StoredObject", "LocalFile"):
-        monkeypatch.setattr(files, name, lambda path, content, name=name: name)
-    assert files.open_for_append(writers.epath.Path(path), b"") == kind
+        monkeypatch.setattr(files, name, lambda path, parts, name=name: name)
+    assert files.open_for_append(writers.epath.Path(path), ()) == kind
 
 
 @pytest.mark.parametrize("restored_step", [0, 20])

@@ -10,7 +10,7 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, Self, cast
 
 from etils import epath
@@ -79,7 +79,7 @@ def check_names(path: epath.Path, flag: str) -> None:
 def write_whole(path: epath.Path, content: str | bytes) -> None:
     """Write a file atomically: readers, even after a power failure, find the old or the new one."""
     data = content.encode() if isinstance(content, str) else content
-    open_for_append(path, data).close()
+    open_for_append(path, [data]).close()
 
 
 def read_lines(
@@ -193,13 +193,15 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
         raise
 
 
-def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":
-    """Replace `path` atomically by a file that holds `content`, and open it for appending.
+def open_for_append(path: epath.Path, parts: Iterable[bytes]) -> "LocalFile | StoredObject":
+    """Replace `path` atomically by a file that holds all `parts`, and open it for appending.
+
+    The parts may be read from `path` meanwhile.
 
     The result has `write(bytes)`, `flush()`, which makes all writes durable, `close()`, and
     `abandon()`, which closes it without flushing.
     """
-    return (StoredObject if _is_object(path) else LocalFile)(path, content)
+    return (StoredObject if _is_object(path) else LocalFile)(path, parts)
 
 
 def _is_object(path: epath.Path) -> bool:
@@ -209,9 +211,9 @@ def _is_object(path: epath.Path) -> bool:
 class LocalFile:
     """A file on a local or shared disk; other readers see each write at once."""
 
-    def __init__(self, path: epath.Path, content: bytes):
+    def __init__(self, path: epath.Path, parts: Iterable[bytes]):
         with replaced(path) as file:
-            file.write(content)
+            file.writelines(parts)
         self._file = open(path, "ab")  # noqa: SIM115 (closed by `close`)
 
     def write(self, data: bytes) -> None:
@@ -234,8 +236,10 @@ class LocalFile:
 class StoredObject:
     """An object in a store without append and rename; each flush uploads it whole."""
 
-    def __init__(self, path: epath.Path, content: bytes):
-        self._path, self._content = path, bytearray(content)
+    def __init__(self, path: epath.Path, parts: Iterable[bytes]):
+        self._path, self._content = path, bytearray()
+        for part in parts:
+            self._content += part
 
     def write(self, data: bytes) -> None:
         self._content += data

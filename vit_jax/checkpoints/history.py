@@ -5,7 +5,7 @@ with each state too, and count before the rows; runs stored before have only the
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -29,7 +29,10 @@ def read_history(workdir: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def read_values(
-    workdir: epath.Path, last_step: int, meta: Mapping[str, Any] | None = None
+    workdir: epath.Path,
+    last_step: int,
+    meta: Mapping[str, Any] | None = None,
+    is_asked: Callable[[str], bool] = lambda metric: True,
 ) -> dict[str, dict[int, float | None]]:
     """{metric: {step: value}} up to and with `last_step`, in the order of steps.
 
@@ -37,13 +40,14 @@ def read_values(
       workdir: of the run.
       last_step: a step.
       meta: saved with the state of that step; None: with the newest intact one up to it.
+      is_asked: whether a metric is read; the others take no memory.
     """
     if meta is None:
         meta = restore.newest_meta(workdir / "checkpoints", last_step)
     found: dict[str, dict[int, float | None]] = {}
     for row in read_history(workdir):
-        for metric, value in row.items():
-            found.setdefault(metric, {})[row["step"]] = value
+        for metric in filter(is_asked, row):
+            found.setdefault(metric, {})[row["step"]] = row[metric]
     for metric, values in meta.get("evaluated", {}).items():
         found.setdefault(metric, {}).update({int(at): value for at, value in values.items()})
     return {

@@ -8,6 +8,7 @@ The same command continues an earlier run in the workdir; so does --workdir=DIR 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.stored import read_asked
 from vit_jax.job import exit_codes
+from vit_jax.job.age import process_age
 from vit_jax.job.allocator import limit_arenas
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ def main(flags: argparse.Namespace) -> int:
     terminal.CONSOLE.quiet = flags.quiet or console.quiet
     command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
-        train.train_and_evaluate(config, flags.workdir, command, choose_layout)
+        train.train_and_evaluate(
+            config, flags.workdir, command, choose_layout, began=time.perf_counter() - process_age()
+        )
     except KeyboardInterrupt:  # outside of the loop, which saves
         steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
         saved, what = guards.say_saved(max(steps, default=None)), "continue" if steps else "begin"

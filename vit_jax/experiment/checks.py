@@ -5,6 +5,7 @@ from vit_jax.config import Part, Settings
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
+from vit_jax.experiment.objective import say_no_teacher
 from vit_jax.models import model_of
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.metrics import find_metrics
@@ -49,11 +50,14 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         f"schedule.lowered={schedule.lowered}: needs a branch of a run with "
         "optimizer.on_spike=lower, which sets it; leave it out",
     )
-    faults.need(
-        not (o.ema_decay is not None and o.averages),
-        f"optimizer.ema_decay={o.ema_decay}: optimizer.name={o.name!r} keeps its own average of "
-        "the weights; set it to None",
-    )
+    if o.averages and isinstance(objective, Part) and objective.needs_average:
+        faults.append(say_no_teacher(o, objective.name))
+    else:
+        faults.need(
+            not (o.ema_decay is not None and o.averages),
+            f"optimizer.ema_decay={o.ema_decay}: optimizer.name={o.name!r} keeps its own average "
+            "of the weights; set it to None",
+        )
     # models.check_model reports a name that is unknown.
     name = settings.model.name
     model = Faults().check(model_of, settings.model, settings.data) if name else None

@@ -50,11 +50,22 @@ def make_objective(
     return objective
 
 
+def say_no_teacher(optimizer: sections.Optimizer, objective: str) -> str:
+    """The fault of an optimizer whose own average takes the place of an objective's teacher."""
+    return (
+        f"optimizer.name={optimizer.name!r}: averages the weights in its own way, and the teacher "
+        f"of objective.name={objective!r} is the average by optimizer.ema_decay; take another "
+        "optimizer, such as --config.optimizer.name=adamw"
+    )
+
+
 def _check_needs(
     objective: Objective, name: str, optimizer: sections.Optimizer, batch: Iterable[str]
 ) -> None:
     """Raise InputError if the objective `name` needs what batches or the state do not hold."""
     unset = [key for key in ("ema_decay", "ema_decay_end") if getattr(optimizer, key) is None]
+    if objective.needs_average and optimizer.averages:
+        raise InputError(say_no_teacher(optimizer, name))
     if objective.needs_average and unset:
         raise InputError(
             f"optimizer.{unset[0]}=None: the teacher of objective.name={name!r} is the running "

@@ -229,10 +229,12 @@ class ObjectivePart(sections.Objective, Part):
 
     splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
+    needs_average: as in `Objective`; then no optimizer with an average of its own is let pass.
     split_params: of its own parameters and states, as `models.contract.Model.split_params`.
     """
 
     splits_on_cpus = False
+    needs_average = False
     split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
 
     @property

@@ -97,6 +97,7 @@ class SelfDistillation(ObjectivePart):
     gram_group: int = key(1, "images whose patches are compared", within=POSITIVE)
     gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
 
+    needs_average = True
     split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
 
     @property
@@ -137,7 +138,7 @@ class SelfDistillation(ObjectivePart):
             passes=_passes(model, facts.shapes, self.gram_weight > 0),
             needs=(GLOBAL, "mask"),
             couples_rows=True,
-            needs_average=True,
+            needs_average=self.needs_average,
             collapse=Collapse(
                 low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
                 entropy_limit=math.log(self.num_prototypes),

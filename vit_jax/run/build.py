@@ -229,6 +229,16 @@ def describe(run: Run) -> None:
             "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
             size, d.num_examples,
         )  # fmt: skip
+    o, schedule = run.settings.optimizer, run.settings.schedule
+    ends = np.minimum([schedule.start + schedule.warmup, e.total_steps - 1], e.total_steps - 1)
+    risen, last = np.asarray(e.schedule(ends)).tolist()
+    if o.averages and last < risen:
+        logger.warning(
+            "schedule.name=%r: the learning rate falls from %.3g to %.3g; optimizer.name=%r needs "
+            "a constant one after the warm-up, as it averages the weights instead: set "
+            "--config.schedule.name=constant%s", schedule.name, risen, last, o.name,
+            " and --config.schedule.cooldown='0 steps'" * bool(schedule.cooldown),
+        )  # fmt: skip
     for teacher in run.described_teachers:
         logger.info(
             "teacher: %s, %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]

@@ -47,19 +47,22 @@ class Interrupted(Preempted):
     """A process got Ctrl-C, and the run has saved; nothing should restart it automatically."""
 
 
-def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock) -> None:
+def loop(
+    run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock, began: float
+) -> None:
     """Train from `state`, saved with `meta`, to the end of `run`.
 
-    The record checks `lock` before each row of metrics and each save.
+    The record checks `lock` before each row of metrics and each save. `began`: as in
+    `train_and_evaluate`.
 
     Raises:
       Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
     """
     since, start = time.perf_counter(), int(state.step)
     # `catch_up` drops the rows after `start`.
-    history = [*read_history(run.workdir)]
-    check_rows(run, history, meta)
-    past = read_past(run.workdir, history, start if meta else None)
+    check_rows(run, read_history(run.workdir), meta)
+    restored_step = start if meta else None
+    past = read_past(run.workdir, read_history(run.workdir), restored_step, since - began)
     selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return

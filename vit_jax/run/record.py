@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +24,14 @@ from vit_jax.objectives.metrics import training_metrics
 from vit_jax.run.build import Run
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
-from vit_jax.run.watch.guards import CorruptRecords, Health, NonFiniteError, Stalls, check_finite
+from vit_jax.run.watch.guards import (
+    CorruptRecords,
+    Health,
+    Jumps,
+    NonFiniteError,
+    Stalls,
+    check_finite,
+)
 from vit_jax.run.watch.ledger import Past
 from vit_jax.run.watch.speed import Results, Throughput, chip_hours
 from vit_jax.run.watch.spikes import Spikes
@@ -76,7 +83,7 @@ class Record(contextlib.AbstractContextManager):
         self._pending: collections.deque = collections.deque()
         self._last, self._untold = dict[str, float](), dict[str, float]()
         ranks = [name for name, entry in settings.evals.items() if entry.measures_rank]
-        self._health = Health(e.objective.collapse, ranks, meta)
+        self._health, self._jumps = Health(e.objective.collapse, ranks, meta), Jumps()
         self._finish = training_metrics(settings.log, settings.loss, settings.data).finish
         batch_size = settings.run.global_batch_size
         self._corrupt = CorruptRecords(meta, settings.data, batch_size)
@@ -180,8 +187,9 @@ class Record(contextlib.AbstractContextManager):
     def _note(self, step: int, row: Mapping[str, float]) -> None:
         self._logged = step
         self._untold |= row
-        for warning in [*self._health.add(row), *self._stalls.add(row)]:
-            logger.warning("step %d: %s", step, warning)
+        for watch in self._health, self._stalls, self._jumps:
+            for warning in watch.add(row):
+                logger.warning("step %d: %s", step, warning)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
@@ -198,7 +206,7 @@ class Record(contextlib.AbstractContextManager):
             yield facts | self._health.read() | self._spikes.read() | own
 
 
-def check_rows(run: Run, rows: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
+def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, Any]) -> None:
     """Warn, on process 0, if metrics.jsonl ends before the last row that `meta` tells of.
 
     And if there are rows, but no checkpoint. `rows`: of the file. That row was on disk before the

@@ -111,8 +111,8 @@ def _read_values(
 
     A run that began with this key has saved its best step; another may have lost it.
     """
-    values = read_values(run.workdir, step, meta)
     chosen = chosen_metrics(run.settings.checkpoint, run.settings.stop)
+    values = read_values(run.workdir, step, meta, {*chosen.values()}.__contains__)
     found = {key: values.get(metric, {}) for key, metric in chosen.items()}
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")

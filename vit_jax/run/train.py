@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def train_and_evaluate(
     command: Mapping[str, Any] | None = None,
     choose_layout: ChooseLayout | None = None,
     callbacks: Sequence[Callback] = (),
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Train as `asked`, continuing the run in `workdir` if there is one.
 
@@ -46,6 +48,7 @@ def train_and_evaluate(
         record of starts.
       choose_layout: chooses the layout under `auto`; see `prepare`.
       callbacks: see `commands.train.train`.
+      began: `time.perf_counter` when the work for this start began; None: now.
 
     Returns:
       The summary, as in `workdir/summary.json`; {} on processes other than 0.
@@ -59,6 +62,7 @@ def train_and_evaluate(
       DivergedError: devices hold different copies of one value; the last good checkpoint is kept.
       ProcessError: another process of the job is missing.
     """
+    began = time.perf_counter() if began is None else began
     workdir, command = files.absolute(workdir), command or {}
     before = agree_on_run(workdir, asked.job.compile_deadline_s)
     run = prepare(asked, workdir, choose_layout, before, command.get("overrides", ()))
@@ -78,8 +82,8 @@ def train_and_evaluate(
         check_kernels(model, run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
-        begin(run, int(state.step) if meta else None, command, lock)
-        loop(run, state, meta, lock)
+        begin(run, int(state.step) if meta else None, command, lock, began)
+        loop(run, state, meta, lock, began)
         lock.check(fresh=True)
         return write_summary(run)
 
@@ -92,7 +96,11 @@ def compare_runs(run: Run, facts: Mapping[str, Any]) -> None:
 
 
 def begin(
-    run: Run, resumed_at: int | None, command: Mapping[str, Any], lock: Lock | NoLock
+    run: Run,
+    resumed_at: int | None,
+    command: Mapping[str, Any],
+    lock: Lock | NoLock,
+    began: float,
 ) -> None:
     """Write, on process 0, what the run is and how it was started.
 
@@ -103,7 +111,8 @@ def begin(
         write_workdir(run.workdir, run.resolved, run.train_source, run.division)
         write_teachers(run.workdir, run.described_teachers)
         (run.workdir / "summary.json").unlink(missing_ok=True)  # of an earlier end
-        record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
+        devices = run.mesh.devices.flatten().tolist()
+        record_start(run.workdir, devices, resumed_at, command, time.perf_counter() - began)
 
     def find() -> dict[str, Any]:
         start, size = resumed_at or 0, run.settings.run.global_batch_size

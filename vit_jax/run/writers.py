@@ -97,9 +97,9 @@ class JsonLines:
     def __init__(self, workdir: epath.Path, first_step: int, may_write: Callable[[], bool]):
         self._may_write = may_write
         path = workdir / ROWS
-        kept = [line + b"\n" for line, row in read_lines(path, check_row)
-                if (0 if row is None else row["step"]) < first_step]  # fmt: skip
-        self._file = open_for_append(path, b"".join(kept))
+        kept = (line + b"\n" for line, row in read_lines(path, check_row)
+                if (0 if row is None else row["step"]) < first_step)  # fmt: skip
+        self._file = open_for_append(path, kept)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         row = {"step": step, **finite_or_none(scalars)}
@@ -125,7 +125,7 @@ class TensorBoard:
 
     def __init__(self, workdir: epath.Path, first_step: int):
         # tensorboard's own EventFileWriter would import TensorFlow if it is installed.
-        self._file = open_for_append(workdir / _event_file_name(workdir), b"")
+        self._file = open_for_append(workdir / _event_file_name(workdir), ())
         self._records = RecordWriter(self._file)
         self._write_event(file_version="brain.Event:2")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -94,7 +94,7 @@ def best_step(path: epath.Path, settings: Settings) -> int:
             "train with --config.checkpoint.keep_best=METRIC, such as val/top1"
         )
     saved = restore.saved_steps(path / "checkpoints")
-    found = read_values(path, max(saved, default=0)).get(metric, {})
+    found = read_values(path, max(saved, default=0), is_asked=metric.__eq__).get(metric, {})
     values = {step: value for step, value in found.items() if step in saved}
     step, _ = find_best(values, find_direction(settings.evals, metric))
     if step is None:
@@ -222,9 +222,12 @@ def _results(
 
     `raw` selects the metrics of the raw weights of a run with a running average.
     """
+
+    def is_asked(name: str) -> bool:
+        return name.endswith("_raw") == raw and name.partition("/")[0] in evals
+
     return {
         name.removesuffix("_raw"): {"value": values[last], "step": last}
-        for name, values in read_values(path, step).items()
-        if name.endswith("_raw") == raw and name.partition("/")[0] in evals
+        for name, values in read_values(path, step, is_asked=is_asked).items()
         for last in [*values][-1:]
     }

@@ -113,10 +113,13 @@ def branch(
         " --trust_plugins" * bool(new.resolved.plugins),
     )  # fmt: skip
     if now < HARDLY_LEARNS * was:
+        is_given = "optimizer.peak_lr" in dict(as_pairs(overrides))
         logger.warning(
-            "the run had lowered its learning rate from %.3g to %.3g; to raise it again, give "
-            "--config.optimizer.peak_lr and --config.schedule.warmup, or branch from an earlier "
-            "step", was, now,
+            "--config.optimizer.peak_lr=%.3g: a model hardly learns with less than a "
+            "twentieth of the run's peak of %.3g; raise it" if is_given else
+            "the learning rate is %.3g at this step of the run, after a peak of %.3g; to raise it "
+            "again, give --config.optimizer.peak_lr and --config.schedule.warmup, or branch from "
+            "an earlier step", now, was,
         )  # fmt: skip
 
 

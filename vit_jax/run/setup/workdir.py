@@ -196,10 +196,11 @@ def record_start(
     devices: Sequence[jax.Device],
     resumed_at: int | None,
     command: Mapping[str, Any],
+    start_s: float = 0.0,
 ) -> None:
     """Adds the line of this start to WORKDIR/starts.jsonl; called by process 0, which holds it.
 
-    time, command, config, overrides: when, and the words of the command line.
+    time: when the process started. command, config, overrides: the words of the command line.
     resumed_at: the step that it went on from; null: from the beginning.
     commit, clean: state of the clone of vit_jax; null if it is no clone, as after pip install.
       Clean: no file that git follows was changed.
@@ -211,9 +212,11 @@ def record_start(
       devices: of its mesh; () for a branch, which trains nothing.
       resumed_at: the step that it goes on from; None: it begins.
       command: what else is known of the command, as "config" and "overrides".
+      start_s: seconds since the process started.
     """
+    started = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=start_s)
     line = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": started.isoformat(timespec="milliseconds"),
         "command": shlex.join(sys.orig_argv),
         **command,
         "resumed_at": resumed_at,

@@ -1,6 +1,7 @@
 """Reasons to end a run, or to warn: non-finite values, corrupt records, collapsed features."""
 
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ _LEAST_SHARE = 0.05  # of the width that the effective rank of healthy features 
 _NEAR = 0.01  # of the greatest entropy: as near to 0 or to it counts as there
 _ROWS = 5  # one after another, so that a single row warns of nothing
 _STALL_S, _STALL_SHARE = 10.0, 0.1
+_JUMP_S = 5.0  # between two rows; the host's time service may correct less
 _MORE = "docs/explanation/does_it_learn.md shows healthy and sick runs"
 
 
@@ -175,3 +177,22 @@ class Stalls:
             (self._said.add if stalls else self._said.discard)(kind)
         self._since, self._seconds = wall_s, dict.fromkeys(self._seconds, 0.0)
         return new
+
+
+class Jumps:
+    """Names each jump of this host's clock, `time.time`, once; see `add`."""
+
+    def __init__(self) -> None:
+        self._ahead = time.time() - time.monotonic()
+
+    def add(self, row: Mapping[str, float]) -> list[str]:
+        """Call with each row; return a warning if the clock has jumped since the last one."""
+        before, self._ahead = self._ahead, time.time() - time.monotonic()
+        jump = self._ahead - before
+        if abs(jump) < _JUMP_S:
+            return []
+        return [
+            f"this host's clock has jumped by {jump:+,.0f} s, or the host has slept; the durations "
+            "of this process do not count it, the time between two starts does: check the host's "
+            "time service (NTP)"
+        ]

@@ -2,8 +2,9 @@
 
 The rows of a run that went on are those up to the restored step, so what was computed in vain is
 not in them. It is in the row of the next start: `lost` is the time from the restored step's row to
-the last row of the earlier part, `restart` the time from there to the compilation. `lost` also has
-the steps up to a spike, which are computed again.
+the last row of the earlier part, `restart` the time from there to the start of the new process,
+`start` the time from there to the compilation. `lost` also has the steps up to a spike, which are
+computed again.
 """
 
 import datetime
@@ -18,7 +19,7 @@ from vit_jax.run.setup.workdir import read_starts
 
 logger = logging.getLogger("vit_jax")
 
-KINDS = ("input_wait", "compile", "evaluation", "save", "callbacks", "restart", "lost")
+KINDS = ("start", "input_wait", "compile", "evaluation", "save", "callbacks", "restart", "lost")
 
 
 class Past(NamedTuple):
@@ -45,48 +46,79 @@ NO_PAST = Past()
 
 
 def read_past(
-    workdir: epath.Path, history: Iterable[Mapping[str, Any]], restored_step: int | None
+    workdir: epath.Path,
+    history: Iterable[Mapping[str, Any]],
+    restored_step: int | None,
+    start_s: float = 0.0,
 ) -> Past:
     """The past of a run that goes on from `restored_step`; None: from scratch.
 
-    Needs the line of this start in starts.jsonl. `history`: the rows before any is dropped.
+    Needs the line of this start in starts.jsonl.
+
+    Args:
+      workdir: of the run.
+      history: the rows before any is dropped.
+      restored_step: see above.
+      start_s: since the time in the line of this start.
     """
-    rows = [row for row in history if row.get("time/wall_s") is not None]
-    wall_s = max(time.time() - _began(workdir, rows), 0.0)
-    kept = [row for row in rows if row["step"] <= (restored_step or 0)]
-    kept_until, until = (part[-1]["time/wall_s"] if part else 0.0 for part in (kept, rows))
-    counted, whole = add_up(kept), add_up(rows)
-    seconds = {kind: whole[kind] - counted[kind] for kind in KINDS if kind != "input_wait"}
-    lost_s = until - kept_until - sum(seconds.values())
-    seconds["restart"] += max(wall_s - until, 0.0)
-    if until > kept_until:
+    began, branched_at = _began(workdir)
+    whole, kept, of_branch = _Sums(), _Sums(), _Sums()
+    for row in history:
+        if row.get("time/wall_s") is not None:
+            for sums, until in (kept, restored_step or 0), (of_branch, branched_at):
+                if row["step"] <= until:
+                    sums.add(row)
+            whole.add(row)
+    # The clock may have been set back meanwhile.
+    wall_s = max(time.time() - began + of_branch.wall_s, whole.wall_s + start_s)
+    seconds = {k: whole.seconds[k] - kept.seconds[k] for k in KINDS if k != "input_wait"}
+    lost_s = whole.wall_s - kept.wall_s - sum(seconds.values())
+    seconds["start"] += start_s
+    seconds["restart"] += wall_s - start_s - whole.wall_s
+    if whole.wall_s > kept.wall_s:
         seconds["lost"] += lost_s
-        steps = rows[-1]["step"] - (restored_step or 0)
+        steps = whole.step - (restored_step or 0)
         logger.info("lost: %d steps, %.1f s; and the steps after the last row", steps, lost_s)
-    return Past(wall_s, add_up(kept)["input_wait"], seconds)
+    return Past(wall_s, kept.seconds["input_wait"], seconds)
 
 
-def _began(workdir: epath.Path, rows: Iterable[Mapping[str, Any]]) -> float:
-    """When a run began, by `time.time`; a branch pauses until it is trained for the first time."""
-    before_s, began = 0.0, time.time()
+def _began(workdir: epath.Path) -> tuple[float, int]:
+    """When a run or a branch was trained for the first time, by `time.time`; the branch's step.
+
+    The step is -1 of a run that is no branch.
+    """
+    began = time.time()
     for line in reversed(read_starts(workdir)):
         if "branch_of" in line:
-            past = [row["time/wall_s"] for row in rows if row["step"] <= line["resumed_at"]]
-            before_s = past[-1] if past else 0.0
-            break
+            return began, line["resumed_at"]
         began = datetime.datetime.fromisoformat(line["time"]).timestamp()
-    return began - before_s
+    return began, -1
+
+
+class _Sums:
+    """Sums over rows, added one by one.
+
+    seconds: of each of KINDS. steps_s, wall_s, step: in the last row that has them.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.steps_s, self.wall_s = dict.fromkeys(KINDS, 0.0), 0.0, 0.0
+        self.step = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for kind in KINDS:
+            self.seconds[kind] += row.get(f"time/{kind}_s") or 0.0
+        self.steps_s = row.get("time/seconds") or self.steps_s
+        self.wall_s, self.step = row.get("time/wall_s") or self.wall_s, row["step"]
 
 
 def add_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by kind up to the last row: `step`, each of KINDS, and `other`."""
-    found, steps_s, wall_s = dict.fromkeys(KINDS, 0.0), 0.0, 0.0
+    sums = _Sums()
     for row in rows:
-        for kind in KINDS:
-            found[kind] += row.get(f"time/{kind}_s") or 0.0
-        steps_s, wall_s = row.get("time/seconds") or steps_s, row.get("time/wall_s") or wall_s
-    found = {"step": max(steps_s - found["input_wait"], 0.0)} | found
-    return found | {"other": max(wall_s - sum(found.values()), 0.0)}
+        sums.add(row)
+    found = {"step": max(sums.steps_s - sums.seconds["input_wait"], 0.0)} | sums.seconds
+    return found | {"other": max(sums.wall_s - sum(found.values()), 0.0)}
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
