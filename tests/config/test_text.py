@@ -53,6 +53,7 @@ def in_repository(request, monkeypatch):
         ("data.image_size", "[32, 48]", (32, 48)),
         ("model.patch_size", "14", 14),
         ("data.mean", "0.485,0.456,0.406", (0.485, 0.456, 0.406)),
+        ("data.mean", "0.5", (0.5,)),
         ("data.std", "1,1,1", (1, 1, 1)),
         ("evals.test.every", "3 steps", "3 steps"),
         ("evals.test.batch_size", "128", 128),

@@ -16,6 +16,8 @@ from vit_jax.data.images.formats import Reading
 from vit_jax.data.images.given import image_files
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.main import main
+from vit_jax.run.setup.resolve import take_fields
+from vit_jax.run.setup.validation import find_faults, load_config
 from vit_jax.transfer.fit import fit
 from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import adapt_kernel
@@ -155,3 +157,17 @@ def test_a_grey_run_classifies_and_adapts_to_colour(grey, tmp_path, capsys):
 def test_a_grey_run_is_evaluated_and_starts_another(grey, tmp_path):
     assert main(["evaluate", f"--workdir={grey}"]) == 0
     assert main([*WORDS, f"--config.init_from={grey}", f"--workdir={tmp_path / 'tuned'}"]) == 0
+
+
+def test_one_channel_takes_the_mean_of_three_values():
+    """As it is, and where a source of three channels gives the values."""
+    images = np.full((1, 2, 2, 1), 51, np.uint8)
+    found = to_value_range(images, (0.1, 0.2, 0.6), (0.2, 0.3, 0.4))
+    np.testing.assert_allclose(found, (0.2 - 0.3) / 0.3, rtol=1e-6)
+    config = load_config("folder:debug", {"data.channels": 1, "data.mean": (0.1, 0.2, 0.6)})
+    assert not find_faults(config)
+    config = load_config("finetune:folder", {"data.channels": 1})
+    config.model.name, config.init_from, config.data.image_size = "ViT-mu/4", "model.npz", 8
+    model = vit_jax.create_model("ViT-mu/4", 10, 8)
+    source = Pretrained("model.npz", model, {}, Spec((8, 8), "half_pixel", (0.1, 0.2, 0.6)))
+    assert take_fields(config, source)["data.mean"] == (0.1, 0.2, 0.6)

@@ -156,3 +156,19 @@ def test_numbers_from_0_are_the_outputs_of_a_model_with_other_names(tmp_path):
     assert _match_own(source, key, words, False, "data.data_dir") is source
     with pytest.raises(InputError, match=r"are none of the model.s"):
         _match_own(source, key, words[1:], False, "data.data_dir")
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet", "folder"])
+def test_numbers_of_some_classes_are_outputs_of_the_model(kind, tmp_path):
+    source = open_of(kind, tmp_path, ["3", "0", "3"])
+    key = SplitKey(kind, "train", str(tmp_path))
+    labels = read_labels(source, 0, 3)
+    for names in (["bird", "cat", "dog", "fish"], [f"LABEL_{i}" for i in range(4)]):
+        found = _match_own(source, key, names, False, "data.data_dir")
+        assert found.class_names == tuple(names)
+        assert read_labels(found, 0, 3).tolist() == [3 if label else 0 for label in labels]
+        assert _match_own(source, key, names, True, "data.data_dir") is source
+    with pytest.raises(InputError, match=r"'3' are none .*; .* number them from 0 to 2"):
+        _match_own(source, key, ["bird", "cat", "dog"], False, "data.data_dir")
+    with pytest.raises(InputError, match=r"'0' are none"):  # 3 is a name, so numbers may be names
+        _match_own(source, key, ["1", "2", "3", "4"], False, "data.data_dir")

@@ -120,9 +120,8 @@ def test_a_run_on_images_with_several_labels(images, tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[1].split(",")[1] == ";".join(kept)
     export = f"--output={tmp_path / 'export'}"
     assert main(["export", f"--workdir={tmp_path / 'run'}", export, "--format=timm"]) == 0
-    several = ["--config=configs/evaluate.py:multilabel,list", where, "--config.loss.name=sigmoid",
-               f"--config.loss.class_weights={config['resolved']['loss']['class_weights']}",
-               "--config.data.multi_label=true", "--config.evals.multilabel.split=val"]  # fmt: skip
+    weights = config["resolved"]["loss"]["class_weights"]
+    several = ["--config=evaluate:multilabel,list", where, f"--config.loss.class_weights={weights}"]
     for source in ("run", "export"):
         capsys.readouterr()
         assert main(["evaluate", f"--init_from={tmp_path / source}", *several]) == 0

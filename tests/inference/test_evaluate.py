@@ -167,6 +167,20 @@ def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
     assert own[section][name] != expected
 
 
+def test_the_multilabel_evaluator_follows_the_loss_of_the_model(published):
+    pretrained, config = read_pretrained(published), evaluation_config("multilabel,list")
+    for stated in ("sigmoid", None):
+        spec = pretrained.spec._replace(loss=stated)
+        of = evaluation._OfSource(pretrained._replace(spec=spec)).complete(config, ())
+        assert of.data.multi_label and of.loss.name == "sigmoid"
+    spec = pretrained.spec._replace(loss="softmax")
+    of_softmax = evaluation._OfSource(pretrained._replace(spec=spec))
+    with at_fault("evals.multilabel.type"):
+        of_softmax.complete(config, ())
+    by_user = evaluation_config("multilabel,list", loss__name="sigmoid")
+    assert of_softmax.complete(by_user, {"loss.name"}).data.multi_label
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [("data.channels", "1"), ("data.num_classes", "3"), ("data.ops", "decode|flip")],

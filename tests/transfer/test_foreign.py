@@ -13,12 +13,14 @@ import pytest
 from at_fault import at_fault
 from published import random_model
 from safetensors.numpy import load_file, save_file
+from scipy.special import erf
 
 import vit_jax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIONS
 from vit_jax.models.deit import DeiT
+from vit_jax.models.gelu import GELU
 from vit_jax.models.position import NoPositions
 from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
 from vit_jax.transfer.pretrained import ops_for
@@ -355,6 +357,7 @@ def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
         ({}, -1.0, 1.0),
         ({"rescale_factor": 1 / 127.5}, -1.0, 3.0),
         ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3}, -1.0, 1.0),
+        ({"image_mean": 0.25, "image_std": 0.25}, -1.0, 3.0),
         ({"do_normalize": False}, 0.0, 1.0),
         ({"do_normalize": False, "do_rescale": False}, 0.0, 255.0),
     ):
@@ -369,7 +372,7 @@ def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
     [
         ({"do_resize": False}, "do_resize=False: needs true"),
         ({"do_pad": True}, "do_pad=True: needs false"),
-        ({"resample": 1}, "resample=1: needs 2 (bilinear) or 3 (bicubic)"),
+        ({"resample": 0}, "resample=0: needs 2 (bilinear) or 3 (bicubic)"),
         ({"size": {"longest_edge": 32}}, "size={'longest_edge': 32}: needs an int, height and"),
         ({"size": {"shortest_edge": 32}}, "size={'shortest_edge': 32}: needs do_center_crop=true"),
         ({"size": 24}, "size=24: needs 32 x 32, the image_size of config.json"),
@@ -405,6 +408,28 @@ def test_what_timm_states_and_cannot_be_held_is_refused(golden, tmp_path, mode):
     (key,) = mode
     with at_fault(key):
         read_pretrained(tmp_path / "timm_vit.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("act", "formula"),
+    [("gelu_python", lambda x: x * 0.5 * (1 + erf(x / np.sqrt(2)))),
+     ("gelu_fast", lambda x: 0.5 * x * (1 + np.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))),
+     ("gelu_accurate",
+      lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))),
+     ("swish", lambda x: x / (1 + np.exp(-x)))],
+)  # fmt: skip
+def test_other_words_of_transformers_for_an_activation(golden, tmp_path, act, formula):
+    """By the formulas of its ACT2FN; a mask token, which no tower uses, is left out."""
+    path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
+    change_json(path / "config.json", hidden_act=act)
+    arrays = load_file(path / "model.safetensors")
+    token = {"vit.embeddings.mask_token": np.ones((1, 1, 32), np.float32)}
+    save_file(arrays | token, path / "model.safetensors", metadata={"format": "pt"})
+    x = np.linspace(-6, 6, 999)
+    activation = GELU[read_pretrained(path).model.gelu]
+    np.testing.assert_allclose(
+        activation(x.astype(np.float32), None, None, 0.0), formula(x), atol=1e-6
+    )
 
 
 def test_the_loss_that_transformers_states(golden, tmp_path):

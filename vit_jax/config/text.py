@@ -149,7 +149,7 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
             raise ValueError("needs a list of strings in quotes, e.g. ['one', 'another']")
         return value
     if kind is tuple and type(value) in (int, float):
-        raise ValueError(f"needs a list of numbers; write a single one as {text},")
+        return (value,)
     if kind is tuple and not isinstance(value, tuple):
         raise ValueError("needs numbers separated by commas, e.g. 0.5,0.5,0.5")
     numbers = value if isinstance(value, tuple) else (value,)

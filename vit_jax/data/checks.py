@@ -72,11 +72,11 @@ def _check_pixels(d: Data, faults: Faults) -> None:
     )
     for key, values in {"mean": d.mean, "std": d.std}.items():
         numbers = all(isinstance(v, int | float) for v in values)
-        alike = len(values) in (1, 3) and len({*values}) == 1  # as the defaults are
+        alike = len(values) in (1, 3) and (d.channels == 1 or len({*values}) == 1)
         faults.need(
             numbers and (len(values) == d.channels or alike) and (key == "mean" or min(d.std) > 0),
-            f"data.{key}={values}: needs {d.channels} numbers, one per channel, for pixels in "
-            f"[0, 1]{', above 0' if key == 'std' else ''}",
+            f"data.{key}={values}: needs {d.channels} numbers, one per channel, or 1 for all, for "
+            f"pixels in [0, 1]{', above 0' if key == 'std' else ''}",
         )
 
 

@@ -350,8 +350,10 @@ def _box(height, width, corner, opposite):
 
 
 def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """`values`, one for each channel; where all are the same, of any number of channels."""
-    return (values[0],) * channels if len(set(values)) == 1 else tuple(values)
+    """`values`, one for each channel: all of one value, or for one channel their mean."""
+    if len(set(values)) == 1:
+        return (values[0],) * channels
+    return (sum(values) / len(values),) if channels == 1 else tuple(values)
 
 
 def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import InputError, few
 from vit_jax.data.contract import Source, fingerprint, read_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import with_channels
@@ -33,9 +33,11 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
     old_names = source.class_names or ()
     unknown = [name for name in old_names if name not in names]
     if unknown:
+        are_numbers = all(map(str.isdecimal, unknown))
+        numbered = f", or number them from 0 to {len(names) - 1} in its order" * are_numbers
         raise InputError(
-            f"the classes {', '.join(map(repr, unknown))} are none of the model's, which are "
-            f"{', '.join(map(repr, names))}; rename them, or leave them out"
+            f"the classes {few(map(repr, unknown))} are none of the model's, which are "
+            f"{few(map(repr, names))}; rename them, or leave them out{numbered}"
         )
     if old_names == tuple(names):
         return source

@@ -260,6 +260,16 @@ class _OfSource:
             config_lib.add_plugins(config, run["config"]["plugins"])
             stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
             stated["data.multi_label"] = run["config"]["data"]["multi_label"]
+        several = [n for n, e in config.evals.items() if EVALUATORS.find(e.type).multi_label]
+        if several:
+            loss = stated.setdefault("loss.name", spec.loss or "sigmoid")
+            stated["data.multi_label"] = True
+            faults.need(
+                not LOSSES.find(loss).excludes or "loss.name" in by_user,
+                f"evals.{several[0]}.type='multilabel': {self.source} was trained with "
+                f"loss.name={loss!r}, by which the classes of an image compete; evaluate it with "
+                "classification, or with --config.loss.name=sigmoid",
+            )
         default, found = map(config_lib.flatten, (config_lib.default_config(), config))
         config = with_values(config, {
             key: value

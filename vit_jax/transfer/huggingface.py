@@ -69,9 +69,7 @@ def read(source: Source) -> Pretrained:
     source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
     source.leave_out(r"(text_model|text_projection|visual_projection|logit_\w+)(\..*)?",
                      "what is not the image tower is")  # fmt: skip
-    if name not in VITS:
-        source.leave_out(r".*embeddings\.(mask_token|position_ids)",
-                         "what the tower does not use is")  # fmt: skip
+    source.leave_out(r".*embeddings\.(mask_token|position_ids)", "what the tower does not use is")
     model = _make_model(source, name, prefix, stated)
     params = read_rows(make_rows(name, prefix, model), source, model)
     names = class_names_of(read_labels(stated), model.num_classes, str(source.path))

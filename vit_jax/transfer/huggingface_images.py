@@ -14,9 +14,9 @@ logger = logging.getLogger("vit_jax")
 
 _PIXELS = {
     "do_resize": "true or false", "do_center_crop": "true or false", "do_rescale": "true or false",
-    "do_normalize": "true or false", "do_pad": "true or false", "resample": "a positive int",
-    "rescale_factor": "a positive number", "image_mean": "three numbers",
-    "image_std": "three positive numbers", "image_processor_type": "text",
+    "do_normalize": "true or false", "do_pad": "true or false", "resample": "an int from 0",
+    "rescale_factor": "a positive number", "image_mean": "1 or 3 numbers",
+    "image_std": "1 or 3 positive numbers", "image_processor_type": "text",
     "feature_extractor_type": "text", "ops": "text",
     **READING,
 }  # fmt: skip
@@ -110,7 +110,8 @@ def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float
     scale = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
     mean, std = (0.0,) * 3, (1.0,) * 3
     if given.get("do_normalize", True):
-        mean, std = (tuple(given.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
+        stated = (given.get(key, 0.5) for key in ("image_mean", "image_std"))
+        mean, std = (tuple(v) if isinstance(v, list) else (v,) * 3 for v in stated)
     return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 

@@ -12,8 +12,9 @@ from vit_jax.transfer.names import LINEAR, NORM, PATCHES, Row, find_unheld, row,
 from vit_jax.transfer.source import Source
 from vit_jax.transfer.timm_blocks import CLIP, HALF, IMAGENET
 
-GELU = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh",
-        "quick_gelu": "quick", "silu": "silu"}  # fmt: skip
+GELU = {"gelu": "exact", "gelu_python": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh",
+        "gelu_fast": "tanh", "gelu_accurate": "tanh", "gelu_python_tanh": "tanh",
+        "quick_gelu": "quick", "silu": "silu", "swish": "silu"}  # fmt: skip
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu", "silu": "silu"}
 VITS = ("vit", "deit")  # keys of KINDS
 _OURS = "encoder/layer_{i}"

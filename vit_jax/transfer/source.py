@@ -279,6 +279,7 @@ def _are_numbers(value: Any, length: int, above: float = -math.inf) -> bool:
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive int": lambda value: type(value) is int and value > 0,
+    "an int from 0": lambda value: type(value) is int and value >= 0,
     "a positive number": lambda value: _is_number(value) and value > 0,
     "a share above 0, at most 1": lambda value: _is_number(value) and 0 < value <= 1,
     "bilinear or bicubic": lambda value: value in ("bilinear", "bicubic"),
@@ -292,5 +293,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "two numbers": lambda value: _are_numbers(value, 2),
     "three numbers": lambda value: _are_numbers(value, 3),
     "three positive numbers": lambda value: _are_numbers(value, 3, above=0),
+    "1 or 3 numbers": lambda value: _is_number(value) or _are_numbers(value, 3),
+    "1 or 3 positive numbers": lambda v: _are_numbers(v if isinstance(v, list) else [v] * 3, 3, 0),
 }
 READING = {"exif": "true or false", "pixel_range": "two numbers"}  # of any format's files

@@ -120,3 +120,30 @@ def test_records_that_cannot_be_decoded_are_passed_over(tmp_path, config, two_op
         dict(make_columns(settings_of(config).data, config.seed, source))["original\n"]
     )
     assert (original[..., 0] == 200).all()
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_images_of_other_than_three_channels(tmp_path, config, channels):
+    """Every column but RandAugment's, and pixels as they are."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            PIL.Image.new("RGBA", (1 + i, 9), (200, 200, 200, 99)).save(
+                tmp_path / name / f"{i}.png"
+            )
+    config.data.name, config.data.data_dir = "folder", str(tmp_path)
+    config.data.channels, config.data.ops = channels, "decode|resize|flip"
+    settings, seed, source = drawn(config)
+    columns = dict(make_columns(settings, seed, source))
+    assert [*columns][3:] == [
+        "before\nrandaugment",
+        "mixup(8.0)\n",
+        "cutmix(1.0)\n",
+        "erase(1.0)\n",
+    ]
+    for name in ("data.ops\ndraw 1", "before\nrandaugment"):
+        expected = np.broadcast_to([200, 200, 200, 99][:channels], (4, 8, 8, channels))
+        np.testing.assert_array_equal(columns[name], expected)
+    draw_contact_sheet(settings, seed, source, tmp_path / "sheet.png")
+    sheet = np.asarray(PIL.Image.open(tmp_path / "sheet.png"))
+    assert (sheet == 200).all(-1).sum() > 3 * 112 * 112

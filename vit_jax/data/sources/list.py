@@ -289,7 +289,7 @@ def _parse_row(
     if len(labels) != 1 and multi_label is False:
         raise ValueError(
             f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
-            "--config=folder:multilabel"
+            "the word multilabel, as in --config=folder:multilabel"
         )
     split = split_of(str(row.get("split") or "").strip())
     if "split" in row and (split is None or only not in (None, split)):

@@ -15,6 +15,7 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
 from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
+from vit_jax.data.batch import decode_early
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 
@@ -35,7 +36,8 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
     training. The others show the image after the host ops of `data.ops` before `randaugment` (after
     all host ops if there is no `randaugment`): as it is; after each operation of RandAugment at
     magnitudes 5 and 15; after five draws of randaugment(2, 15); and after MixUp, CutMix and erasing
-    with strong parameters. Columns wrap into bands.
+    with strong parameters. Without three channels there are no columns of RandAugment. Columns wrap
+    into bands.
 
     Args:
       d, seed: of a resolved config.
@@ -43,12 +45,8 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
       output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: if the images are not in colour, or smaller than a crop.
+      InputError: if the images are smaller than a crop.
     """
-    if d.channels != 3:
-        raise InputError(
-            f"data.channels={d.channels}: augmentations are drawn in colour; leave it out"
-        )
     original, *changed = make_columns(d, seed, source)
     sheet = draw_bands(
         f"{d.name} {d.split}; data.ops: {d.ops}",
@@ -63,7 +61,7 @@ def draw_contact_sheet(d: Data, seed: int, source: Source, output: epath.PathLik
 
 
 def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
-    """The sheet's columns in order; each has one image, uint8 (h, w, 3), for each of four records.
+    """The sheet's columns in order; each has one image, uint8 (h, w, c), for each of four records.
 
     Args:
       d, seed: of a resolved config.
@@ -106,12 +104,12 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
         columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
     originals = on_host([*before, to_size], read)
     columns.append(("before\nrandaugment", originals))
-    for name in augment.OPERATIONS:
+    for name in augment.OPERATIONS if source.channels == 3 else ():
         for magnitude in _MAGNITUDES:
             changed = [augment.operate(name, image, magnitude).numpy() for image in originals]
             columns.append((f"{name}\nmagnitude {magnitude}", changed))
     (randaugment,), _ = parse_ops("randaugment(2, 15)", size)
-    for i in range(_SAMPLES):
+    for i in range(_SAMPLES if source.channels == 3 else 0):
         changed = on_host([randaugment], originals, i)
         columns.append((f"randaugment\n(2, 15), draw {i + 1}", changed))
     for op in _DEVICE_OPS:
@@ -130,12 +128,11 @@ def _first_readable(source: Source, row: int) -> tuple[int, np.ndarray, tf.Tenso
     for record in range(row * source.num_examples // _ROWS, source.num_examples):
         try:
             example = source.read(tf.constant(record, tf.int64))
-            pixels = to_pixels(example["image"])
+            pixels = to_pixels(example["image"], source.channels)
         except tf.errors.OpError:
             continue
         if example["mask"] > 0:
-            start = example["image"] if source.image_shape is None else pixels
-            return record, pixels.numpy(), start
+            return record, pixels.numpy(), decode_early(source, example["image"])
     raise InputError(f"data.name={source.name!r}: no image of {source.split} can be decoded")
 
 
@@ -156,6 +153,7 @@ def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
                 # Small images by the nearest pixel, so that single pixels show.
                 kinds = Image.Resampling
                 how = kinds.LANCZOS if max(image.shape) > _CELL else kinds.NEAREST
-                cell = ImageOps.contain(Image.fromarray(image), (_CELL, _CELL), how)
+                pixels = image[..., 0] if image.shape[-1] == 1 else image
+                cell = ImageOps.contain(Image.fromarray(pixels), (_CELL, _CELL), how)
                 sheet.paste(cell, (left, top + 2 * _LINE + _GAP + row * step))
     return sheet

@@ -242,7 +242,7 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     channels = changes.get("data.channels", d.channels)
     for key in ("mean", "std"):
         theirs = tuple(getattr(spec, key))
-        fits = len(theirs) == channels or len({*theirs}) == 1
+        fits = channels in (1, len(theirs)) or len({*theirs}) == 1
         if tuple(d[key]) == default[key] and fits:
             changes[f"data.{key}"] = theirs
     for key, theirs in (("exif", spec.exif is not False), ("pixel_range", spec.pixel_range)):

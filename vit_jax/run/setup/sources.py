@@ -121,6 +121,7 @@ def _match_own(
 ) -> data.Source:
     """A source of own images with the labels of a model's `class_names`, where it has them all.
 
+    Labels that are numbers below the number of classes, and no names, are the model's from 0.
     `where`: the key of the config that gives its folder.
 
     Raises:
@@ -128,13 +129,21 @@ def _match_own(
     """
     names = source.class_names
     is_own = SOURCES.find(key.data_name).is_own and key.classes is None
-    if not is_own or names is None or all(map(GENERIC_NAME.fullmatch, class_names)):
+    if not is_own or names is None:
         return source
     if not {*names} <= {*class_names}:
+        numbers = [int(name) for name in names if name.isdecimal()]
+        are_numbers = [*dict.fromkeys(numbers)] == numbers and len(numbers) == len(names)
         # Models call the classes of ImageNet by words, in the same order.
-        of_imagenet = all(map(SYNSET.fullmatch, names))
-        are_places = all(name.isdecimal() and int(name) == i for i, name in enumerate(names))
-        if learns or (len(names) == len(class_names) and (of_imagenet or are_places)):
+        of_imagenet = all(map(SYNSET.fullmatch, names)) and len(names) == len(class_names)
+        if learns or of_imagenet or (are_numbers and numbers == [*range(len(class_names))]):
+            return source
+        if are_numbers and max(numbers) < len(class_names) and not {*names} & {*class_names}:
+            logger.info("%s=%r: label numbers count the model's classes from 0: %s is %r",
+                        where, key.data_dir, names[0], class_names[numbers[0]])  # fmt: skip
+            names = tuple(class_names[number] for number in numbers)
+            source = dataclasses.replace(source, class_names=names)
+        elif all(map(GENERIC_NAME.fullmatch, class_names)):
             return source
     try:
         return data.match_classes(source, class_names)
