@@ -134,7 +134,7 @@ def load_predictor(source: epath.PathLike | Pretrained) -> Predictor:
 
 
 def _on_all(mesh: Mesh, variables: tree.PyTree) -> tree.PyTree:
-    """`variables` on every device; if they are there, `device_put`, which takes time, is skipped."""
+    """`variables` on every device; if they are there, `device_put` is left out: it takes time."""
     everywhere = NamedSharding(mesh, P())
     if all(getattr(x, "sharding", None) == everywhere for x in jax.tree.leaves(variables)):
         return variables
