@@ -45,7 +45,11 @@ setup(
     # With this line an editable install is an entry in a .pth file. Without it, it is an import
     # hook, which fails if the working directory holds a folder called vit_jax, e.g. the clone.
     package_dir={"": "."},
-    package_data={"vit_jax.diagnosis": ["reference_curves/*.json"], "vit_jax.insight": ["page/*"]},
+    package_data={
+        "vit_jax.diagnosis": ["reference_curves/*.json"],
+        "vit_jax.insight": ["page/*"],
+        "vit_jax.planning": ["recipe_costs.csv"],
+    },
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["vit_jax = vit_jax.main:execute_and_exit"]},
     python_requires=">=3.11",

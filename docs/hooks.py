@@ -247,9 +247,42 @@ def flags_of_others() -> str:
     return _table(("key", *LIBRARIES.values(), "differs"), rows)
 
 
+def recipe_costs() -> str:
+    """A table for each slice, by calculation and by its compiler."""
+    from vit_jax.planning.recipe_costs import read_costs
+
+    verdicts = {"yes": "", "maybe": " (may not fit)", "no": " (too much)"}
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in read_costs():
+        by_compiler = ", by its compiler" * (row["by"] == "compiler")
+        groups.setdefault(row["slice"] + by_compiler, []).append(row)
+    parts = []
+    for title, rows in groups.items():
+        columns = {
+            "recipe": lambda row: f"`{row['recipe']}`",
+            "batch": lambda row: f"{int(row['batch']):,}",
+            "layout": lambda row: row["layout"],
+            "Mcycles": lambda row: row["mcycles"],
+            "ms by kernels": lambda row: row["kernels_ms"],
+            "ms a step": lambda row: f"{float(row['step_ms']):,}",
+            "MFU": lambda row: f"{float(row['mfu']):.0%}",
+            "peak, GiB": lambda row: row["peak_gib"] + verdicts[row["fits"]],
+            "MiB sent: waits + hidden": lambda row: (
+                f"{int(row['waits_mib']):,} + {int(row['hidden_mib']):,}"
+            ),
+            "images/s": lambda row: f"{int(row['images_per_s']):,}",
+            "CPU ms there is": lambda row: row["cpu_ms"],
+            "chip-hours": lambda row: f"{float(row['chip_hours']):,.10g}",
+        }
+        shown = {head: [cell(row) for row in rows] for head, cell in columns.items()}
+        shown = {head: cells for head, cells in shown.items() if any(cells)}
+        parts += [f"## {title}", "", _table((*shown,), [*zip(*shown.values(), strict=True)]), ""]
+    return "\n".join(parts)
+
+
 _MADE = (
     commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
-    flags_of_others, host_ops, launchers, metrics, notebook,
+    flags_of_others, host_ops, launchers, metrics, notebook, recipe_costs,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -1,8 +1,8 @@
 """Submit a job to Slurm that saves before its time limit and requeues itself.
 
-  python launch/slurm.py --nodes=4 --gpus_per_node=8 --time=24:00:00 --sbatch=--partition=gpu -- \\
-    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=/shared/runs/vit_l \\
-    --config.data.data_dir=/shared/tensorflow_datasets
+  python launch/slurm.py --nodes=4 --gpus_per_node=8 --cpus_per_process=64 --time=24:00:00 \\
+    --sbatch=--partition=gpu -- --config=configs/pretrain.py:ViT-L/16,imagenet21k \\
+    --workdir=/shared/runs/vit_l --config.data.data_dir=/shared/tensorflow_datasets
 
 Run it on a login node, in a folder shared with the compute nodes, since they use the same Python.
 By default each node runs one process, which uses all its GPUs. The output of the processes is
@@ -11,8 +11,8 @@ written to WORKDIR/logs, or to slurm_logs/NAME if the workdir is in an object st
 `-- study ...` submits all members of a study that can run now as one array, one task each. For the
 report, run the command of the study itself afterwards (`python -m vit_jax.main study ...`):
 
-  python launch/slurm.py --gpus_per_node=1 -- study --config=quickstart --workdir=/shared/sweep \\
-    --sweep=optimizer.peak_lr=1e-3,3e-3 --sweep=seed=0,1
+  python launch/slurm.py --gpus_per_node=1 --cpus_per_process=8 -- study --config=quickstart \\
+    --workdir=/shared/sweep --sweep=optimizer.peak_lr=1e-3,3e-3 --sweep=seed=0,1
 
 The submitted script requeues the job whenever its processes have saved and ended with exit code 75:
 before the time limit, on preemption by Slurm, or after `scancel --signal=TERM JOB`. `scancel JOB`
@@ -74,7 +74,7 @@ def log_folder(job: Job) -> pathlib.Path:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Raise InputError for impossible counts, times or options."""
+    """Raise InputError for impossible counts, times or options; warn of GPUs that would wait."""
     if flags.gpus_per_node is not None and flags.gpus_per_node % flags.processes_per_node:
         raise InputError(
             f"--processes_per_node={flags.processes_per_node}: does not divide "
@@ -85,6 +85,13 @@ def check(flags: argparse.Namespace) -> None:
     for option in flags.sbatch:
         if not option.startswith("-"):
             raise InputError(f"--sbatch={option}: not an option; e.g. --sbatch=--partition=gpu")
+    gives_cpus = any(re.match(r"-c|--cpus-per-|--exclusive", option) for option in flags.sbatch)
+    if flags.gpus_per_node is not None and flags.cpus_per_process is None and not gives_cpus:
+        print(
+            "warning: --cpus_per_process: not given, and most clusters then give a process 1 CPU, "
+            "which reads images too slowly for its GPUs; e.g. --cpus_per_process=16",
+            file=sys.stderr,
+        )
 
 
 _SCRIPT = """\

@@ -8,6 +8,7 @@ import shlex
 import string
 
 import pytest
+import yaml
 from loaded_file import load_module
 
 from vit_jax.base.errors import InputError
@@ -211,8 +212,8 @@ def test_reference_of_launchers(hooks, monkeypatch):
 def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
     tables = [page for page in PAGES if "<!-- end of " in page.read_text()]
     assert [page.name for page in tables] == [
-        "trust.md", "commands.md", "config.md", "configs.md", "evaluators.md", "launchers.md",
-        "ops.md", "other_libraries.md", "notebook.md",
+        "recipe_costs.md", "trust.md", "commands.md", "config.md", "configs.md", "evaluators.md",
+        "launchers.md", "ops.md", "other_libraries.md", "notebook.md",
     ]  # fmt: skip
     for page in tables:
         text = page.read_text()
@@ -229,6 +230,14 @@ def test_reference_of_ops_has_every_op():
         assert f"\n### {name}\n\n`{name}{op.signature()}`: " in page
         assert all(f"- `{k}` (" in page for k in op.declared())
     assert "- `crop` (float, [0.01, 1]): Share" in page
+
+
+def test_the_site_can_be_searched_from_disk():
+    """Browsers start no worker there; without this file the plugin would fetch it from a host."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert "offline" in site["plugins"]
+    (script,) = site["extra"]["polyfills"]
+    assert "iframe-worker" in script and "window.Worker=" in (ROOT / "docs" / script).read_text()
 
 
 def test_docstrings_become_lists_and_labels():

@@ -1,17 +1,22 @@
-"""Makes the tables of docs/explanation/recipe_costs.md from plans of the recipes as they stand.
+"""Plans the recipes as they stand, and writes vit_jax/planning/recipe_costs.csv.
 
-python tools/recipe_costs.py [--compile=v5e:4x4,H100:8] [--slice=v5e:4x4] [WORD...] > rows.md
+python tools/recipe_costs.py [--compile=v5e:4x4,H100:8] [--slice=v5e:4x4] [WORD...]
+python docs/hooks.py   # puts the tables into docs/explanation/recipe_costs.md
 
 The compiler plans the slices of --compile; others are calculated. Only recipes that contain one of
-the WORDs are planned. A plan is cached, so the second call takes seconds.
+the WORDs are planned; other rows of the table stay. A plan is cached, so the second call takes
+seconds.
 """
 
 import argparse
+import csv
+import io
 import json
 import subprocess
 import sys
 
-from vit_jax.devices.chips import CHIPS
+from vit_jax.base.files import write_whole
+from vit_jax.planning.recipe_costs import TABLE, read_costs
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
 LARGER = "--config.data.num_classes=29593 --config.data.num_examples=3000000000"  # JFT-3B
@@ -43,45 +48,33 @@ RECIPES = (
     "cifar10",
 )
 GIANTS = tuple(f"giant:ViT-{size}/14,jft=jft3b {LARGER}" for size in ("g", "G", "22B"))
-# {slice: (dollars a chip and hour on demand, CPUs of a host, chips of a host)}
+# {slice: (CPUs of a host, chips of a host)}
 SLICES = {
-    "v5e:4x4": (1.2, 112, 4),
-    "v6e:4x4": (2.7, 180, 4),
-    "v5p:4x4x4": (4.2, 208, 4),
-    "H100:8": (3.0, 208, 8),
-    "B200:8": (5.0, 224, 8),
-    "v5e:16x16": (1.2, 112, 4),
-    "v5p:4x8x8": (4.2, 208, 4),
+    "v5e:4x4": (112, 4),
+    "v6e:4x4": (180, 4),
+    "v5p:4x4x4": (208, 4),
+    "H100:8": (208, 8),
+    "B200:8": (224, 8),
+    "v5e:16x16": (112, 4),
+    "v5p:4x8x8": (208, 4),
 }
 FOR_GIANTS = ("v5e:16x16", "v5p:4x8x8")
-COLUMNS = (
-    "ms a step",
-    "MFU",
-    "peak, GiB",
-    "MiB sent: waits + hidden",
-    "images/s",
-    "CPU ms there is",
-    "chip-hours",
-    "dollars",
-)
 
 
 def plan(recipe: str, topology: str, *, compiled: bool) -> dict | str:
     """The figures of the command `plan`, or the last line of its error."""
-    price, _, _ = SLICES[topology]
     words = ["plan", f"--config={recipe.split()[0]}", *recipe.split()[1:], "--format=json"]
-    words += [f"--topology={topology}", f"--price_per_chip_hour={price}", "--quiet"]
-    words += [] if compiled else ["--no_compile"]
+    words += [f"--topology={topology}", "--quiet", *([] if compiled else ["--no_compile"])]
     job = subprocess.run(
         [sys.executable, "-m", "vit_jax.main", *words], capture_output=True, text=True
     )
     return json.loads(job.stdout) if job.stdout else job.stderr.strip().splitlines()[-1]
 
 
-def row(recipe: str, topology: str, figures: dict) -> str:
-    """A row of the table of one slice."""
+def row(recipe: str, topology: str, figures: dict) -> dict[str, str]:
+    """A row of the table; MiB are those that a chip sends in a step."""
     run, memory = figures["estimate"]["run"], figures["memory_bytes"]
-    _, cpus, chips = SLICES[topology]
+    cpus, chips = SLICES[topology]
     cycles, by_kernel = figures["compiler_cycles"], figures["estimate"]["by_kernel"]
     sent = {True: 0.0, False: 0.0}
     for each in figures["collectives"] or ():
@@ -90,25 +83,36 @@ def row(recipe: str, topology: str, figures: dict) -> str:
     layers += "" if figures["remat"] == "none" else f", {figures['remat']} remat"
     layers += "" if figures["remat_layers"] is None else f" of {figures['remat_layers']}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures["mesh"].items() if size > 1)
-    verdict = "" if memory["fits"] else " (too much)"
-    verdict = " (may not fit)" if memory["may_not_fit"] else verdict
-    there_is = 1e3 * cpus / (run["images_per_s"] / figures["num_chips"] * chips)
-    cells = (
-        f"`{recipe.partition(' ')[0]}`",
-        f"{figures['global_batch_size']:,}",
-        f"{mesh}; {layers}",
-        *([f"{cycles / 1e6:,.1f}"] if cycles else []),
-        *([f"{1e3 * by_kernel['step_s']:,.1f}"] if by_kernel else []),
-        f"{1e3 * run['step_s']:,.1f}",
-        f"{run['mfu']:.0%}",
-        f"{memory['peak'] / 2**30:.1f}{verdict}",
-        f"{sent[False]:,.0f} + {sent[True]:,.0f}",
-        f"{run['images_per_s']:,.0f}",
-        f"{there_is:.1f}",
-        f"{run['chip_hours']:,.0f}",
-        f"{run['cost']:,.0f}",
-    )
-    return f"| {' | '.join(cells)} |"
+    cpu_s = cpus / (run["images_per_s"] / figures["num_chips"] * chips)
+    return {
+        "by": figures["by"],
+        "slice": topology,
+        "recipe": recipe.partition(" ")[0],
+        "batch": f"{figures['global_batch_size']}",
+        "layout": f"{mesh}; {layers}",
+        "mcycles": f"{cycles / 1e6:.1f}" if cycles else "",
+        "kernels_ms": f"{1e3 * by_kernel['step_s']:.1f}" if by_kernel else "",
+        "step_ms": f"{1e3 * run['step_s']:.1f}",
+        "mfu": f"{run['mfu']:.2f}",
+        "peak_gib": f"{memory['peak'] / 2**30:.1f}",
+        "fits": "maybe" if memory["may_not_fit"] else "yes" if memory["fits"] else "no",
+        "waits_mib": f"{sent[False]:.0f}",
+        "hidden_mib": f"{sent[True]:.0f}",
+        "images_per_s": f"{run['images_per_s']:.0f}",
+        "cpu_ms": f"{1e3 * cpu_s:.1f}",
+        "chip_hours": f"{run['chip_hours']:.4g}",
+    }
+
+
+def write_table(found: list[dict[str, str]]) -> None:
+    """Put `found` in the place of the rows of the same recipe, slice and `by`, or at the end."""
+    rows = {(row["by"], row["slice"], row["recipe"]): row for row in (*read_costs(), *found)}
+    order = [(by, topology) for by in ("calculation", "compiler") for topology in SLICES]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [*next(iter(rows.values()))], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows.values(), key=lambda row: order.index((row["by"], row["slice"]))))
+    write_whole(TABLE, text.getvalue())
 
 
 def main() -> None:
@@ -119,17 +123,14 @@ def main() -> None:
     flags = parser.parse_args()
     for topology in flags.slice or SLICES:
         recipes = GIANTS if topology in FOR_GIANTS else RECIPES
-        chosen = [r for r in recipes if not flags.words or any(word in r for word in flags.words)]
-        compiled = topology in flags.compile.split(",")
-        own = "ms by kernels" if CHIPS[topology.partition(":")[0]].is_gpu else "Mcycles"
-        heads = ("recipe", "batch", "layout", *([own] if compiled else []), *COLUMNS)
-        print(f"\n## {topology}\n\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-        for recipe in chosen:
-            figures = plan(recipe, topology, compiled=compiled)
+        for recipe in recipes:
+            if flags.words and not any(word in recipe for word in flags.words):
+                continue
+            figures = plan(recipe, topology, compiled=topology in flags.compile.split(","))
             if isinstance(figures, str):
                 print(f"{recipe} on {topology}: {figures}", file=sys.stderr)
             else:
-                print(row(recipe, topology, figures), flush=True)
+                write_table([row(recipe, topology, figures)])
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def test_few_images_without_a_pipeline_are_those_of_a_pipeline(golden, images, m
     np.testing.assert_array_equal(predictor(images, output="logits"), found)
     alone = vit_jax.predict(images, golden / "hf_vit", output="logits")
     np.testing.assert_array_equal(alone, found)
+    monkeypatch.delattr(jax, "device_put")  # which takes time for each weight, also for one there
+    np.testing.assert_array_equal(predictor(images, output="logits"), found)
 
 
 def test_a_table(golden, images, capsys):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from opened import with_known_facts
+from opened import config_json, with_known_facts
 from PIL import Image
 from read_settings import settings_of
 
@@ -20,7 +20,6 @@ import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.commands import plan as plan_command
 from vit_jax.config import base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
@@ -30,7 +29,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
-from vit_jax.planning import calculated, exchanges, hlo, plan_figures
+from vit_jax.planning import calculated, exchanges, hlo, plan_figures, plan_tables, recipe_costs
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_layouts, find_remedies, largest_batch
@@ -414,6 +413,45 @@ def test_estimate():
     assert figures["compiler"]["step_s"] >= figures["roofline"]["step_s"] == 1.5
 
 
+def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
+    """All seconds of all runs of a folder count; the answer says what its hours hold."""
+    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    alone = plan_by_command(capsys, *words)[1]["estimate"]["run"]
+    for name, waited in (("a", 1.0), ("b", 3.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config_json(base_config()))
+        row = {"step": 1, "time/seconds": 8.0, "time/input_wait_s": waited, "time/wall_s": 10.0}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    figures = plan_by_command(capsys, *words, f"--goodput_of={tmp_path}")[1]
+    run = figures["estimate"]["run"]
+    assert run["goodput"] == pytest.approx(12 / 20)
+    for key in ("hours", "chip_hours", "cost"):
+        assert run[key] == pytest.approx(alone[key] / 0.6)
+    assert " hours (goodput 60.0%), " in plan_tables.answer(figures)
+    assert main(["plan", *words, f"--goodput_of={tmp_path / 'none'}"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
+    """Of two rows of a recipe the compiler's counts; what does not fit is left out."""
+    costs = ("calculation,v5e:4x4,{},yes,32", "calculation,v5e:4x4,{},no,1",
+             "calculation,v5e:4x4,{},maybe,16", "calculation,H100:8,{},yes,1",
+             "compiler,v5e:4x4,{},yes,160")  # fmt: skip
+    rows = [row.format(name) for row, name in zip(costs, "abcda", strict=True)]
+    table = tmp_path / "costs.csv"
+    table.write_text("\n".join(["by,slice,recipe,fits,chip_hours", *rows, ""]))
+    monkeypatch.setattr(recipe_costs, "TABLE", table)
+    words = ("--topology=v5e:2x2", "--price_per_chip_hour=2")
+    code, found = plan_by_command(capsys, "--budget=320", *words)
+    assert code == 0 and [(row["recipe"], row["hours"], row["cost"]) for row in found] == [
+        ("c", 1.0, 32.0), ("a", 10.0, 320.0)
+    ]  # fmt: skip
+    assert main(["plan", "--budget=31", *words]) == 3
+    assert main(["plan", "--budget=320", "--topology=v4:2x2x1", "--price_per_chip_hour=2"]) == 2
+    assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err
+    assert main(["plan", "--budget=320"]) == 2
+
+
 def test_estimate_without_cycles():
     figures = estimate(fake_figures(topology="v6e:2x2"), None)
     assert figures["roofline"]["bound_by"] == "hbm" and not figures["roofline"]["is_minimum"]
@@ -711,11 +749,11 @@ def test_budget_comes_first(capsys):
     first = capsys.readouterr().out.splitlines()[0]
     assert f" {usual['step_s'] * 1e3:,.4g} ms a step, " in first and "at best" not in first
     assert run["cost"] < 0.01 and first.endswith(" under 0.001 chip-hours, cost under 0.01.")
-    table = plan_command.estimate_table(figures["estimate"])
+    table = plan_tables.estimate_table(figures["estimate"])
     labels = list(table.columns[0].cells)
     assert labels[0] == "step" and labels[-1] == "MFU, by the roofline"
     assert table.title.startswith("Estimates at ")
-    memory = plan_command.memory_table(figures, "chip")
+    memory = plan_tables.memory_table(figures, "chip")
     assert "0.0 MiB" not in [*memory.columns[1].cells]
 
 

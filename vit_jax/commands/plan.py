@@ -6,9 +6,14 @@ The real training step is compiled ahead of time for a TPU slice or GPUs, on any
 without them. Without their compiler (libtpu, JAX's plugin for CUDA), and with --no_compile, memory
 is calculated instead. Own images are only counted, no other data are read. Results are cached. Exit
 code 3: the run does not fit, in any layout that the config leaves open.
+
+  python -m vit_jax.main plan --budget=500 --topology=v5e:4x4 --price_per_chip_hour=1.2
+
+This lists the shipped recipes that cost at most 500, cheapest first; prices are yours to give.
 """
 
 import argparse
+import collections
 import functools
 import json
 import logging
@@ -19,7 +24,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.table import Column, Table
 
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
@@ -30,14 +34,9 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config import Settings
 from vit_jax.devices.chips import CHIPS, Slice, find_slice
-from vit_jax.devices.flops import format_bytes
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
-
-_SMALL = 0.01  # share of the time of all kernels, below which a kind has no row
-
-_BY = {"compiler": "the compiler", "calculation": "calculation"}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +47,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
     define_format_flag(parser)
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
+    parser.add_argument(
+        "--goodput_of", metavar="RUN",
+        help="workdir of a run on such machines, or a folder of runs; the hours then also hold the "
+        "share of time that these spent beside their steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budget", type=float, help="list shipped recipes that cost no more on chips of --topology"
+    )
     parser.add_argument(
         "--search", nargs="?", const="layout", choices=("layout", "batch"),
         help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
@@ -61,11 +68,15 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
+    if flags.budget is not None:
+        return _list_recipes(flags)
     example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     require_flags(flags, ("config", "topology"), example)
-    slice_, price = _find_slice(flags.topology, flags.num_slices), flags.price_per_chip_hour
+    slice_ = _find_slice(flags.topology, flags.num_slices)
     config = load_valid_config(flags)
+    known = _read_known(flags.price_per_chip_hour, flags.goodput_of)
 
+    from vit_jax.planning import plan_tables as tables
     from vit_jax.planning.plan_figures import show_sharding
     from vit_jax.planning.search import find_layouts
     from vit_jax.planning.targets import Target, start_planning
@@ -78,12 +89,12 @@ def main(flags: argparse.Namespace) -> int:
     target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
     start_planning(target)
     if flags.show_sharding:
-        return _show(flags, show_sharding(settings, target), sharding_table)
+        return _show(flags, show_sharding(settings, target), tables.sharding_table)
     if flags.search is not None:
-        rows = find_layouts(settings, target, price, batches=flags.search == "batch")
-        return _show(flags, rows, layouts_table, rows[0]["fits"])
-    figures = _plan(settings, target, price)
-    return _show(flags, figures, print_plan, figures["memory_bytes"]["fits"])
+        rows = find_layouts(settings, target, batches=flags.search == "batch", **known)
+        return _show(flags, rows, tables.layouts_table, rows[0]["fits"])
+    figures = _plan(settings, target, known)
+    return _show(flags, figures, tables.print_plan, figures["memory_bytes"]["fits"])
 
 
 def plan(
@@ -93,6 +104,7 @@ def plan(
     *,
     num_slices: int = 1,
     price_per_chip_hour: float | None = None,
+    goodput_of: str | os.PathLike | None = None,
     may_compile: bool = True,
 ) -> dict[str, Any]:
     """Estimate memory, communication, time and cost of a run on hardware you do not have.
@@ -107,6 +119,8 @@ def plan(
       topology: a TPU slice or GPUs: "v5e:4x4", "H100:64".
       num_slices: TPU slices, joined by DCN.
       price_per_chip_hour: in any currency; None: no cost.
+      goodput_of: a run on such machines, or a folder of runs; the hours then also hold the share of
+        time that these spent beside their steps. None: the hours are those of the steps.
       may_compile: False: calculate in seconds, without a compiler.
 
     Returns:
@@ -123,8 +137,41 @@ def plan(
     target = Target(_find_slice(topology, num_slices), num_slices, may_compile=may_compile)
     config = load_config(config, overrides)
     validate(config, [], "config")
+    known = _read_known(price_per_chip_hour, goodput_of)
     start_planning(target)
-    return _plan(resolve(config, Tables()).settings, target, price_per_chip_hour)
+    return _plan(resolve(config, Tables()).settings, target, known)
+
+
+def _read_known(
+    price_per_chip_hour: float | None, goodput_of: str | os.PathLike | None
+) -> dict[str, float | None]:
+    """What `estimate` gets to know: the price, and the goodput of runs."""
+    known: dict[str, float | None] = {"price_per_chip_hour": price_per_chip_hour, "goodput": None}
+    if goodput_of is None:
+        return known
+    from vit_jax.insight.runs import read_all
+    from vit_jax.run.watch.ledger import goodput
+
+    seconds: collections.Counter[str] = collections.Counter()
+    for run in read_all([goodput_of])[0]:
+        seconds.update(run.seconds)
+    if not (found := goodput(seconds)):
+        raise InputError(f"--goodput_of={goodput_of}: no step is timed yet; give a longer run")
+    return known | {"goodput": found}
+
+
+def _list_recipes(flags: argparse.Namespace) -> int:
+    """Print the shipped recipes that --budget pays for; exit code 3 if there are none."""
+    example = "vit_jax plan --budget=500 --topology=v5e:4x4 --price_per_chip_hour=1.2"
+    require_flags(flags, ("topology", "price_per_chip_hour"), example)
+    if flags.config or flags.search or flags.show_sharding:
+        raise InputError("--budget: lists shipped recipes; leave out --config, or leave out this")
+    from vit_jax.planning.plan_tables import recipes_table
+    from vit_jax.planning.recipe_costs import affordable
+
+    known = _read_known(flags.price_per_chip_hour, flags.goodput_of)
+    rows = affordable(flags.budget, find_slice(flags.topology), **known)
+    return _show(flags, rows, recipes_table, bool(rows))
 
 
 def _find_slice(topology: str, num_slices: int) -> Slice:
@@ -137,20 +184,20 @@ def _find_slice(topology: str, num_slices: int) -> Slice:
     return found
 
 
-def _plan(settings: Settings, target: Any, price: float | None) -> dict[str, Any]:
-    """The figures of the fastest layout that a config leaves open."""
+def _plan(settings: Settings, target: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of the fastest layout that a config leaves open, given what is `known`."""
     from vit_jax import planning
     from vit_jax.planning.search import plan_layouts, rank_layouts
 
     layouts = rank_layouts(settings, target)
     if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
-        logger.info("%s", _first_answer(layouts[0], target, price))
+        logger.info("%s", _first_answer(layouts[0], target, known))
     settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
-    return _estimated(figures, settings, target, price)
+    return _estimated(figures, settings, target, known)
 
 
 def _estimated(
-    figures: dict[str, Any], settings: Settings, target: Any, price: float | None
+    figures: dict[str, Any], settings: Settings, target: Any, known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`figures` of the plan of `settings` with time and cost, and if it does not fit with remedies.
 
@@ -159,22 +206,23 @@ def _estimated(
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.search import find_remedies
 
-    figures |= {"estimate": estimate(figures, price)}
+    figures |= {"estimate": estimate(figures, **known)}
     if not figures["memory_bytes"]["fits"]:
         by_calculation = figures["by"] != "compiler"
         figures["remedies"] = find_remedies(settings, target, figures, calculate=by_calculation)
     return figures
 
 
-def _first_answer(settings: Settings, target: Any, price: float | None) -> str:
+def _first_answer(settings: Settings, target: Any, known: Mapping[str, Any]) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     from vit_jax.planning.calculated import calculate_plan
+    from vit_jax.planning.plan_tables import answer
 
     try:
         figures = calculate_plan(settings, target)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
-    shown = answer(_estimated(figures, settings, target, price))
+    shown = answer(_estimated(figures, settings, target, known))
     return f"{shown}. The compiler's figures follow."
 
 
@@ -188,232 +236,3 @@ def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) 
         for part in draw(result):
             console.print(part, soft_wrap=isinstance(part, str))  # the answer is one line
     return exit_codes.DONE if fits else exit_codes.DOES_NOT_FIT
-
-
-def answer(figures: dict[str, Any]) -> str:
-    """One sentence about a plan: whether it fits, how long it takes and what it costs.
-
-    If it does not fit, also a change with which it does, if `figures` has "remedies".
-    """
-    memory, by = figures["memory_bytes"], _BY[figures["by"]]
-    space = f"{_bytes(memory['peak'])} of {_bytes(memory['capacity'])} a device"
-    time = _time(figures["estimate"]["run"])
-    if memory["fits"]:
-        verdict = "May not fit" if memory["may_not_fit"] else "Fits"
-        return f"{verdict}, by {by}: {space}; {time}"
-    parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
-    if "remedies" in figures:
-        parts.append(_remedy(figures["remedies"]))
-    return "; ".join(parts)
-
-
-def _time(run: dict[str, Any]) -> str:
-    """Time of a step, MFU, and hours and cost of the run: the figures to budget."""
-    cost = "" if run["cost"] is None else f", cost {_amount(run['cost'], ',.2f', 0.01)}"
-    hours = _amount(run["hours"], ",.3g")
-    return (
-        f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
-        f"{hours} hours, {_amount(run['chip_hours'])} chip-hours{cost}"
-    )
-
-
-def _amount(amount: float, form: str = ",.4g", least: float = 0.001) -> str:
-    """Hours or money; what is below `least` is worth no digits."""
-    return f"under {least}" if 0 < amount < least else f"{amount:{form}}"
-
-
-def _remedy(remedies: list[dict[str, Any]]) -> str:
-    """The change to make: the last one that `find_remedies` gives."""
-    last = remedies[-1] if remedies else {"fits": False}
-    if last["fits"]:
-        return f"fits with {_as_flags(last['change'])} ({_bytes(last['peak_bytes'])})"
-    suggested = f"; try {_as_flags(last['change'])}" if last["fits"] is None else ""
-    return f"nothing tried fits{suggested}"
-
-
-def _as_flags(change: dict[str, Any]) -> str:
-    return " ".join(
-        f"--{'' if key == 'topology' else 'config.'}{key}={value}" for key, value in change.items()
-    )
-
-
-def print_plan(figures: dict[str, Any]) -> list[Any]:
-    """The answer in one line, then tables of the plan and the assumptions of its estimates."""
-    estimate = figures["estimate"]
-    per = "chip" if figures["devices_per_chip"] == 1 else "device (half a chip)"
-    parts: list[Any] = [
-        f"{answer(figures)}.",
-        run_table(figures),
-        memory_table(figures, per),
-        work_table(figures, per),
-    ]
-    if figures["collectives"] is not None:
-        parts.append(collectives_table(figures["collectives"], per))
-    parts.append(estimate_table(estimate))
-    for kind in ("compiler", "at_utilisation", "by_kernel", "roofline"):
-        if estimate[kind] is not None:
-            assumptions = "; ".join(estimate[kind]["assumptions"])
-            parts.append(f"{kind.replace('_', ' ')}: assumes {assumptions}.")
-    return parts
-
-
-def run_table(figures: dict[str, Any]) -> Table:
-    """Table of the run that is planned."""
-    from vit_jax.planning.targets import readable_mesh
-
-    hosts = figures["num_hosts"]
-    slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
-    took = f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""
-    rows = {
-        "chips": f"{figures['num_chips']:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
-        "mesh": readable_mesh(figures["mesh"]),
-        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
-        "layers": describe_layers(figures),
-        "parameters": f"{figures['num_params']:,}",
-        "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
-        "steps": f"{figures['total_steps']:,}",
-        "by": f"{_BY[figures['by']]}{took}",
-    }
-    return _pairs(f"{figures['model']} on {figures['topology']}", rows)
-
-
-def memory_table(figures: dict[str, Any], per: str) -> Table:
-    """Table of the memory of a device, called `per`, and of a host."""
-    memory = figures["memory_bytes"]
-    shown = ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
-             "peak", "capacity", "margin")  # fmt: skip
-    rows = {name.replace("_", " "): _bytes(memory[name]) for name in shown}
-    rows = {name: size for name, size in rows.items() if size != "0.0 MiB"}
-    fits = "maybe" if memory["may_not_fit"] else "yes"
-    rows["fits"] = fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much"
-    rows["host, at save"] = _bytes(figures["host_bytes_at_save"])
-    return _pairs(f"Memory of a {per}", rows)
-
-
-def work_table(figures: dict[str, Any], per: str) -> Table:
-    """Table of what a step computes and accesses."""
-    flops, cycles, rows = figures["flops"], figures["compiler_cycles"], {}
-    if (by_sizes := flops["model_per_image_by_sizes"]) is not None:
-        rows["FLOPs of the model, by its sizes"] = _flops(by_sizes * figures["global_batch_size"])
-    rows["FLOPs of the model, counted"] = _flops(flops["model_per_step"])
-    rows["FLOPs with recomputation, counted"] = _flops(flops["counted_per_step"])
-    if figures["hbm_bytes_accessed"] is not None:
-        what = "bytes accessed" if figures["by"] == "compiler" else "HBM accessed"
-        rows[f"{what} by a {per}"] = _bytes(figures["hbm_bytes_accessed"])
-    if cycles is not None:
-        rows["compiler's estimate"] = f"{cycles / 1e6:,.1f} Mcycles"
-        for kernel in figures["kernels"]:
-            call = f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}"
-            rows[call] = f"{kernel['cycles'] / 1e6:,.1f} Mcycles"
-    elif figures["kernels"]:
-        rows |= _kernel_rows(figures["kernels"])
-    return _pairs("Work of a step", rows)
-
-
-def _kernel_rows(kernels: list[dict[str, Any]]) -> dict[str, str]:
-    """Rows of the kernels of a GPU, the longest first; those of little time in one."""
-    whole = sum(row["roofline_s"] for row in kernels)
-    large = [row for row in kernels if row["roofline_s"] >= _SMALL * whole]
-    rows = {
-        f"{row['count']:,} x {row['name']}, bound by {row['bound_by']}": _ms(row["roofline_s"])
-        for row in large
-    }
-    if number := sum(row["count"] for row in kernels if row not in large):
-        rows[f"{number:,} x others"] = _ms(whole - sum(row["roofline_s"] for row in large))
-    return rows
-
-
-def describe_layers(row: dict[str, Any]) -> str:
-    """How the layers of a plan are compiled, e.g. "unrolled, remat full in the first 10"."""
-    of_some = "" if row["remat_layers"] is None else f" in the first {row['remat_layers']}"
-    return f"{'scanned' if row['scan'] else 'unrolled'}, remat {row['remat']}{of_some}"
-
-
-def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
-    """Table of the exchanges between devices in one step."""
-    table = Table("", "axes", "network", "count", "bytes", f"sent by a {per}", "meanwhile",
-                  title="Exchanges in a step")  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row["kind"], " ".join(row["axes"]), row["network"], f"{row['count']:,}",
-            _bytes(row["bytes"]), _bytes(row["sent_bytes"]),
-            "computes" if row["asynchronous"] else "waits",
-        )  # fmt: skip
-    return table
-
-
-def estimate_table(estimate: dict[str, Any]) -> Table:
-    """Table of time and cost; all figures are estimates."""
-    roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
-    share = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
-    rows = {
-        "step": f"{run['step_s'] * 1e3:,.4g} ms",
-        "MFU": f"{run['mfu']:.1%}",
-        "images/s": f"{run['images_per_s']:,.0f}",
-        "hours": _amount(run["hours"]),
-        "chip-hours": _amount(run["chip_hours"]),
-    }
-    if run["tpu_core_days"] is not None:
-        rows["TPU-core-days"] = _amount(run["tpu_core_days"])
-    if run["cost"] is not None:
-        rows["cost"] = _amount(run["cost"], ",.2f", 0.01)
-    if estimate["by_kernel"] is not None:
-        rows["step, each kernel by its roofline"] = _ms(estimate["by_kernel"]["step_s"])
-        rows["MFU, each kernel by its roofline"] = f"{estimate['by_kernel']['mfu']:.1%}"
-    bound = f"bound by {roofline['bound_by']}"
-    rows["step, by the roofline"] = f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}"
-    rows["MFU, by the roofline"] = f"{roofline['mfu']:.1%}"
-    return _pairs(f"Estimates {share}", rows)
-
-
-def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
-    """One row per layout, the fastest first, and the words that select it."""
-    from vit_jax.planning.targets import readable_mesh
-
-    columns = ("mesh", "layers", "batch", "peak", "images/s", "MFU", "hours")
-    table = Table(*columns, title="Layouts; speeds are estimates")
-    for row in rows:
-        cells = [
-            readable_mesh(row["mesh"]), describe_layers(row), f"{row['global_batch_size']:,}",
-            _bytes(row["peak_bytes"]),
-        ]  # fmt: skip
-        if row["fits"]:
-            run = row["estimate"]
-            cells += [f"{run['images_per_s']:,.0f}", f"{run['mfu']:.1%}", f"{run['hours']:,.4g}"]
-        else:
-            cells.append("does not fit")
-        table.add_row(*cells)
-    if not rows[0]["fits"]:
-        return [table]
-    return [table, f"the fastest: {_as_flags(rows[0]['changes']) or 'as the config has it'}"]
-
-
-def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:
-    """One row per parameter."""
-    name = Column("parameter", no_wrap=True)  # never shortened, even in a narrow terminal
-    table = Table(name, "shape", "split over", "a device", title="Parameters")
-    for row in rows:
-        axes = ", ".join("+".join(a) if isinstance(a, list) else a or "-" for a in row["sharding"])
-        table.add_row(row["name"], str(tuple(row["shape"])), axes or "-",
-                      _bytes(row["bytes_per_device"]))  # fmt: skip
-    return [table]
-
-
-def _pairs(title: str, rows: dict[str, str]) -> Table:
-    """Table of names and values."""
-    table = Table("", "", title=title, show_header=False)
-    for row in rows.items():
-        table.add_row(*row)
-    return table
-
-
-def _bytes(number: float) -> str:
-    return format_bytes(int(number)) if number >= 0 else f"-{format_bytes(int(-number))}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.4g} ms"
-
-
-def _flops(number: float) -> str:
-    return f"{number / 1e12:,.4g} TFLOP"

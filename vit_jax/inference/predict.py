@@ -134,7 +134,11 @@ def load_predictor(source: epath.PathLike | Pretrained) -> Predictor:
 
 
 def _on_all(mesh: Mesh, variables: tree.PyTree) -> tree.PyTree:
-    return jax.device_put(variables, NamedSharding(mesh, P()))
+    """`variables` on every device; if they are there, `device_put` is left out: it takes time."""
+    everywhere = NamedSharding(mesh, P())
+    if all(getattr(x, "sharding", None) == everywhere for x in jax.tree.leaves(variables)):
+        return variables
+    return jax.device_put(variables, everywhere)
 
 
 def outputs(

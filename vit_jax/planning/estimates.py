@@ -8,7 +8,11 @@ from vit_jax.devices.chips import CHIPS, Chip
 USUAL_SHARE = 0.4  # of the peak, with what is computed again; for large matrices
 
 
-def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:
+def estimate(
+    figures: Mapping[str, Any],
+    price_per_chip_hour: float | None = None,
+    goodput: float | None = None,
+) -> dict[str, Any]:
     """Estimate the time of a step and of the run from `plan`'s figures.
 
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
@@ -16,7 +20,9 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
     Beside it, `by_kernel` is the time of a program that is compiled for GPUs: each kernel by the
     roofline, one after the other.
-    `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`.
+    `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
+    are those of the steps, divided by `goodput`, the share of steps in the time of a run like it;
+    None: input, evaluations, saves and restarts are left out.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)
@@ -29,13 +35,14 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
         by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     else:
         by, step = "at_utilisation", _at_utilisation(figures, chip, roofline)
-    hours = step["step_s"] * figures["total_steps"] / 3600
+    hours = step["step_s"] * figures["total_steps"] / 3600 / (goodput or 1.0)
     chip_hours = hours * figures["num_chips"]
     run = {
         "by": by,
         "step_s": step["step_s"],
         "mfu": step["mfu"],
         "images_per_s": figures["global_batch_size"] / step["step_s"],
+        "goodput": goodput,
         "hours": hours,
         "chip_hours": chip_hours,
         "tpu_core_days": None if chip.is_gpu else chip_hours * (1 + chip.has_two_cores) / 24,

@@ -192,14 +192,15 @@ def _calculated_batch(settings: Settings, target: Target) -> int | None:
 def find_layouts(
     settings: Settings,
     target: Target,
-    price_per_chip_hour: float | None = None,
     *,
     batches: bool = False,
+    **known: float | None,
 ) -> list[dict[str, Any]]:
     """Layouts for the config's global batch, the fastest that fit first.
 
     A key of LAYOUT_KEYS that the config sets itself keeps its value. With `batches` the layouts are
-    all meshes with all remat policies instead, each with the largest batch that fits.
+    all meshes with all remat policies instead, each with the largest batch that fits. `known`: the
+    price and the goodput of `estimate`.
     """
     plan = functools.partial(planning.plan, target=target)
     found = _largest_batches(settings, target) if batches else _layouts(settings, target, plan)
@@ -209,7 +210,7 @@ def find_layouts(
         row = {"changes": changes, "fits": memory["fits"], "peak_bytes": memory["peak"]}
         row |= {key: figures[key] for key in _SHOWN}
         if memory["fits"]:
-            row["estimate"] = estimate(figures, price_per_chip_hour)["run"]
+            row["estimate"] = estimate(figures, **known)["run"]
         rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
 

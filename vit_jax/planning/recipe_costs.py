@@ -1,0 +1,49 @@
+"""What the shipped recipes cost: the table that tools/recipe_costs.py writes."""
+
+import csv
+import pathlib
+from typing import Any
+
+from vit_jax.base.errors import InputError
+from vit_jax.devices.chips import Slice, find_slice
+
+TABLE = pathlib.Path(__file__).with_name("recipe_costs.csv")
+
+
+def read_costs() -> list[dict[str, str]]:
+    """The rows of the table: a recipe on a slice, by calculation or (later rows) by a compiler."""
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def affordable(
+    budget: float, target: Slice, price_per_chip_hour: float, goodput: float | None = None
+) -> list[dict[str, Any]]:
+    """The recipes that cost at most `budget` on the chips of `target`, the cheapest first.
+
+    Args:
+      budget: in the currency of `price_per_chip_hour`.
+      goodput: as in `estimate`.
+
+    Returns:
+      For each {"recipe", "slice", "fits", "goodput", "hours", "chip_hours", "cost"}. The slice is
+      the one that the table has of these chips.
+
+    Raises:
+      InputError: the table has no such chips.
+    """
+    rows = read_costs()
+    own = {row["recipe"]: row for row in rows if row["slice"].partition(":")[0] == target.chip}
+    if not own:
+        known = ", ".join(dict.fromkeys(row["slice"] for row in rows))
+        raise InputError(f"--topology={target.name}: no costs are known for its chips; {known} are")
+    found: list[dict[str, Any]] = []
+    for row in own.values():
+        chip_hours = float(row["chip_hours"]) / (goodput or 1.0)
+        cost = chip_hours * price_per_chip_hour
+        if cost <= budget and row["fits"] != "no":
+            figures = {key: row[key] for key in ("recipe", "slice", "fits")}
+            hours = chip_hours / find_slice(row["slice"]).num_chips
+            figures |= {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
+            found.append(figures)
+    return sorted(found, key=lambda row: row["cost"])
