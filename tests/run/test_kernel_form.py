@@ -144,6 +144,9 @@ def test_the_answer_is_kept_for_later_runs_and_in_the_run(clock, use_forms, tmp_
     config = vit_jax.load_config("quickstart:debug", {"duration": "6 steps"})
     train_and_evaluate(config, tmp_path / "first")
     assert read_stored(tmp_path / "first").resolved.model.kernels == "rows"
+    found = map(json.loads, (tmp_path / "first" / "metrics.jsonl").read_text().splitlines())
+    chosen_s = [row["time/choose_s"] for row in found if "time/choose_s" in row]
+    assert len(chosen_s) == 1 and chosen_s[0] > 0
     assert {*json.loads((tmp_path / "kept.json").read_text())["seconds"]} == {"plain", "rows"}
 
     def measure(*args):

@@ -105,6 +105,7 @@ class Run:
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     callbacks: the user's functions, called where the run logs or evaluates.
+    choose_s: what the measurement of kernels took at this start.
     """
 
     resolved: Resolved
@@ -123,6 +124,7 @@ class Run:
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
+    choose_s: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -194,6 +196,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         division=opened.division(),
         teachers=teachers,
         described_teachers=described,
+        choose_s=opened.choose_s,
         **_first_weights(
             settings.run, settings.data, experiment, opened.pretrained, train_source.class_names
         ),

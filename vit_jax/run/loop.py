@@ -62,7 +62,9 @@ def loop(
     # `catch_up` drops the rows after `start`.
     check_rows(run, read_history(run.workdir), meta)
     restored_step = start if meta else None
-    past = read_past(run.workdir, read_history(run.workdir), restored_step, since - began)
+    past = read_past(
+        run.workdir, read_history(run.workdir), restored_step, since - began, run.choose_s
+    )
     selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 import jax
@@ -59,6 +60,7 @@ class Files(Opener):
       not need it.
     divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
+    choose_s: what the measurement of kernels took.
     """
 
     def __init__(self, workdir: epath.Path, before: StoredRun, choose: ChooseLayout | None):
@@ -66,6 +68,7 @@ class Files(Opener):
         self.pretrained: transfer.Pretrained | None = None
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
+        self.choose_s = 0.0
 
     def find_faults(self, config: ConfigDict) -> list[str]:
         faults = Faults()
@@ -188,7 +191,9 @@ class Files(Opener):
             return {}
         if stored is not None and self.has_devices_of(stored):
             return {}
+        since = time.perf_counter()
         name = choose_kernels(settings, self.mesh)
+        self.choose_s = time.perf_counter() - since
         return {} if name is None else {"model.kernels": name}
 
 

@@ -3,7 +3,8 @@
 The rows of a run that went on are those up to the restored step, so what was computed in vain is
 not in them. It is in the row of the next start: `lost` is the time from the restored step's row to
 the last row of the earlier part, `restart` the time from there to the start of the new process,
-`start` the time from there to the compilation. `lost` also has the steps up to a spike, which are
+`start` the time from there to the compilation, but for what
+`choose` took, the measurement of kernels. `lost` also has the steps up to a spike, which are
 computed again.
 """
 
@@ -19,7 +20,8 @@ from vit_jax.run.setup.workdir import read_starts
 
 logger = logging.getLogger("vit_jax")
 
-KINDS = ("start", "input_wait", "compile", "evaluation", "save", "callbacks", "restart", "lost")
+KINDS = ("start", "choose", "input_wait", "compile", "evaluation", "save", "callbacks", "restart",
+         "lost")  # fmt: skip
 
 
 class Past(NamedTuple):
@@ -50,6 +52,7 @@ def read_past(
     history: Iterable[Mapping[str, Any]],
     restored_step: int | None,
     start_s: float = 0.0,
+    choose_s: float = 0.0,
 ) -> Past:
     """The past of a run that goes on from `restored_step`; None: from scratch.
 
@@ -60,6 +63,7 @@ def read_past(
       history: the rows before any is dropped.
       restored_step: see above.
       start_s: since the time in the line of this start.
+      choose_s: of these, what the measurement of kernels took.
     """
     began, branched_at = _began(workdir)
     whole, kept, of_branch = _Sums(), _Sums(), _Sums()
@@ -73,7 +77,8 @@ def read_past(
     wall_s = max(time.time() - began + of_branch.wall_s, whole.wall_s + start_s)
     seconds = {k: whole.seconds[k] - kept.seconds[k] for k in KINDS if k != "input_wait"}
     lost_s = whole.wall_s - kept.wall_s - sum(seconds.values())
-    seconds["start"] += start_s
+    seconds["start"] += start_s - choose_s
+    seconds["choose"] += choose_s
     seconds["restart"] += wall_s - start_s - whole.wall_s
     if whole.wall_s > kept.wall_s:
         seconds["lost"] += lost_s
