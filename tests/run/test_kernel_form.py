@@ -118,7 +118,7 @@ def test_another_form_must_be_faster_in_every_round(seconds, chosen, clock, monk
         clock.now += next(rounds[name]) - 1.0
 
     runs = {name: functools.partial(run, name) for name in seconds}
-    monkeypatch.setattr(kernel_choice, "_compile_forms", lambda *args: runs)
+    monkeypatch.setattr(kernel_choice, "_compile_forms", lambda *args: (runs, {}))
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     assert kernel_choice._measure(None, mesh, 1, ["plain", "attention", "rows"], None) == chosen
 

@@ -9,7 +9,7 @@ import importlib
 import types
 
 COMMANDS = ("train", "branch", "evaluate", "predict", "export", "benchmark", "plan", "study",
-            "label", "report", "status", "figures", "check", "doctor", "configs",
+            "label", "report", "status", "figures", "check", "doctor", "certify", "configs",
             "models", "keys")  # fmt: skip
 
 

@@ -32,7 +32,6 @@ from vit_jax.commands.flags import (
     positive_int,
     require_flags,
 )
-from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -44,33 +43,15 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
     """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import input as input_benchmark
 
-    settings, source = open_data(config)
+    settings, source = input_benchmark.open_training_data(config)
     return input_benchmark.measure_input(settings, source, num_rounds=flags.repeat)
-
-
-def open_data(config: ConfigDict) -> tuple[Settings, Any]:
-    """The resolved settings and the training data."""
-    from vit_jax.config import train_split
-    from vit_jax.run.setup.opener import Tables
-    from vit_jax.run.setup.resolve import resolve
-
-    tables = Tables(opens_data=True)
-    settings = resolve(config, tables).settings
-    return settings, tables.sources[train_split(settings.data)]
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import step
-    from vit_jax.planning.search import choose_layout
-    from vit_jax.run.setup.opener import Tables, check_mesh
-    from vit_jax.run.setup.resolve import resolve
 
-    mesh = check_mesh(config)
-    settings = resolve(config, Tables(mesh)).settings
-    if config.auto:  # as a run
-        settings = choose_layout(settings, mesh)
-        mesh = check_mesh(settings.config)
+    settings, mesh = step.settle_step(config)
     return step.measure_step(settings, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
@@ -99,8 +80,9 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
     require_flags(flags, ("output",), "--output=sheet.png")
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
+    from vit_jax.diagnosis.benchmarks.input import open_training_data
 
-    settings, source = open_data(config)
+    settings, source = open_training_data(config)
     draw_contact_sheet(settings.data, settings.run.seed, source, flags.output)
     logger.info("drawn: %s", flags.output)
 

@@ -20,11 +20,12 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 from rich.console import Console
 
+from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
@@ -35,6 +36,9 @@ from vit_jax.commands.flags import (
 from vit_jax.config import Settings
 from vit_jax.devices.chips import CHIPS, Slice, find_slice
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.planning.measured import Certificate
 
 logger = logging.getLogger("vit_jax")
 
@@ -51,6 +55,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--goodput_of", metavar="RUN",
         help="workdir of a run on such machines, or a folder of runs; the hours then also hold the "
         "share of time that these spent beside their steps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measured", metavar="FILE", type=files.absolute,
+        help="certificate.json of `certify`: its time and memory in the place of assumptions; a "
+        "CPU's needs no --topology",
     )  # fmt: skip
     parser.add_argument(
         "--budget", type=float, help="list shipped recipes that cost no more on chips of --topology"
@@ -71,8 +80,15 @@ def main(flags: argparse.Namespace) -> int:
     if flags.budget is not None:
         return _list_recipes(flags)
     example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
-    require_flags(flags, ("config", "topology"), example)
-    slice_ = _find_slice(flags.topology, flags.num_slices)
+    certificate = _read_measured(flags)
+    if certificate is not None and certificate.is_of_cpu and flags.topology is None:
+        require_flags(flags, ("config",), example)
+        slice_ = certificate.slice
+    else:
+        require_flags(flags, ("config", "topology"), example)
+        slice_ = _find_slice(flags.topology, flags.num_slices)
+    if certificate is not None:
+        certificate.check_chip(slice_.chip)
     config = load_valid_config(flags)
     known = _read_known(flags.price_per_chip_hour, flags.goodput_of)
 
@@ -86,14 +102,15 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     settings = resolve(config, Tables()).settings
-    target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
+    may_compile = not (flags.no_compile or certificate)
+    target = Target(slice_, flags.num_slices, may_compile=may_compile)
     start_planning(target)
     if flags.show_sharding:
         return _show(flags, show_sharding(settings, target), tables.sharding_table)
     if flags.search is not None:
         rows = find_layouts(settings, target, batches=flags.search == "batch", **known)
         return _show(flags, rows, tables.layouts_table, rows[0]["fits"])
-    figures = _plan(settings, target, known)
+    figures = _plan(settings, target, known, certificate)
     return _show(flags, figures, tables.print_plan, figures["memory_bytes"]["fits"])
 
 
@@ -184,7 +201,23 @@ def _find_slice(topology: str, num_slices: int) -> Slice:
     return found
 
 
-def _plan(settings: Settings, target: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+def _read_measured(flags: argparse.Namespace) -> "Certificate | None":
+    """The certificate of --measured; None: none is given."""
+    if flags.measured is None:
+        return None
+    if flags.search is not None:
+        raise InputError("--measured: plans one layout; leave out --search")
+    from vit_jax.planning.measured import read_certificate
+
+    return read_certificate(flags.measured)
+
+
+def _plan(
+    settings: Settings,
+    target: Any,
+    known: Mapping[str, Any],
+    certificate: "Certificate | None" = None,
+) -> dict[str, Any]:
     """The figures of the fastest layout that a config leaves open, given what is `known`."""
     from vit_jax import planning
     from vit_jax.planning.search import plan_layouts, rank_layouts
@@ -193,6 +226,9 @@ def _plan(settings: Settings, target: Any, known: Mapping[str, Any]) -> dict[str
     if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, known))
     settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
+    if certificate is not None:
+        figures = certificate.correct(figures, target)
+        known = {**known, "share_of_peak": certificate.nearest_to(figures).share_of_peak}
     return _estimated(figures, settings, target, known)
 
 

@@ -45,9 +45,15 @@ class Chip(NamedTuple):
     has_nvlink: bool = False
 
     @property
+    def platform(self) -> str:
+        """JAX's name of its platform: "tpu", "gpu" or, of a certificate only, "cpu"."""
+        kind = self.device_kinds[0]
+        return "tpu" if kind.startswith("TPU") else "cpu" if kind == "cpu" else "gpu"
+
+    @property
     def is_gpu(self) -> bool:
-        """Whether the chip is a GPU; otherwise it is a TPU."""
-        return not self.device_kinds[0].startswith("TPU")
+        """Whether the chip is a GPU."""
+        return self.platform == "gpu"
 
     @property
     def has_two_cores(self) -> bool:

@@ -12,6 +12,7 @@ def estimate(
     figures: Mapping[str, Any],
     price_per_chip_hour: float | None = None,
     goodput: float | None = None,
+    share_of_peak: float | None = None,
 ) -> dict[str, Any]:
     """Estimate the time of a step and of the run from `plan`'s figures.
 
@@ -22,7 +23,8 @@ def estimate(
     roofline, one after the other.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
     are those of the steps, divided by `goodput`, the share of steps in the time of a run like it;
-    None: input, evaluations, saves and restarts are left out.
+    None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`, the
+    time is that of `at_utilisation` with it.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)
@@ -31,7 +33,9 @@ def estimate(
     estimates["by_kernel"] = None
     if chip.is_gpu and figures["kernels"]:
         estimates["by_kernel"] = _by_kernel(figures, chip, hidden, added)
-    if _is_timed_by_compiler(figures, chip):
+    if share_of_peak is not None:
+        by, step = "at_utilisation", _as_measured(figures, chip, share_of_peak)
+    elif _is_timed_by_compiler(figures, chip):
         by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     else:
         by, step = "at_utilisation", _at_utilisation(figures, chip, roofline)
@@ -112,6 +116,18 @@ def _at_utilisation(
         "mfu": flops["model_per_step"] / (step_s * peak),
         "step_s": step_s,
         "assumptions": [f"{USUAL_SHARE:.0%} of the chip's peak, usual for large matrices; {told}"],
+    }
+
+
+def _as_measured(figures: Mapping[str, Any], chip: Chip, share: float) -> dict[str, Any]:
+    """A step's time at a measured share of the peak."""
+    flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
+    step_s = flops["counted_per_step"] / (share * peak)
+    return {
+        "share_of_peak": share,
+        "mfu": flops["model_per_step"] / (step_s * peak),
+        "step_s": step_s,
+        "assumptions": [f"{share:.0%} of the chip's peak, as measured with {figures['measured']}"],
     }
 
 

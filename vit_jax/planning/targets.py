@@ -52,8 +52,9 @@ class Target(NamedTuple):
     @property
     def is_compiled_for(self) -> bool:
         """Whether its compiler, libtpu or JAX's plugin for CUDA, is used; else it is calculated."""
-        has_tpus = importlib.util.find_spec("libtpu") is not None
-        return self.may_compile and (has_cuda() if self.chip.is_gpu else has_tpus)
+        if not self.may_compile or self.chip.platform == "cpu":
+            return False
+        return has_cuda() if self.chip.is_gpu else importlib.util.find_spec("libtpu") is not None
 
 
 def start_planning(target: Target) -> None:
@@ -101,6 +102,8 @@ class DescribedGpu(DescribedDevice):
 def describe_devices(target: Target) -> list[DescribedDevice]:
     """Describe the target's devices, without its compiler."""
     kind = target.chip.device_kinds[0]
+    if target.chip.platform == "cpu":
+        return [DescribedDevice(i, 0, kind, "cpu") for i in range(target.num_chips)]
     if target.chip.is_gpu:
         major, minor = GPUS[target.slice.chip].capability
         describe = functools.partial(DescribedGpu, compute_capability=f"{major}.{minor}")
@@ -142,7 +145,7 @@ def target_of(devices: Sequence[Any]) -> Target | None:
     """The hardware that `devices` are; None if its peaks and its memory are not known."""
     kind = devices[0].device_kind
     chip = next((name for name, facts in CHIPS.items() if kind in facts.device_kinds), None)
-    if chip is None:
+    if chip is None or devices[0].platform == "cpu":
         return None
     number, num_slices = count_chips(devices), count_slices(devices)
     if CHIPS[chip].is_gpu:

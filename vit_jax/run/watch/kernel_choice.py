@@ -120,13 +120,18 @@ def _measure(
 ) -> str:
     """The fastest form of `names`, the last of which is the calculated one; writes it to `kept`."""
     began, kind = time.monotonic(), mesh.devices.flat[0].device_kind
-    runs = _compile_forms(model, mesh, images, names)
-    if not runs:
+    times, faults = measure_forms(model, mesh, images, names)
+    for name, fault in faults.items():
+        logger.warning("model.kernels: the form %s is left out: %s", name, fault)
+    if not times:
         return names[-1]  # the step will fail too, and say why
-    rounds = [{name: _time(run) for name, run in runs.items()} for _ in range(_ROUNDS)]
-    seconds = {name: statistics.median(each[name] for each in rounds) for name in runs}
-    calculated = names[-1] if names[-1] in runs else min(runs, key=lambda name: seconds[name])
-    faster = [n for n in runs if all(each[n] < _FASTER * each[calculated] for each in rounds)]
+    seconds = {name: statistics.median(rounds) for name, rounds in times.items()}
+    calculated = names[-1] if names[-1] in times else min(times, key=lambda name: seconds[name])
+    faster = [
+        name
+        for name, rounds in times.items()
+        if all(s < _FASTER * c for s, c in zip(rounds, times[calculated], strict=True))
+    ]
     name = min(faster, key=lambda name: seconds[name], default=calculated)
     said = ", ".join(f"{n} {s * 1e3:.3g} ms" for n, s in seconds.items())
     took_s = time.monotonic() - began
@@ -136,11 +141,25 @@ def _measure(
     return name
 
 
+def measure_forms(
+    model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Run a block forward and backward in each form of `names`.
+
+    Returns:
+      {name: its seconds in each round}, and {name: the fault of a form that fails or differs from
+      the plain one}.
+    """
+    runs, faults = _compile_forms(model, mesh, images, names)
+    rounds = [{name: _time(run) for name, run in runs.items()} for _ in range(_ROUNDS)]
+    return {name: [each[name] for each in rounds] for name in runs}, faults
+
+
 def _compile_forms(
     model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
-) -> dict[str, Callable[[], Any]]:
-    """Functions that run a block forward and backward, of the forms that compute as they should."""
-    forms, runs = find_forms(model, mesh), {}
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Functions that run a block, of the forms that compute as they should; faults of others."""
+    forms, runs, faults = find_forms(model, mesh), {}, {}
     for name in names:
         of_form = model.clone(ops=forms[name])
         try:
@@ -152,8 +171,8 @@ def _compile_forms(
         except Exception as error:  # a compiler, a kernel or JAX may raise anything
             difference = textwrap.shorten(f"{type(error).__name__}: {error}", _SHOWN)
         if difference is not None:
-            logger.warning("model.kernels: the form %s is left out: %s", name, difference)
-    return runs
+            faults[name] = difference
+    return runs, faults
 
 
 def _compile(model: nn.Module, mesh: Mesh, images: int) -> Callable[[], Any]:

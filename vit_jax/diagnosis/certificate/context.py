@@ -1,0 +1,21 @@
+"""What the parts of a certificate are given."""
+
+from typing import NamedTuple
+
+from etils import epath
+from ml_collections import ConfigDict
+
+
+class Context(NamedTuple):
+    """What a part is given.
+
+    output: folder of the certificate.
+    models: whose steps are measured.
+    config: of the user; None: none is given.
+    words: of the flags that connect the processes of a job.
+    """
+
+    output: epath.Path
+    models: tuple[str, ...]
+    config: ConfigDict | None
+    words: tuple[str, ...]

@@ -1,0 +1,92 @@
+"""A certificate for readers: ten lines of text for an issue, and one page that needs no network."""
+
+import html
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import vit_jax
+from vit_jax.diagnosis.certificate import summarise
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; }
+table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid #ddd; padding: 0.25rem 0.75rem 0.25rem 0; text-align: left;
+  vertical-align: top; }
+.held { color: #17692e; } .fails { color: #a31515; } .open { color: #666; }
+h2 { margin-bottom: 0; }
+"""
+_STEP = {
+    "model": "model", "global_batch_size": "batch", "dtype": "dtype", "step_s": "step, s",
+    "mfu": "MFU", "compile_s": "compilation, s", "memory_bytes": "memory, GiB",
+    "planned_memory_bytes": "planned, GiB",
+}  # fmt: skip
+_EXCHANGE = {"axis": "axis", "kind": "exchange", "mib": "MiB", "bytes_per_s": "GB/s"}
+
+
+def as_text(certificate: Mapping[str, Any]) -> str:
+    """The verdict, and a line on each part."""
+    verdict = "All that was checked holds" if certificate["held"] else "Something does not hold"
+    lines = [f"{verdict}: vit_jax {vit_jax.__version__}, {certificate['made']}"]
+    lines += [f"{name}: {summarise(part)}" for name, part in certificate["parts"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def as_html(certificate: Mapping[str, Any]) -> str:
+    """The parts with their verdicts, then tables of steps, exchanges and software."""
+    parts = certificate["parts"]
+    verdict = "All that was checked holds." if certificate["held"] else "Something does not hold."
+    rows = [
+        f'<tr><th>{html.escape(name)}</th><td class="{_kind(part)}">{_word(part)}</td>'
+        f"<td>{html.escape(summarise(part))}</td><td>{part.get('seconds', 0):.0f} s</td></tr>"
+        for name, part in parts.items()
+    ]
+    tables = [
+        _table("Steps", _STEP, parts.get("steps", {}).get("rows", ())),
+        _table("Exchanges between devices", _EXCHANGE, parts.get("exchanges", {}).get("rows", ())),
+        _table("Software", {"name": "name", "value": "version"}, (
+            {"name": name, "value": value}
+            for name, value in parts.get("devices", {}).get("software", {}).items()
+        )),
+    ]  # fmt: skip
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>vit_jax certificate</title>'
+        f"<style>{_STYLE}</style><h1>Certificate</h1><p>{verdict} vit_jax {vit_jax.__version__}, "
+        f"{certificate['made']}.</p><table>{''.join(rows)}</table>{''.join(tables)}</html>\n"
+    )
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    if "failed" in part or part.get("held") is False:
+        return "fails"
+    return "held" if part.get("held") else "open"
+
+
+def _word(part: Mapping[str, Any]) -> str:
+    if "not_run" in part:
+        return "not run"
+    return {"fails": "fails", "held": "holds", "open": "measured"}[_kind(part)]
+
+
+def _table(title: str, heads: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of those `heads`, {key of a row: head of its column}; "" of no rows."""
+    lines = [
+        f"<tr>{''.join(f'<td>{html.escape(_shown(key, row.get(key)))}</td>' for key in heads)}</tr>"
+        for row in rows
+    ]
+    if not lines:
+        return ""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads.values())
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key in ("memory_bytes", "planned_memory_bytes"):
+        return f"{value / 2**30:.2f}"
+    if key == "bytes_per_s":
+        return f"{value / 1e9:.3g}"
+    if key == "mfu":
+        return f"{value:.0%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

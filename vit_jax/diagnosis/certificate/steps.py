@@ -1,0 +1,137 @@
+"""The training step on the devices: its speed and memory beside their plan, and its bits."""
+
+import json
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.config import Settings
+from vit_jax.diagnosis.benchmarks.step import (
+    made_up_batch,
+    measure_step,
+    settle_step,
+)
+from vit_jax.diagnosis.certificate import NAME, NotRunError, part_file
+from vit_jax.diagnosis.certificate.context import Context
+from vit_jax.planning.calculated import calculate_memory
+from vit_jax.planning.measured import target_of_certificate
+from vit_jax.planning.plan_figures import state_bytes
+from vit_jax.planning.targets import target_of
+from vit_jax.run.setup.validation import load_config
+from vit_jax.run.teachers import planned_experiment
+
+logger = logging.getLogger("vit_jax")
+
+_IMAGES, _IMAGES_ON_CPU = 64, 4  # of a device
+_STEPS_ON_CPU = 3
+
+
+def measure_steps(context: Context) -> dict[str, Any]:
+    """The step of each model that fits, and of the user's config: seconds, memory, their plan."""
+    rows = []
+    for name in context.models:
+        rows.append(_measure_largest(context, name))
+    if context.config is not None:
+        settings, mesh = settle_step(context.config)
+        rows.append(
+            {"model": settings.model.name, "config": True, **_measure(context, settings, mesh)}
+        )
+    said = [
+        f"{row['model']} {1e3 * row['step_s']:,.4g} ms for {row['global_batch_size']} images"
+        + ("" if row["mfu"] is None else f", MFU {row['mfu']:.0%}")
+        for row in rows
+        if "step_s" in row
+    ]
+    if not said:
+        raise NotRunError("no model fits")
+    return {"rows": rows, "held": None, "said": "; ".join(said)}
+
+
+def load(model: str, images: int) -> ConfigDict:
+    """The recipe that is measured, with so many images in a batch; CPUs compute in float32."""
+    overrides: dict[str, Any] = {"global_batch_size": images}
+    if jax.default_backend() == "cpu":
+        overrides["model.dtype"] = "float32"
+    return load_config(load_config(f"pretrain:{model},imagenet2012"), overrides)
+
+
+def _measure_largest(context: Context, model: str) -> dict[str, Any]:
+    """The step of a model with the most images that fit."""
+    images = _IMAGES_ON_CPU if jax.default_backend() == "cpu" else _IMAGES
+    while images:
+        settings, mesh = settle_step(load(model, images * jax.device_count()))
+        try:
+            return {"model": model, "config": False, **_measure(context, settings, mesh)}
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            images //= 2
+    return {"model": model, "config": False, "not_run": "one image a device does not fit"}
+
+
+def _measure(context: Context, settings: Settings, mesh: Mesh) -> dict[str, Any]:
+    on_cpu = jax.default_backend() == "cpu"
+    found = measure_step(settings, mesh, num_steps=_STEPS_ON_CPU if on_cpu else None)
+    size = settings.run.global_batch_size
+    experiment = planned_experiment(settings, mesh)
+    with jax.set_mesh(mesh):
+        counted = experiment.flops_per_step
+    row = {
+        key: found[key]
+        for key in ("device_kind", "num_devices", "mesh", "num_params", "compile_s", "mfu")
+    }
+    row |= {
+        "global_batch_size": size,
+        "dtype": str(jnp.dtype(settings.model.dtype)),
+        "kernels": settings.model.kernels,
+        "step_s": size / found["images_per_s"]["median"],
+        "flops": counted,
+        "memory_bytes": found["memory_per_device_bytes"],
+    }
+    return row | _beside_plan(context, settings, mesh, row)
+
+
+def _beside_plan(
+    context: Context, settings: Settings, mesh: Mesh, row: dict[str, Any]
+) -> dict[str, Any]:
+    """The memory of the step as calculated, and how much larger its temporaries are."""
+    devices = part_file(context.output, "devices")
+    target = target_of(mesh.devices.flatten().tolist())
+    if target is None and devices.exists():
+        target = target_of_certificate(json.loads(devices.read_text()), NAME)
+    if target is None:
+        return {}
+    planned = calculate_memory(settings, target)
+    kept = sum(state_bytes(planned_experiment(settings, mesh)).values())
+    ratio = (row["memory_bytes"] - kept) / planned["temporaries"]
+    return {"planned_memory_bytes": planned["peak"], "ratio_of_temporaries": ratio}
+
+
+def repeat_gradient(context: Context) -> dict[str, Any]:
+    """Whether a step from one state and one batch gives the same bits twice."""
+    model = context.models[0]
+    images = _IMAGES_ON_CPU if jax.default_backend() == "cpu" else _IMAGES
+    settings, mesh = settle_step(load(model, images * jax.device_count()))
+    experiment = planned_experiment(settings, mesh)
+    with jax.set_mesh(mesh):
+        compiled = experiment.lower().compile()
+        batch = made_up_batch(experiment, settings.data.num_classes)
+        (first, _), (second, _) = (compiled(experiment.init(), batch) for _ in range(2))
+        same = jax.tree.map(lambda x, y: jnp.all(_bits(x) == _bits(y)), first.params, second.params)
+    differ = [not bool(x) for x in jax.tree.leaves(same)]
+    said = (
+        "the same bits twice"
+        if not any(differ)
+        else (
+            f"{sum(differ)} of {len(differ)} arrays differ; on GPUs set --config.mesh.deterministic"
+        )
+    )
+    return {"model": model, "differ": sum(differ), "held": not any(differ), "said": said}
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])

@@ -1,0 +1,116 @@
+"""Plans by what `vit_jax certify` measured in the place of assumptions."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from vit_jax.base.errors import InputError
+from vit_jax.devices.chips import CHIPS, Chip, Slice
+from vit_jax.planning.plan_figures import judge
+from vit_jax.planning.targets import Target
+
+_SCHEMA = 1
+_SPREAD = 0.15  # of the peak memory of models and batches that the certificate does not have
+
+
+class Step(NamedTuple):
+    """A step of a certificate.
+
+    share_of_peak: its FLOPs by those of the chips' peak in its time.
+    temporaries: their bytes by those that are calculated.
+    """
+
+    model: str
+    flops: float
+    share_of_peak: float
+    temporaries: float
+
+
+class Certificate(NamedTuple):
+    """What a certificate says for plans."""
+
+    source: str
+    slice: Slice
+    steps: tuple[Step, ...]
+
+    @property
+    def is_of_cpu(self) -> bool:
+        return CHIPS[self.slice.chip].platform == "cpu"
+
+    def check_chip(self, chip: str) -> None:
+        """Raise InputError if plans are for another chip."""
+        if chip != self.slice.chip:
+            raise InputError(
+                f"--measured={self.source}: was measured on {self.slice.chip}, not on {chip}; give "
+                "a --topology of that chip, or another certificate"
+            )
+
+    def correct(self, figures: dict[str, Any], target: Target) -> dict[str, Any]:
+        """The figures of a calculated plan with the temporaries of the nearest step."""
+        memory, step = dict(figures["memory_bytes"]), self.nearest_to(figures)
+        temporaries = round(memory["temporaries"] * step.temporaries)
+        memory["peak"] += temporaries - memory["temporaries"]
+        memory["temporaries"] = temporaries
+        memory |= judge(memory["peak"], target, uncertainty=_SPREAD)
+        return figures | {"memory_bytes": memory, "measured": step.model}
+
+    def nearest_to(self, figures: Mapping[str, Any]) -> Step:
+        """The step whose FLOPs are nearest to those of a plan, as a ratio."""
+        flops = figures["flops"]["counted_per_step"]
+        return min(self.steps, key=lambda step: abs(math.log(step.flops / flops)))
+
+
+def read_certificate(path: epath.Path) -> Certificate:
+    """Read a certificate; a CPU's becomes the chip "cpu".
+
+    Raises:
+      InputError: the file is none, or has no step beside its calculated memory.
+    """
+    try:
+        content = json.loads(path.read_text())
+        schema, parts = content["schema"], content["parts"]
+        devices, rows = parts["devices"], parts["steps"]["rows"]
+        target = target_of_certificate(devices, str(path))
+        peak = target.chip.peak_flops * target.num_chips
+        steps = tuple(
+            Step(
+                row["model"], row["flops"], row["flops"] / (row["step_s"] * peak),
+                row["ratio_of_temporaries"],
+            )
+            for row in rows
+            if "ratio_of_temporaries" in row
+        )  # fmt: skip
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(
+            f"--measured={path}: is no certificate with steps ({type(error).__name__}: {error}); "
+            "make one with: vit_jax certify --output=DIR"
+        ) from None
+    if schema != _SCHEMA or not steps:
+        raise InputError(
+            f"--measured={path}: has {len(steps)} steps beside a plan, and schema {schema}; make "
+            "one with: vit_jax certify --output=DIR"
+        )
+    return Certificate(str(path), target.slice, steps)
+
+
+def target_of_certificate(devices: Mapping[str, Any], source: str) -> Target:
+    """The hardware of the part `devices` of a certificate.
+
+    Raises:
+      InputError: its chip is not known.
+    """
+    kind, number = devices["device_kind"], devices["num_chips"]
+    if kind == "cpu":
+        memory, speed = int(devices["memory_bytes"]), devices["memory_bytes_per_s"]
+        CHIPS["cpu"] = Chip(
+            devices["flops_per_s"], memory, memory, speed, speed, speed, None, ("cpu",),
+            f"as measured, {source}",
+        )  # fmt: skip
+        return Target(Slice(f"cpu:{number}", "cpu", number, 1), may_compile=False)
+    for name, chip in CHIPS.items():
+        if kind in chip.device_kinds:
+            return Target(Slice(f"{name}:{number}", name, number, 1), may_compile=False)
+    raise InputError(f"--measured={source}: plans know no {kind}")
