@@ -49,7 +49,9 @@ def estimate(
         "goodput": goodput,
         "hours": hours,
         "chip_hours": chip_hours,
-        "tpu_core_days": None if chip.is_gpu else chip_hours * (1 + chip.has_two_cores) / 24,
+        "tpu_core_days": None
+        if chip.platform != "tpu"
+        else chip_hours * (1 + chip.has_two_cores) / 24,
         "cost": None if price_per_chip_hour is None else chip_hours * price_per_chip_hour,
     }
     return estimates | {by: step, "run": run}

@@ -1,0 +1,153 @@
+"""Certificates: their parts, their texts, and plans by them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+
+from vit_jax.base.errors import InputError
+from vit_jax.devices import chips
+from vit_jax.diagnosis import certificate
+from vit_jax.diagnosis.certificate import page
+from vit_jax.main import main
+from vit_jax.planning.measured import read_certificate
+
+DEVICES = {"device_kind": "cpu", "num_chips": 1, "memory_bytes": 8e9, "flops_per_s": 1e11,
+           "memory_bytes_per_s": 1e10, "software": {"jax": "0.10.2"}, "held": None,
+           "said": "1 x cpu"}  # fmt: skip
+STEP = {"model": "ViT-Ti/16", "flops": 2e10, "step_s": 0.4, "ratio_of_temporaries": 1.5}
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """The file of a certificate of a CPU; the chip "cpu" goes with the test."""
+    monkeypatch.setattr(chips, "CHIPS", chips.CHIPS)
+    path = epath.Path(tmp_path) / "certificate.json"
+    parts = {"devices": DEVICES, "steps": {"rows": [STEP], "held": None, "said": "a step"}}
+    path.write_text(json.dumps({"schema": 1, "parts": parts}))
+    yield path
+    chips.CHIPS.pop("cpu", None)
+
+
+def planned(capsys, *words):
+    assert main(["plan", "--config=pretrain:ViT-Ti/16,imagenet2012", "--format=json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_by_a_certificate(made, capsys):
+    words = ["--config.global_batch_size=4", "--config.model.dtype=float32"]
+    figures = planned(capsys, f"--measured={made}", *words)
+    run, flops = figures["estimate"]["run"], figures["flops"]["counted_per_step"]
+    assert run["step_s"] == pytest.approx(flops * STEP["step_s"] / STEP["flops"])
+    assert figures["topology"] == "cpu:1" and run["tpu_core_days"] is None
+    memory = figures["memory_bytes"]
+    kept = sum(memory[name] for name in ("params", "optimizer", "ema", "other_state", "batch"))
+    calculated = planned(capsys, "--topology=v5e:1x1", "--no_compile", *words)["memory_bytes"]
+    assert memory["temporaries"] == pytest.approx(1.5 * calculated["temporaries"], rel=0.2)
+    assert memory["peak"] == kept + memory["temporaries"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", ["no certificate", "vit_jax certify"]),
+        (json.dumps({"schema": 1, "parts": {"devices": DEVICES}}), ["no certificate", "steps"]),
+        (json.dumps({"schema": 2, "parts": {"devices": DEVICES, "steps": {"rows": [STEP]}}}),
+         ["schema 2"]),
+        (json.dumps({"schema": 1, "parts": {"devices": DEVICES, "steps": {"rows": [{}]}}}),
+         ["0 steps"]),
+        (json.dumps({"schema": 1, "parts": {"devices": DEVICES | {"device_kind": "Abacus"},
+                                            "steps": {"rows": [STEP]}}}), ["Abacus"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_certificate_is_refused(content, words, made):
+    made.write_text(content)
+    with pytest.raises(InputError) as caught:
+        read_certificate(made)
+    assert all(word in str(caught.value) for word in ["--measured=", *words])
+
+
+def test_a_certificate_is_of_one_chip(made):
+    with pytest.raises(InputError, match="measured on cpu, not on v5e"):
+        read_certificate(made).check_chip("v5e")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Makes a certificate of the results of parts, or of what keeps them from one."""
+
+    def make(results, budget_s=60.0):
+        def run_part(words, left_s):
+            name = words[-1].removeprefix("--part=")
+            found = results.get(name, {"held": None, "said": f"{name} measured"})
+            if "failed" in found or found.get("not_run") == "time":
+                return found
+            certificate.part_file(output, name).write_text(json.dumps(found))
+            return None
+
+        monkeypatch.setattr(certificate, "_run", run_part)
+        output = epath.Path(tmp_path)
+        (output / "parts").mkdir(exist_ok=True)
+        return certificate.certify(output, ["certify"], budget_s, lambda line: None)
+
+    return make
+
+
+def test_a_certificate_names_what_does_not_hold(run, tmp_path):
+    assert run({})["held"]
+    made = run({
+        "gradient": {"held": False, "said": "3 of 8 arrays differ"},
+        "recovery": {"held": True, "said": "<b>equal</b> bits"},
+        "exchanges": {"not_run": "there is one device"},
+        "saves": {"failed": "OSError: PATH is full"},
+    })  # fmt: skip
+    assert not made["held"] and json.loads((tmp_path / "certificate.json").read_text()) == made
+    text = page.as_text(made)
+    assert len(text.splitlines()) == 1 + len(certificate.PARTS) == 10
+    for line in (
+        "gradient: DOES NOT HOLD: 3 of 8 arrays differ", "saves: FAILED: OSError: PATH is full",
+        "exchanges: not run: there is one device", "recovery: <b>equal</b> bits",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    shown = page.as_html(made)
+    assert "&lt;b&gt;equal&lt;/b&gt; bits" in shown and "not run" in shown
+    assert not run({"saves": {"failed": "x"}})["held"]
+
+
+def test_a_part_without_time_is_not_run(run):
+    made = run({}, budget_s=0.0)
+    assert made["held"] and all("minutes" in part["not_run"] for part in made["parts"].values())
+
+
+def test_no_path_is_in_a_certificate():
+    text = "OSError: no space: '/home/me/x' and gs://bucket/key?token=1, 3/4 of a step"
+    assert certificate.without_paths(text) == "OSError: no space: 'PATH' and PATH, 3/4 of a step"
+
+
+def test_a_process_that_fails_is_a_fault(tmp_path):
+    failure = certificate._run(["certify", "--part=nothing"], 60.0)
+    assert failure is not None and "nothing" in failure["failed"]
+
+
+def test_wrong_flags_are_named(tmp_path, capsys):
+    assert main(["certify"]) == 2
+    assert main(["certify", f"--output={tmp_path / 'c'}", "--models=ViT-X/16"]) == 2
+    assert "ViT-X/16" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_this_machine_is_certified(tmp_path):
+    """With another batch of the model that it has, planned and measured: memory to 15 %."""
+    job = subprocess.run(
+        [sys.executable, "-m", "vit_jax.main", "certify", f"--output={tmp_path}",
+         "--models=ViT-Ti/16", "--config=quickstart:debug", "--minutes=8"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    parts = json.loads((tmp_path / "certificate.json").read_text())["parts"]
+    assert parts["gradient"]["held"] and parts["recovery"]["held"] and parts["saves"]["held"]
+    assert [row["model"] for row in parts["steps"]["rows"]][0] == "ViT-Ti/16"
+    assert parts["input"]["images_per_s"] > 0
+    assert str(tmp_path) not in (tmp_path / "certificate.json").read_text()
