@@ -449,7 +449,8 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert main(["plan", "--budget=31", *words]) == 3
     assert main(["plan", "--budget=320", "--topology=v4:2x2x1", "--price_per_chip_hour=2"]) == 2
     assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err
-    assert main(["plan", "--budget=320"]) == 2
+    assert main(["plan", "--budget=320"]) == main(["plan", "--budget=320", TINY, *words]) == 2
+    assert "--budget: lists shipped recipes; leave out --config" in capsys.readouterr().err
 
 
 def test_estimate_without_cycles():
