@@ -572,7 +572,7 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
 
 
 def test_search_compares_meshes_and_remat(linear):
-    rows = find_layouts(settings_of(tiny_config()), FOUR, batches=True)
+    rows = find_layouts(settings_of(tiny_config()), FOUR, batches=True, goodput=0.5)
     assert len(rows) == 6  # fsdp 1 and 4, times three
     assert {(row["mesh"]["fsdp"], row["remat"], row["images_per_way"]) for row in rows} == {
         (1, "none", 4), (1, "dots", 8), (1, "full", 24),
@@ -580,6 +580,7 @@ def test_search_compares_meshes_and_remat(linear):
     }  # fmt: skip
     speeds = [row["estimate"]["images_per_s"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
+    assert plan_tables.layouts_table(rows)[0].title.endswith("; hours: goodput 50.0%")
 
 
 @pytest.mark.parametrize(
