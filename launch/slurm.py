@@ -88,8 +88,8 @@ def check(flags: argparse.Namespace) -> None:
     gives_cpus = any(re.match(r"-c|--cpus-per-|--exclusive", option) for option in flags.sbatch)
     if flags.gpus_per_node is not None and flags.cpus_per_process is None and not gives_cpus:
         print(
-            "warning: --cpus_per_process: not given, and most clusters then give a process 1 CPU, "
-            "which reads images too slowly for its GPUs; e.g. --cpus_per_process=16",
+            "warning: --cpus_per_process: not given; most clusters then give a process 1 CPU, "
+            "too few to read the images of a GPU; e.g. 16 for each GPU",
             file=sys.stderr,
         )
 

@@ -1,4 +1,4 @@
-"""Makes the numbers of docs/how_to/data.md: what each source costs.
+"""Makes the numbers of docs/explanation/data_reading.md: what each source costs.
 
 python tools/data_costs.py imagenet_sample DIR WORK [ROUNDS]
 python tools/data_costs.py cifar10 DIR WORK [ROUNDS]

@@ -1,4 +1,4 @@
-"""Shows how the memory of a run grows; makes the table of docs/how_to/trust.md. Linux only.
+"""Shows how the memory of a run grows; makes the table of docs/explanation/runs.md. Linux only.
 
 python tools/soak.py DIR WORKDIR [IMAGES]
 

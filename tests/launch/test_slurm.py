@@ -90,7 +90,7 @@ def test_a_study_is_one_array(slurm, call, tmp_path):
     (done / "summary.json").write_text('{"step": 40, "test/top1": 0.5}')
     words = ["study", QUICKSTART, f"--workdir={workdir}", *SWEEP]
     code, out, err = call(slurm, "--gpus_per_node=1", "--dry_run", "--", *words)
-    assert code == 0 and err.startswith("warning: --cpus_per_process: not given, ")
+    assert code == 0 and err.startswith("warning: --cpus_per_process: not given; ")
     flags = ("--gpus_per_node=1", "--sbatch=--cpus-per-gpu=8", "--dry_run")
     assert call(slurm, *flags, "--", *words)[2] == ""
     made, _, *script, _ = out.splitlines()

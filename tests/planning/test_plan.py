@@ -449,7 +449,8 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert main(["plan", "--budget=31", *words]) == 3
     assert main(["plan", "--budget=320", "--topology=v4:2x2x1", "--price_per_chip_hour=2"]) == 2
     assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err
-    assert main(["plan", "--budget=320"]) == 2
+    assert main(["plan", "--budget=320"]) == main(["plan", "--budget=320", TINY, *words]) == 2
+    assert "--budget: lists shipped recipes; leave out --config" in capsys.readouterr().err
 
 
 def test_estimate_without_cycles():
@@ -571,7 +572,7 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
 
 
 def test_search_compares_meshes_and_remat(linear):
-    rows = find_layouts(settings_of(tiny_config()), FOUR, batches=True)
+    rows = find_layouts(settings_of(tiny_config()), FOUR, batches=True, goodput=0.5)
     assert len(rows) == 6  # fsdp 1 and 4, times three
     assert {(row["mesh"]["fsdp"], row["remat"], row["images_per_way"]) for row in rows} == {
         (1, "none", 4), (1, "dots", 8), (1, "full", 24),
@@ -579,6 +580,7 @@ def test_search_compares_meshes_and_remat(linear):
     }  # fmt: skip
     speeds = [row["estimate"]["images_per_s"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
+    assert plan_tables.layouts_table(rows)[0].title.endswith("; hours: goodput 50.0%")
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     define_format_flag(parser)
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
     parser.add_argument(
-        "--goodput_of", metavar="RUN",
-        help="workdir of a run on such machines, or a folder of runs; the hours then also hold the "
-        "share of time that these spent beside their steps",
-    )  # fmt: skip
+        "--goodput_of", metavar="RUN", help="run, or folder of runs; adds their time beside steps"
+    )
     parser.add_argument(
         "--measured", metavar="FILE", type=files.absolute,
         help="certificate.json of `certify`: its time and memory in the place of assumptions; a "
@@ -136,8 +134,8 @@ def plan(
       topology: a TPU slice or GPUs: "v5e:4x4", "H100:64".
       num_slices: TPU slices, joined by DCN.
       price_per_chip_hour: in any currency; None: no cost.
-      goodput_of: a run on such machines, or a folder of runs; the hours then also hold the share of
-        time that these spent beside their steps. None: the hours are those of the steps.
+      goodput_of: a run on such machines, or a folder of runs, by whose share of steps the hours are
+        divided; None: input, evaluations and saves are left out.
       may_compile: False: calculate in seconds, without a compiler.
 
     Returns:

@@ -195,7 +195,9 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
     from vit_jax.planning.targets import readable_mesh
 
     columns = ("mesh", "layers", "batch", "peak", "images/s", "MFU", "hours")
-    table = Table(*columns, title="Layouts; speeds are estimates")
+    fit = rows[0]["fits"]  # the fastest come first
+    counts = f"; hours: {_what_counts(rows[0]['estimate']['goodput'])}" if fit else ""
+    table = Table(*columns, title=f"Layouts; speeds are estimates{counts}")
     for row in rows:
         cells = [
             readable_mesh(row["mesh"]), describe_layers(row), f"{row['global_batch_size']:,}",
@@ -207,7 +209,7 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
         else:
             cells.append("does not fit")
         table.add_row(*cells)
-    if not rows[0]["fits"]:
+    if not fit:
         return [table]
     return [table, f"the fastest: {_as_flags(rows[0]['changes']) or 'as the config has it'}"]
 

@@ -21,16 +21,10 @@ def affordable(
 ) -> list[dict[str, Any]]:
     """The recipes that cost at most `budget` on the chips of `target`, the cheapest first.
 
-    Args:
-      budget: in the currency of `price_per_chip_hour`.
-      goodput: as in `estimate`.
+    For each {"recipe", "slice", "fits", "goodput", "hours", "chip_hours", "cost"}; the slice is the
+    one that the table has of these chips. `goodput`: as in `estimate`.
 
-    Returns:
-      For each {"recipe", "slice", "fits", "goodput", "hours", "chip_hours", "cost"}. The slice is
-      the one that the table has of these chips.
-
-    Raises:
-      InputError: the table has no such chips.
+    Raises: InputError: the table has no such chips.
     """
     rows = read_costs()
     own = {row["recipe"]: row for row in rows if row["slice"].partition(":")[0] == target.chip}
@@ -44,6 +38,6 @@ def affordable(
         if cost <= budget and row["fits"] != "no":
             figures = {key: row[key] for key in ("recipe", "slice", "fits")}
             hours = chip_hours / find_slice(row["slice"]).num_chips
-            figures |= {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
-            found.append(figures)
+            run = {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
+            found.append(figures | run)
     return sorted(found, key=lambda row: row["cost"])
