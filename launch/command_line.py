@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
 
+from vit_jax.base.addresses import HIDDEN, hide  # noqa: E402
 from vit_jax.base.errors import InputError, nearest  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
 
@@ -32,7 +33,7 @@ def launcher_main(
     try:
         return launch(flags, argv[split + 1 :])
     except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {hide(str(e))}", file=sys.stderr)
         return exit_codes.INPUT_WRONG
 
 
@@ -76,6 +77,15 @@ def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) ->
     """A command as typed in a shell, preceded by its environment variables."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
     return " ".join([*settings, shlex.join(words)])
+
+
+def say(text: str) -> None:
+    """Print `text` without the passwords and tokens in its addresses, and say so."""
+    shown = hide(text)
+    print(shown, flush=True)
+    if shown != text:
+        print(f"{HIDDEN} hides a password or token: a job that this launcher starts gets it; put "
+              "it back into copies of these lines", file=sys.stderr)  # fmt: skip
 
 
 def find_program(name: str, remedy: str) -> str:

@@ -33,6 +33,7 @@ from command_line import (
     name_of_job,
     pair,
     positive,
+    say,
     shell,
 )
 from environment import Environment, read_environment
@@ -315,15 +316,15 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     planned = flags.topology is not None and not flags.no_plan
     secret, at = f"{name}-env", ["--namespace", flags.namespace]
     if flags.xpk_cluster is not None:
-        print(shell(xpk_command(flags, job, variables)))
+        say(shell(xpk_command(flags, job, variables)))
         return DONE
     if flags.dry_run:
-        if planned and (plan := tpus.plan_command(job, flags)):
-            print(f"# {shell(plan)}")
+        plan = tpus.plan_command(job, flags) if planned else []
+        lines = [f"# {shell(plan)}"] * bool(plan)
         if variables.secret:
             values = " ".join(f'--from-literal={name}="${name}"' for name in variables.secret)
-            print(f"# kubectl create secret generic {shell([secret, *at])} {values}")
-        print(f"# kubectl create -f -\n{manifest}", end="")
+            lines.append(f"# kubectl create secret generic {shell([secret, *at])} {values}")
+        say("\n".join([*lines, "# kubectl create -f -", manifest.rstrip()]))
         return DONE
     kubectl = find_program("kubectl", "install it and select a cluster, or use --dry_run")
     if planned and (code := tpus.check_plan(job, flags)):

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from command_line import add_common_flags, launcher_main, make_parser, positive, shell
+from command_line import add_common_flags, launcher_main, make_parser, positive, say, shell
 from environment import read_environment
 from etils import epath
 from job import Job, check_job
@@ -244,7 +244,8 @@ def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list
         log_path(job, 0).parent.mkdir(parents=True, exist_ok=True)
         for i in range(num_processes):
             path = log_path(job, i)
-            logs.append(files.open_for_append(path, path.read_bytes() if path.exists() else b""))
+            before = [path.read_bytes()] if path.exists() else []
+            logs.append(files.open_for_append(path, before))
             stack.callback(logs[-1].close)
     except OSError as e:
         raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another folder") from None
@@ -279,7 +280,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
             f"{variables.shown}{shell(*own)} 2>&1 | tee -a {shell([str(log_path(job, i))])}"
             for i, own in enumerate(each)
         ]
-        print("\n".join([*(f"{line} > /dev/null &" for line in lines[1:]), lines[0]]))
+        say("\n".join([*(f"{line} > /dev/null &" for line in lines[1:]), lines[0]]))
         return DONE
     environments = [variables.all | environment for environment in environments]
     is_new = not files.absolute(job.workdir).exists()

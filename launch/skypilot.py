@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 import yaml
-from command_line import add_common_flags, launcher_main, make_parser, positive, shell
+from command_line import add_common_flags, launcher_main, make_parser, positive, say, shell
 from environment import read_environment
 from job import Job, check_config_travels, check_data_travels, check_job
 
@@ -72,7 +72,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     variables = read_environment(flags, job)
     check_data_travels(job, "a node", variables.all, lambda folder: False, "use a bucket")
     task = render(flags, job, variables.plain, sorted(variables.secret))
-    print(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=100), end="")
+    say(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=100).rstrip())
     return DONE
 
 

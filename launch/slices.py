@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tpus
+from command_line import say
 
 from vit_jax.base.errors import InputError
 
@@ -101,7 +102,7 @@ def retry(fn: Callable[[], Any], before_again: Callable[[], None] = lambda: None
         try:
             return fn()
         except InputError as e:
-            print(f"{e}\nfailed, try {number} of {_TRIES}; next try in {POLL_S} s", flush=True)
+            say(f"{e}\nfailed, try {number} of {_TRIES}; next try in {POLL_S} s")
         time.sleep(POLL_S)
         before_again()
     return fn()

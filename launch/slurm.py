@@ -34,12 +34,14 @@ from command_line import (
     launcher_main,
     make_parser,
     positive,
+    say,
     shell,
 )
 from environment import read_environment
 from job import Job, check_job, study_jobs
 
 from vit_jax.base import files
+from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, shown
 from vit_jax.job.exit_codes import DONE, PREEMPTED, TERMINATED
 
@@ -192,7 +194,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     variables = read_environment(flags, job)
     if flags.dry_run:
         print(shell(["mkdir", "-p", *map(str, logs)]))
-        print(f"{variables.shown}sbatch <<'END'\n{script}END")
+        say(f"{variables.shown}sbatch <<'END'\n{script}END")
         return DONE
     sbatch = find_program("sbatch", "run this on a login node of a Slurm cluster, or use --dry_run")
     made = _make_folders(job, logs)
@@ -231,13 +233,15 @@ def _say_submitted(number: str, job: Job, members: Sequence[Job]) -> None:
         from vit_jax.studies.running import record_handed_over  # whose imports take seconds
 
         names = [pathlib.PurePath(member.workdir).name for member in members]
-        commands = [shell(["python", "-m", "vit_jax.main", *member.words]) for member in members]
+        commands = [
+            hide(shell(["python", "-m", "vit_jax.main", *member.words])) for member in members
+        ]
         handed_over = dict(zip(names, commands, strict=True))
         record_handed_over(files.absolute(job.workdir), handed_over)
         print(f"an array of {len(members)} runs: {', '.join(names)}")
         words = [word for word in job.words if word != "--again"]
         report = shell(["python", "-m", "vit_jax.main", *words])
-        print(f"once they have ended, this goes on with the study, and reports: {report}")
+        say(f"once they have ended, this goes on with the study, and reports: {report}")
     follow = log_folder(members[0] if members else job) / "process_0.log"
     print(f"follow: tail -F {shlex.quote(str(follow))}")
     print(f"save and requeue: scancel --signal=TERM {number}; end: scancel {number}")

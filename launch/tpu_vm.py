@@ -40,6 +40,7 @@ from command_line import (
     launcher_main,
     make_parser,
     name_of_job,
+    say,
     shell,
 )
 from environment import WANDB_KEY, Environment, as_exports, read_environment
@@ -136,10 +137,16 @@ def digest_of(variables: Environment) -> str:
 
 
 def ways_to_start(
-    gcloud: Gcloud, flags: argparse.Namespace, job: Job, variables: Environment
+    gcloud: Gcloud,
+    flags: argparse.Namespace,
+    job: Job,
+    variables: Environment,
+    folder: pathlib.PurePath,
 ) -> Iterator[tuple[list[str], str]]:
-    """The commands that start a job on all workers, each with what it does."""
-    folder = pathlib.Path(tempfile.gettempdir())
+    """The commands that start a job on all workers, each with what it does.
+
+    `folder`: holds the file with the variables, and gets the packed code.
+    """
     code, extras = f"{flags.name}.tar.gz", ",".join(sorted({"tpu", "gcs", *job.extras}))
     # Remove files that are no longer part of the code.
     unpack = (
@@ -152,7 +159,7 @@ def ways_to_start(
     yield gcloud.copy(str(folder / code)), "copying it to all workers"
     yield gcloud.ssh(unpack), "installing it on all workers"
     if variables.all:
-        path = variables_file(flags)
+        path = folder / _variables_file(flags)
         # It may be repeated, as it is on all workers if one of them fails.
         take = (
             f"if [ -e {path.name} ]; then install -m 600 {path.name} vit_jax/job.env && "
@@ -165,9 +172,8 @@ def ways_to_start(
     yield gcloud.ssh(started), "starting the job"
 
 
-def variables_file(flags: argparse.Namespace) -> pathlib.Path:
-    """Path of the file with the job's variables on this host."""
-    return pathlib.Path(tempfile.gettempdir()) / f"{flags.name}.env"
+def _variables_file(flags: argparse.Namespace) -> str:
+    return f"{flags.name}.env"
 
 
 def start_unless_running(
@@ -192,15 +198,14 @@ def start_unless_running(
                 f"keeps; give the same --env to follow it, {remedy}"
             )
         return 0
-    path = variables_file(flags)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(as_exports(variables.all))
-    try:
-        for command, what in ways_to_start(gcloud, flags, job, variables):
+    # Only this user can write to the folder: a link in its place would lead the files elsewhere.
+    with tempfile.TemporaryDirectory() as made:
+        folder = pathlib.Path(made)
+        path = folder / _variables_file(flags)
+        path.touch(0o600)  # as scp keeps it
+        path.write_text(as_exports(variables.all))
+        for command, what in ways_to_start(gcloud, flags, job, variables, folder):
             on_active(gcloud, functools.partial(call_and_say, command, what))
-    finally:
-        path.unlink()
     return len(before.log)
 
 
@@ -272,7 +277,12 @@ def planned_commands(
             yield plan, "unless the plan is cached"
         yield gcloud.describe(), "until the slices are active, then every 30 s"
         yield gcloud.create(tpu), "if there are no slices"
-        yield from ways_to_start(gcloud, flags, job.on("tpu"), variables)
+        folder = pathlib.PurePath("FOLDER")
+        yield (
+            ["mkdir", "-m", "700", str(folder)],
+            "a temporary folder of this user only",
+        )
+        yield from ways_to_start(gcloud, flags, job.on("tpu"), variables, folder)
         yield gcloud.ssh(ask(0), "0", "0"), "every 30 s, until the job ends"
         yield gcloud.delete(), "if the slices are preempted; then again from the start"
     elif flags.action == "status":
@@ -291,7 +301,7 @@ def status(gcloud: Gcloud) -> int:
     job = look(gcloud, 0) if state == "ACTIVE" else JobState()
     if job.words is not None:
         ended = "ended" if job.code is None else f"ended with exit code {job.code}"
-        print(f"job: {'running' if job.running else ended}: {job.words}")
+        say(f"job: {'running' if job.running else ended}: {job.words}")
         print(b"\n".join(job.log.splitlines()[-5:]).decode(errors="replace"))
     elif state == "ACTIVE":
         print("job: none")
@@ -341,8 +351,8 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     tpu, job, variables = check(flags, words)
     gcloud = Gcloud(flags)
     if flags.dry_run:
-        for command, remark in planned_commands(gcloud, flags, tpu, job, variables):
-            print(f"# {remark}\n{shell(command)}" if remark else shell(command))
+        planned = planned_commands(gcloud, flags, tpu, job, variables)
+        say("\n".join(f"# {remark}\n{shell(c)}" if remark else shell(c) for c, remark in planned))
         return DONE
     find_program("gcloud", "install the Google Cloud SDK, or use --dry_run")
     if flags.action == "create":

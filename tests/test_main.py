@@ -26,7 +26,7 @@ from vit_jax.config.registries import OPS
 from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import exit_codes, watchdog
-from vit_jax.main import main
+from vit_jax.main import _handle_unraisable, main
 from vit_jax.run.loop import Interrupted, Preempted
 from vit_jax.run.setup.workdir import record_start
 from vit_jax.run.watch.guards import NonFiniteError
@@ -473,6 +473,17 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert (code, "Traceback" in err) == (2, False)
     assert err.endswith('"a": No space left on device [28]; free space on its disk, then run the '
                         "same command again\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "is_shown"), [("Event loop is closed", False), ("b", True)])
+def test_writes_that_end_after_a_failed_save_print_nothing(monkeypatch, capsys, text, is_shown):
+    class Late:
+        def __del__(self):
+            raise RuntimeError(text)
+
+    monkeypatch.setattr(sys, "unraisablehook", _handle_unraisable)
+    Late()
+    assert ("Traceback" in capsys.readouterr().err) == is_shown
 
 
 def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):

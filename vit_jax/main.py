@@ -212,7 +212,7 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     run_in_child_of_first_process()
     limit_arenas()
     gc.set_threshold(_NEW_CONTAINERS, *gc.get_threshold()[1:])
-    sys.unraisablehook = _repeat_ctrl_c
+    sys.unraisablehook = _handle_unraisable
     try:
         code, error = execute(sys.argv[1:] if argv is None else argv)
     except Exception as e:
@@ -228,11 +228,16 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     watchdog.leave(code, error)
 
 
-def _repeat_ctrl_c(unraisable: "sys.UnraisableHookArgs") -> None:
+def _handle_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     """Sends Ctrl-C again if Python ignores it, as it came during a finalizer or JAX's gc callback.
 
     From a thread, as Python would also ignore an error in this function.
+
+    Drops what TensorStore prints after a save has failed, as on a full disk: its other writes end
+    when the event loop that would wait for them is closed. The error of the save is raised.
     """
+    if str(unraisable.exc_value) == "Event loop is closed":
+        return
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
         return

@@ -30,7 +30,9 @@ def write_run(path, rows, **changes):
 @pytest.fixture
 def workdirs(tmp_path):
     curve = [{"step": s, "train/loss": 2 / s, "time/images_per_s": 9.0} for s in (1, 2, 3)]
-    a = write_run(tmp_path / "a/run", [*curve, {"step": 2, "test/top1": 0.5}])
+    a = write_run(
+        tmp_path / "a/run", [*curve, {"step": 2, "test/top1": 0.5, "test/num_examples": 360}]
+    )
     b = write_run(
         tmp_path / "b/run", [*curve[:2], {"step": 2, "train/loss": None, "val/top1": 0.25}],
         optimizer__peak_lr=0.5,
@@ -48,8 +50,10 @@ def test_differences_and_last_metrics(workdirs):
         "step": [3, 2],
         "test/top1": [0.5, None],
         "val/top1": [None, 0.25],
+        "test/num_examples": [360, None],
         "train/loss": [pytest.approx(2 / 3), 1.0],  # not the NaN of step 2
     }
+    assert isinstance(runs.last_values(read)["test/num_examples"][0], int)
     assert runs.choose_metrics(read) == ["train/loss", "test/top1", "val/top1"]
 
 

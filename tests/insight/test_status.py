@@ -69,6 +69,12 @@ def test_a_folder_without_runs_is_named(tmp_path):
     [
         ("summary.json", ""),
         ("summary.json", "null"),
+        ("summary.json", '{"step": 10, "goodput": "high"}'),
+        ("summary.json", '{"step": 10, "test/top1": [0.5]}'),
+        ("summary.json", None),
+        ("diverged.json", '{"error": 5}'),
+        ("config.json", None),
+        ("metrics.jsonl", None),
         ("diverged.json", "[1"),
         ("config.json", "{"),
         ("starts.jsonl", '{"time": 5}\n'),
@@ -79,7 +85,11 @@ def test_a_folder_without_runs_is_named(tmp_path):
     ],
 )
 def test_a_damaged_file_is_named_and_the_other_runs_are_shown(folder, caplog, name, text):
-    (folder / "b" / name).write_text(text)
+    if text is None:  # a folder in its place
+        (folder / "b" / name).unlink(missing_ok=True)
+        (folder / "b" / name).mkdir()
+    else:
+        (folder / "b" / name).write_text(text)
     shown = [status.name for status in read_status([folder])]
     assert shown == [*"acde"] if name == "config.json" else [*"abcde"]
     assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [f"{folder}/b/{name}"]

@@ -75,6 +75,15 @@ def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
         assert 'faulty_run.py", line' in job.said(1)  # where it hangs
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_in_a_step_is_named(tmp_path):
+    with endless(tmp_path, "--config.job.inject=hang:process=1:step=10") as job:
+        assert job.codes() == [1, 1], job.everything()
+        for i in range(2):
+            named = r"process 1 (has not given its devices|is lost .*, last seen at) step 10"
+            assert re.search(named, verdict(job, i)), verdict(job, i)
+
+
 def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     own = {1: ("code", ("--config.optimizer.peak_lr=0.002",))}
     with endless(tmp_path, devices=1, own=own) as job:

@@ -88,6 +88,15 @@ def test_the_one_that_is_behind_is_named():
     assert run.ended[0].endswith("the others wait for it, the first at step 7")
 
 
+def test_the_one_that_has_not_given_its_devices_the_step_is_named():
+    run = Run(p1=("step", 7, 0.0))
+    run.watchdog.arrive(7)
+    run.watchdog.send()
+    run.wait(100)
+    said = "process 1 has not given its devices step 7, phase step, for 2"
+    assert run.ended[0].startswith(said)
+
+
 def test_if_all_have_arrived_that_is_said():
     run = Run(p1=("step", 7, 0.0))
     run.watchdog.arrive(7)

@@ -161,3 +161,26 @@ def test_plugins_are_named_from_the_root(job, tmp_path, monkeypatch, folder):
     else:
         with at_fault("plugins"):
             job.check_config_travels(checked, "a worker")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("local", ["--platform=cpu", "--num_processes=1"]),
+        ("slurm", []),
+        ("kubernetes", ["--image=i", "--nodes=2"]),
+        ("kubernetes", ["--image=i", "--topology=v5e:2x2", "--xpk_cluster=c"]),
+        ("skypilot", []),
+        ("tpu_vm", ["run", "--name=digits", "--zone=z", "--topology=v5e:2x2"]),
+    ],
+)
+def test_a_dry_run_shows_no_token_of_an_address(request, call, name, flags):
+    words = [
+        QUICKSTART,
+        "--workdir=gs://bucket/run",
+        "--config.init_from=https://me:pass1@127.0.0.1:9/a.npz?token=pass2&download=true",
+    ]
+    code, out, err = call(request.getfixturevalue(name), *flags, "--dry_run", "--", *words)
+    assert code == 0 and "pass" not in out
+    assert "https://***@127.0.0.1:9/a.npz?token=***&download=true" in out
+    assert err.startswith("*** hides a password or token") and err.count("\n") == 1

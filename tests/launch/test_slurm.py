@@ -117,12 +117,15 @@ def test_what_an_array_hands_over_is_not_handed_over_twice(slurm, call, tmp_path
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     workdir = tmp_path / "sweep"
-    words = ["--", "study", QUICKSTART, f"--workdir={workdir}", *SWEEP]
+    address = "--config.init_from=https://me:pass@127.0.0.1:9/a.npz"
+    words = ["--", "study", QUICKSTART, f"--workdir={workdir}", *SWEEP, address]
     code, out, err = call(slurm, *words)
-    assert (code, err) == (0, "")
+    assert code == 0 and err.startswith("*** hides a password")
     assert "an array of 4 runs: peak_lr_1e-3__seed_0" in out
     assert f"python -m vit_jax.main study {QUICKSTART} --workdir={workdir} {SWEEP[0]}" in out
     assert "--array=0-3" in (tmp_path / "script").read_text()
+    assert address in (tmp_path / "script").read_text()  # only sbatch gets it
+    assert "pass" not in out + (workdir / "handed_over.json").read_text()
     assert len(json.loads((workdir / "handed_over.json").read_text())) == 4
     assert (workdir / "peak_lr_3e-3__seed_1/logs").is_dir()
     code, _, err = call(slurm, *words)

@@ -140,7 +140,7 @@ def test_other_actions(shown):
     ]
 
 
-def test_run_shows_its_plan_and_what_it_calls(tpu_vm, call, shown, cloud, monkeypatch):
+def test_run_shows_its_plan_and_what_it_calls(tpu_vm, call, shown, cloud, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hidden0")
     words = ["--topology=v5e:2x2", "--ssh_flag=--tunnel-through-iap", "--env=MODE=a b", "--",
              *WORDS, "--config.log.wandb=project"]  # fmt: skip
@@ -151,7 +151,11 @@ def test_run_shows_its_plan_and_what_it_calls(tpu_vm, call, shown, cloud, monkey
     cloud.states = [None, "ACTIVE"]
     cloud.job("exit 0")
     assert call(tpu_vm, "run", *WHERE, "--no_plan", *words)[0] == 0
-    called = {tuple(call) for call in cloud.calls}
+    sources = {pathlib.Path(word).parent for call in cloud.calls for word in call
+               if word.startswith(str(tmp_path)) and call[0] == "scp"}  # fmt: skip
+    (folder,) = sources  # of this call only, and gone again
+    assert folder.parent == tmp_path and not folder.exists()
+    called = {tuple(word.replace(str(folder), "FOLDER") for word in call) for call in cloud.calls}
     asked = {call for call in called | printed if " ask " in str(call)}  # each from its own offset
     assert called - asked == printed - asked
     assert all("--tunnel-through-iap" in call for call in called if call[0] in ("ssh", "scp"))

@@ -502,6 +502,14 @@ def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monke
     assert (run / "checkpoints/40").exists()
 
 
+@pytest.mark.parametrize("name", ["summary.json", "config.json", "metrics.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=f"{name}: is a folder, in the place of a file"):
+        train_and_evaluate(make_config(), tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / name]
+
+
 def test_a_checkpoint_is_not_condemned_for_what_is_not_its_fault(finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)

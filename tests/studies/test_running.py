@@ -261,6 +261,12 @@ def test_a_launcher_that_does_not_wait(launcher, workdir, capsys):
     (workdir / "dev_lr_0.003/summary.json").write_text('{"step": 20, "held_out/top1": 0.5}')
     assert study(workdir, launcher) == 0
     assert calls(workdir) == []  # nothing is submitted twice
+    handed_over = (workdir / "handed_over.json").read_text()
+    for text in (handed_over[:9], "[]", '{"a": 5}'):
+        (workdir / "handed_over.json").write_text(text)
+        assert study(workdir, launcher) == 2 and calls(workdir) == []
+        assert f"error: {workdir}/handed_over.json: is damaged" in capsys.readouterr().err
+    (workdir / "handed_over.json").write_text(handed_over)
     fate(workdir, **{ALL[2]: "later"})
     assert study(workdir, launcher, "--again") == 0
     assert calls(workdir) == [ALL[1], "lr_0.003_seed_0", "lr_0.003_seed_1"]

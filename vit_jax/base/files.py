@@ -87,10 +87,13 @@ def read_lines(
 ) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Lines of a file of JSON with their content, None if damaged, as is said; none of no file.
 
-    A last line that a kill cut short is skipped. `check` gets the content, and raises ValueError,
-    LookupError or TypeError if it is not what was written.
+    Nor of a folder in its place, as is said. A last line that a kill cut short is skipped. `check`
+    gets the content, and raises ValueError, LookupError, TypeError or AttributeError if it is not
+    what was written.
     """
-    if not path.exists():
+    if path.is_dir():
+        _say_damaged(path)
+    if not path.is_file():
         return
     with path.open("rb") as file:
         lines = cast(Iterator[bytes], file)
@@ -108,7 +111,7 @@ def _parse(text: bytes, check: Callable[[Any], object]) -> Any:
     try:
         content = json.loads(text)
         check(content)
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return content
 
@@ -126,7 +129,7 @@ def read_json(path: epath.Path, check: Callable[[Any], object] = dict) -> Any:
     """
     if not path.exists():
         return None
-    content = _parse(path.read_bytes(), check)
+    content = None if path.is_dir() else _parse(path.read_bytes(), check)
     if content is None:
         _say_damaged(path)
     return content

@@ -22,6 +22,15 @@ def check_row(row: Mapping[str, Any]) -> None:
     sum(filter(None, row.values()))
 
 
+def check_summary(summary: Mapping[str, Any]) -> None:
+    """Raise an error unless the steps of a summary.json are whole, and its metrics numbers."""
+    best = summary.get("best", {})
+    for found in (summary, best):
+        operator.index(found.get("step", 0))
+        sum(value for name, value in found.items() if "/" in name and value is not None)
+    sum(summary.get(name, 0) for name in ("goodput", "exaflops"))
+
+
 def read_history(workdir: epath.Path) -> Iterator[dict[str, Any]]:
     """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
     found = files.read_lines(workdir / ROWS, check_row)

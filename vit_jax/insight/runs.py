@@ -14,7 +14,7 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
-from vit_jax.checkpoints.history import read_history
+from vit_jax.checkpoints.history import check_summary, read_history
 from vit_jax.config.metric_names import guess_direction
 from vit_jax.config.stored import read_values
 from vit_jax.run.setup.workdir import read_starts
@@ -34,7 +34,8 @@ class Run(NamedTuple):
     name: as short as it can be among the runs read.
     config: {key: value}, without the section `study`.
     decided_by: {key: who decided it}; see `run.setup.resolve`.
-    curves: {metric: rows of (step, value)}, by step; None values (not finite) are left out.
+    curves: {metric: rows of (step, value)}, by step; None values (not finite) are left out. Of
+      counts whole numbers, of other metrics float64.
     step: the last step with a row; 0 without rows.
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
     starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
@@ -97,9 +98,10 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dic
         try:
             runs.append(_read_run(name, path))
         except (InputError, OSError) as e:
+            said = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e)
             if path in paths:
-                raise
-            logger.warning("%s; left out", e)
+                raise InputError(said) from None
+            logger.warning("%s; left out", said)
     read = [files.read_json(path / "study.json") for path in studies]
     return runs, [
         {"name": name, "workdir": path} | content
@@ -112,9 +114,10 @@ def _find(path: epath.Path, depth: int = _DEPTH) -> tuple[list[epath.Path], list
     """(the runs, the studies) at `path`, or else up to `depth` folders below it, by name."""
     if (path / "study.json").exists():
         return sorted(p for p in path.iterdir() if (p / "config.json").exists()), [path]
-    config = path / "config.json"  # an export has one too, without the key "resolved"
-    if config.exists() and (depth == _DEPTH or (path / "starts.jsonl").exists()
-                            or b'"resolved"' in config.read_bytes()):  # fmt: skip
+    config = path / "config.json"
+    if config.exists() and (depth == _DEPTH or (path / "starts.jsonl").exists()):
+        return [path], []
+    if config.is_file() and b'"resolved"' in config.read_bytes():  # an export has no such key
         return [path], []
     below = sorted(path.iterdir()) if depth and path.is_dir() else []
     parts = [_find(p, depth - 1) for p in below if p.is_dir()]
@@ -138,16 +141,20 @@ def short_names(paths: Sequence[epath.Path]) -> list[str]:
 
 def _read_run(name: str, workdir: epath.Path) -> Run:
     points: dict[str, array.array] = {}  # steps and values in turn: 16 bytes, an object takes 100
+    measures = set[str]()  # metrics that are no counts
 
     def noted() -> Iterator[Mapping[str, Any]]:
         for row in read_history(workdir):
             for metric, value in row.items():
                 if value is not None:
                     points.setdefault(metric, array.array("d")).extend((row["step"], value))
+                    if not isinstance(value, int):
+                        measures.add(metric)
             yield row
 
     seconds = add_up(noted())
     curves = {metric: _by_step(points.pop(metric)) for metric in [*points]}
+    curves |= {metric: curves[metric].astype(int) for metric in {*curves} - measures}
     steps = curves.pop("step", [[0]])
     values, decided_by = read_values(workdir)
     config = {k: v for k, v in values.items() if not k.startswith("study.")}
@@ -159,12 +166,18 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         decided_by,
         curves,
         int(steps[-1][0]),
-        files.read_json(workdir / "summary.json") or {},
-        (files.read_json(diverged) or {}).get("error", "") if diverged.exists() else None,
+        files.read_json(workdir / "summary.json", check_summary) or {},
+        (files.read_json(diverged, _check_error) or {}).get("error", "")
+        if diverged.exists()
+        else None,
         read_starts(workdir),
         teachers.read_bytes().decode(errors="replace") if teachers.exists() else "",
         seconds,
     )
+
+
+def _check_error(diverged: Mapping[str, Any]) -> None:
+    shown(diverged["error"])
 
 
 def _by_step(points: array.array) -> np.ndarray:
@@ -200,7 +213,8 @@ def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:
     found: dict[str, list[float | None]] = {"step": [run.step for run in runs]}
     of_classes = [name for name in _known(runs) if is_of_class(name)]
     for name in [*evaluated(runs), *_known(runs, "train/"), *of_classes]:
-        found[name] = [run.curves[name][-1][1] if name in run.curves else None for run in runs]
+        last = [run.curves[name][-1][1].item() if name in run.curves else None for run in runs]
+        found[name] = last
     return found
 
 

@@ -50,6 +50,7 @@ class Report:
     step: the last step whose batch has arrived; -1 before the first.
     waited_s: seconds since the last change of phase or step.
     failure: why it ends; "" while it runs.
+    sent: whether its devices have got that step.
     """
 
     beat: int
@@ -57,6 +58,7 @@ class Report:
     step: int
     waited_s: float
     failure: str = ""
+    sent: bool = False
 
     def __str__(self) -> str:
         step = f"step {self.step}, " if self.step >= 0 else ""
@@ -140,7 +142,7 @@ class Watchdog:
         self.interval_s = min(self.deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
         self.failure, self.exit_code = "", FAILED
         # Replaced as a whole by the training thread, without a lock, which could get stuck.
-        self._place = (0, "start", -1)
+        self._place = (0, "start", -1, False)
         self._seen, self._waited, self._beat = self._place, 0.0, 0
         self._ticked_at, self._ticking, self._lived = self.clock(), 0.0, 0.0
         self._heard: dict[int, tuple[Report, float]] = {}  # and the time of its last new beat
@@ -150,12 +152,12 @@ class Watchdog:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enter a phase with a deadline of its own, which starts now."""
-        moves, outer, step = self._place
-        self._place = (moves + 1, name, step)
+        moves, outer, *step = self._place
+        self._place = (moves + 1, name, *step)
         try:
             yield
         finally:
-            self._place = (self._place[0] + 1, outer, step)
+            self._place = (self._place[0] + 1, outer, *step)
 
     @property
     def current_phase(self) -> str:
@@ -163,7 +165,12 @@ class Watchdog:
 
     def arrive(self, step: int) -> None:
         """Call when the batch of `step` has arrived; starts the phase `step`."""
-        self._place = (self._place[0] + 1, "step", step)
+        self._place = (self._place[0] + 1, "step", step, False)
+
+    def send(self) -> None:
+        """Call when the devices have got the step."""
+        moves, phase, step, _ = self._place
+        self._place = (moves + 1, phase, step, True)
 
     def fail(self, failure: str, exit_code: int) -> None:
         """Publish that this process ends, and why."""
@@ -173,8 +180,8 @@ class Watchdog:
 
     def report(self) -> Report:
         """Report of this process."""
-        _, phase, step = self._seen
-        return Report(self._beat, phase, step, round(self._waited, 1), self.failure)
+        _, phase, step, sent = self._seen
+        return Report(self._beat, phase, step, round(self._waited, 1), self.failure, sent)
 
     def tick(self) -> None:
         """Call every `interval_s`: publishes progress, and ends a run that has stopped."""
@@ -255,12 +262,13 @@ class Watchdog:
         for r in reports.values():
             if r.phase != "step" and r.waited_s <= self.deadlines.get(r.phase, math.inf):
                 return ""
-        first, last = (pick(r.step for r in reports.values()) for pick in (min, max))
+        first, last = (pick((r.step, r.sent) for r in reports.values()) for pick in (min, max))
         if first == last:
             return f"all processes have arrived, but none makes progress: {self.report()}"
-        behind = {i: report for i, report in reports.items() if report.step == first}
-        late = "; ".join(f"process {i} has not passed {report}" for i, report in behind.items())
-        return f"{late}; the others wait for it, the first at step {last}"
+        behind = {i: report for i, report in reports.items() if (report.step, report.sent) == first}
+        what = "has not passed" if first[0] < last[0] else "has not given its devices"
+        late = "; ".join(f"process {i} {what} {report}" for i, report in behind.items())
+        return f"{late}; the others wait for it, the first at step {last[0]}"
 
 
 _watchdog: Watchdog | None = None
@@ -312,6 +320,12 @@ def arrive(step: int) -> None:
     """Report a batch to this process's watchdog, if it was started; see `Watchdog.arrive`."""
     if _watchdog is not None:
         _watchdog.arrive(step)
+
+
+def send() -> None:
+    """Report a step to this process's watchdog, if it was started; see `Watchdog.send`."""
+    if _watchdog is not None:
+        _watchdog.send()
 
 
 def leave(code: int, error: BaseException | None = None) -> NoReturn:

@@ -71,6 +71,7 @@ def loop(
     with open_loop(run, since, start, meta, past, lock, selection) as r:
         for step, batch in r.batches():
             state, step_metrics = r.step(step, state, batch)
+            watchdog.send()
             r.record.add(step, step_metrics)
             if due := r.due(step):
                 state = r.handle(due, state)

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import operator
 from typing import Any
 
 import jax
 
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints import restore
-from vit_jax.checkpoints.history import read_history
+from vit_jax.checkpoints.history import check_summary, read_history
 from vit_jax.run.build import Run
 from vit_jax.run.selection import read_selection
 from vit_jax.run.terminal import readable
@@ -23,8 +22,8 @@ logger = logging.getLogger("vit_jax")
 
 def read_summary(run: Run) -> dict[str, Any] | None:
     """The summary of a finished run, which may have stopped early; None if it is not finished."""
-    summary = read_json(run.workdir / "summary.json", lambda found: operator.index(found["step"]))
-    if summary is None or not (run.workdir / "config.json").exists():
+    summary = read_json(run.workdir / "summary.json", check_summary)
+    if summary is None or "step" not in summary or not (run.workdir / "config.json").exists():
         return None  # without its config the run goes on, and writes it
     at_end = summary["step"] == run.experiment.total_steps
     return summary if at_end or read_selection(run, summary["step"]).stops else None

@@ -25,8 +25,9 @@ from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.base.addresses import reveal
-from vit_jax.base.errors import collect_faults
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import read_json, write_whole
+from vit_jax.checkpoints.history import check_summary
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
 from vit_jax.config.durations import total_steps
@@ -121,7 +122,7 @@ def _is_longer(run: ConfigDict, asked: ConfigDict) -> bool:
 
 def read_result(workdir: epath.Path) -> Result | None:
     """The result of the run in `workdir`; None unless it has finished or diverged."""
-    if (summary := read_json(workdir / "summary.json")) is not None:
+    if (summary := read_json(workdir / "summary.json", check_summary)) is not None:
         return Result(FINISHED, summary)
     diverged = read_json(workdir / DIVERGED_FILE, operator.itemgetter("error"))
     return None if diverged is None else Result(DIVERGED, error=diverged["error"])
@@ -247,9 +248,18 @@ def record_handed_over(workdir: epath.Path, commands: Mapping[str, str]) -> None
 
 
 def _read_handed_over(workdir: epath.Path) -> dict[str, str]:
-    """{member: command} for all members that were ever handed over."""
+    """{member: command} for all members that were ever handed over.
+
+    Raises InputError if the file is damaged: none is handed over twice.
+    """
     path = workdir / _HANDED_OVER_FILE
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = read_json(path, lambda commands: "".join(commands.values()))
+    if found is None:
+        raise InputError(f"{path}: is damaged; without it the study would start members again that "
+                         "wait in a queue; if none does, remove it")  # fmt: skip
+    return found
 
 
 def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
@@ -257,8 +267,8 @@ def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
     alike: dict[str, dict[str, int]] = {}
     for name in names:
         path = workdir / name / "config.json"
-        if path.exists():
-            c = json.loads(path.read_text())["resolved"]
+        if (content := read_json(path, operator.itemgetter("resolved"))) is not None:
+            c = content["resolved"]
             kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
             alike.setdefault(kind, {})[name] = c["optimizer"]["accum_steps"]
     return [
@@ -274,7 +284,8 @@ def find_extended(study: Study, call: Call, members: Iterable[Member]) -> list[s
     found = []
     for member in members:
         path = call.workdir / member.name / "config.json"
-        ran = json.loads(path.read_text())["asked"]["duration"] if path.exists() else None
+        content = read_json(path, lambda config: config["asked"]["duration"])
+        ran = None if content is None else content["asked"]["duration"]
         if ran not in (None, asked := study.config_of(member.overrides).duration):
             found.append(f"{member.name} was trained for {ran} instead of {asked}, so its row "
                          "does not compare with the others")  # fmt: skip

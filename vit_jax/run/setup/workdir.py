@@ -22,8 +22,8 @@ from etils import epath
 
 import vit_jax
 from vit_jax.base.addresses import hide
-from vit_jax.base.errors import InputError
-from vit_jax.base.files import check_folder, json_lines, write_whole
+from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.files import LiteralPath, check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
@@ -115,6 +115,10 @@ def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
 
     def find() -> dict[str, Any]:
         check_store(workdir)
+        collect_faults([
+            f"{path}: is a folder, in the place of a file of the run; move it away"
+            for path in LiteralPath(workdir).glob("*.json*") if path.is_dir()
+        ])  # fmt: skip
         check_free(workdir)
         return _find_run(workdir)
 

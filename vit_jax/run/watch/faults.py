@@ -23,6 +23,7 @@ FAULTS = {  # example: meaning
     "kill:process=1:step=12": "process 1 is killed (SIGKILL)",
     "term:process=1:step=12": "process 1 is told to save and end (SIGTERM), as by a preemption",
     "stop:process=1:step=12:seconds=5": "process 1 is stopped (SIGSTOP) for 5 seconds",
+    "hang:process=1:step=12": "process 1 waits for ever, while its other threads go on",
     "cut:process=1:step=12": "all TCP connections of process 1 are shut down",
     "clock:process=1:step=12:seconds=-3600": "`time.time` of process 1 goes back an hour; file "
                                              "times do not",

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -67,6 +68,8 @@ def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
             goes_on = f"(sleep {fault.seconds}; kill -CONT {me}) > /dev/null 2>&1 &"
             subprocess.run(["sh", "-c", goes_on], check=True)
             os.kill(me, signal.SIGSTOP)
+        case "hang":
+            threading.Event().wait()
         case "cut":
             _cut_connections()
         case "clock":
