@@ -1,14 +1,16 @@
 """Fine-tuning of any source, --config=finetune:DATA, and as in the paper, finetune:MODEL,DATA
 
-DATA is folder, or one of the data sets of table 4: imagenet2012, cifar10, cifar100, oxford_iiit_pet
-or oxford_flowers102. --config.init_from is required; the whole head is replaced by a new one. One
-of the words head_only, lastN (last4: the last 4 layers and the head) and lora (lora16: of rank 16;
-without a number 8) trains a part of the model; with lora by AdamW at a learning rate of 0.003.
+DATA is folder, list or multilabel, your own images, or one of the data sets of table 4:
+imagenet2012, cifar10, cifar100, oxford_iiit_pet or oxford_flowers102. --config.init_from is
+required; the whole head is replaced by a new one. One of the words head_only, lastN (last4: the
+last 4 layers and the head) and lora (lora16: of rank 16; without a number 8) trains a part of the
+model; with lora by AdamW at a learning rate of 0.003.
 
-Without MODEL, or with folder: everything that the source knows is taken from it: the model with its
-sizes, pool, positions, value range, image size. Steps, warm-up and learning rate follow from the
-number of images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the
-paper. The folder holds IMAGES/CLASS/*.jpg.
+Without MODEL, or with your own images, everything that the source knows is taken from it: the model
+with its sizes, pool, positions, value range, image size. Steps, warm-up and learning rate follow
+from the number of images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as
+from the paper. The folder holds IMAGES/CLASS/*.jpg; list and
+multilabel read a list of files and labels, as in configs/folder.py.
 
 python -m vit_jax.main --config=configs/finetune.py:folder --workdir=$W \\
   --config.data.data_dir=IMAGES --config.init_from=hf:google/vit-base-patch16-224
@@ -37,7 +39,7 @@ A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar1
 import re
 
 from vit_jax.base.errors import InputError, nearest
-from vit_jax.config import base_config, classification, split_words
+from vit_jax.config import base_config, classification, multilabel, split_words
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.experiment.finetune_length import BIT_LR
 from vit_jax.models import find_family
@@ -49,7 +51,10 @@ from vit_jax.run.setup.recipes import (
     set_length,
 )
 
+OWN = ("folder", "list")  # data sets of the user's images
 WORDS = {
+    "list": "a list of files and labels, CSV or JSON lines, in place of a folder",
+    "multilabel": "a list with several labels for each file",
     "debug": "20 steps of a tiny model",
     "headline": "512 px and averaged weights, for imagenet2012",
     "head_only": "train only the head",
@@ -65,6 +70,8 @@ def get_config(arg=""):
     parts = [word for word in words if re.fullmatch(r"last\d+|lora\d+", word)]
     parts += sorted(chosen & {"head_only", "lora"})
     words = [word for word in words if word not in parts]
+    if chosen & {"list", "multilabel"}:
+        words = [*(word for word in words if word != "folder"), "list"]
     data = words[-1] if words else ""
     model = words[0] if len(words) == 2 else None
     if not words or len(words) > 2 or len(parts) > 1 or "lastN" in chosen:
@@ -73,7 +80,7 @@ def get_config(arg=""):
             f"ViT-B/16,cifar10, DATA one of folder, {', '.join(FINE_TUNING)}; optional words: "
             f"{', '.join(WORDS)}, at most one of head_only, lastN (such as last4) and lora"
         )
-    if data not in ("folder", *FINE_TUNING):
+    if data not in (*OWN, *FINE_TUNING):
         raise InputError(f"data {data!r}: {nearest(data, ['folder', *FINE_TUNING, *WORDS])}")
     headline, is_bit = "headline" in chosen, model is not None and model.startswith("BiT-")
     if headline and (data != "imagenet2012" or is_bit or model is None):
@@ -87,8 +94,8 @@ def get_config(arg=""):
     c.model.name, c.model.dtype, c.data.name = model, "bfloat16", data
     c.optimizer.name, c.optimizer.grad_clip_norm, c.schedule.name = "sgd", 1.0, "cosine"
     c.checkpoint.every, c.log.every = "500 steps", "50 steps"
-    if model is None or data == "folder":
-        follow_source(c)
+    if model is None or data in OWN:
+        follow_source(c, multilabel if "multilabel" in chosen else classification)
     else:
         follow_table(c, FINE_TUNING[data], headline)
         if is_bit:
@@ -108,17 +115,19 @@ def get_config(arg=""):
     return c
 
 
-def follow_source(c):
+def follow_source(c, evaluator):
     """Set what depends neither on the source nor on the number of images."""
     if c.model.name is not None:
         find_family(c.model.name)
     c.init_fields, c.schedule.rule, c.global_batch_size = "source", "bit", 64
     how = {"every": "250 steps"}
-    if c.data.name == "folder":
+    if evaluator is multilabel:
+        c.data.multi_label, c.loss.name = True, "sigmoid"
+    if c.data.name in OWN:
         c.data.ops = "scaled_inception_crop|flip"
         how["ops"] = "scaled_decode|resize(antialias=True)"
-        c.evals.val = classification(split="val", **how)
-        c.evals.test = classification(split="test?", **how)  # if it is there
+        c.evals.val = evaluator(split="val", **how)
+        c.evals.test = evaluator(split="test?", **how)  # if it is there
     else:
         c.data.ops, how["ops"] = "inception_crop|flip", "decode|resize(antialias=True)"
         c.evals.test = classification(split=FINE_TUNING[c.data.name].test_split, **how)
@@ -150,6 +159,7 @@ def follow_hyper_rule(c, row):
 def make_small(c):
     """20 steps of a tiny model on handwritten digits, from scratch."""
     c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
+    c.data.multi_label, c.loss.name = False, "softmax"
     c.data.name, c.data.image_size = "digits", make_tiny(c.model, c.model.name or "ViT-B/16")
     c.data.ops, c.model.dtype = "inception_crop(area_min=0.5)|flip", "float32"
     c.evals = {"test": classification(split="test", every="10 steps", ops="resize")}

@@ -26,7 +26,7 @@ WORDS = FINETUNE.WORDS
 
 def get_config(arg=""):
     c = FINETUNE.get_config(arg)
-    if c.data.name == "folder":
+    if c.data.name in FINETUNE.OWN:
         raise InputError(
             f"got {arg!r}, DATA needs to be one of {', '.join(FINE_TUNING)}; for own images set "
             "the rate by --config=finetune:MODEL,folder --config.optimizer.peak_lr=..."

@@ -27,7 +27,8 @@ FORMS = {
     "ViT-B/16,cifar10,head_only,debug BiT-R50x1,cifar10 BiT-R50x1,cifar10,debug "
     "R26+ViT-S/32,imagenet2012,headline R50+ViT-B/16,cifar10,debug ViT-B/16,folder "
     "ViT-B/16,folder,last4 DeiT-B/16,folder,head_only ViT-B/16,cifar10,lora16 "
-    "ViT-B/16,folder,lora,debug ViT-B/16,folder,last4,debug folder,lora cifar10 folder,debug",
+    "ViT-B/16,folder,lora,debug ViT-B/16,folder,last4,debug folder,lora cifar10 folder,debug "
+    "list ViT-B/16,list,last4 folder,multilabel multilabel,debug",
     "finetune_study": "ViT-L/32,oxford_flowers102 ViT-B/16,cifar10,debug "
     "BiT-R101x3,oxford_iiit_pet",
     "finetune_parts": "- choose debug",

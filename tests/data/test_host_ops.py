@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 from images import encode, pil_rgb, smooth_image
 
-from vit_jax.data import parse_ops
+from vit_jax.data import host_ops, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images import formats
 
@@ -259,3 +259,32 @@ def test_pad_crop_takes_every_window():
     windows = [padded[y : y + 6, x : x + 9].tobytes() for y in range(3) for x in range(3)]
     found = {crop.tobytes() for crop in apply_at("pad_crop(1)", image, range(100))}
     assert found == set(windows)
+
+
+@pytest.mark.parametrize("shape", [(300, 2), (3, 400), (1, 999), (999, 1), (50, 40), (24, 24)])
+@pytest.mark.parametrize("ops", ["resize_small(24)|central_crop", "resize_small(25)|central_crop",
+                                 "resize_small(27, True)|torchvision_crop"])  # fmt: skip
+def test_the_crop_of_a_thin_image_is_made_without_the_whole(shape, ops, monkeypatch):
+    """Bit for bit, of usual images too; without the window, 4000 x 1 becomes 96000 x 24."""
+    image = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    found = []
+    for thin in (1, 10**9):
+        monkeypatch.setattr(host_ops, "_THIN", thin)
+        resize, crop = parse_ops(ops, (24, 24))[0]
+        found.append(crop(resize(image, None), None).numpy())
+    np.testing.assert_array_equal(*found)
+
+
+def test_no_resized_image_is_far_larger_than_its_crop(monkeypatch):
+    sizes, bilinear = [], host_ops._bilinear
+
+    def spy(image, size, antialias):
+        sizes.append(np.prod(size))
+        return bilinear(image, size, antialias)
+
+    monkeypatch.setattr(host_ops, "_bilinear", spy)
+    resize, _ = parse_ops("resize_small|central_crop", (24, 24))[0]
+    for shape in ((4000, 1), (1, 4000), (200, 9), (20, 200), (24, 30)):
+        shown = resize(np.zeros((*shape, 3), np.uint8), None).shape
+        assert max([np.prod(shown) / 3, *sizes]) <= host_ops._THIN * 24 * 24
+    assert sizes

@@ -1,19 +1,23 @@
 """k nearest neighbours against scikit-learn, on hand-made batches and on the digits."""
 
+import types
+
 import numpy as np
 import pytest
 from hand_made import (
     OF_SPLITS,
     PIXELS,
     digit_splits,
+    make_inputs,
     make_on_digits,
     run_on_digits,
     run_on_features,
 )
+from read_settings import settings_of
 from sklearn.neighbors import KNeighborsClassifier
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import knn
+from vit_jax.config import base_config, knn
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import knn as knn_module
 from vit_jax.evaluators.knn import Knn
@@ -83,3 +87,16 @@ def test_only_as_many_neighbours_as_there_are_images():
     entry = knn(**OF_SPLITS, num_neighbours=(20, 100))
     with pytest.raises(InputError, match=r"own\.num_neighbours=\(20, 100\): .* 15 images"):
         make_on_digits(entry, PIXELS, mesh, num_classes=2, num_examples=15)
+
+
+@pytest.mark.parametrize("data, labels, said", [("unlabelled", "folder", True),
+                                                ("folder", "folder", False),
+                                                ("unlabelled", "cifar10", False)])  # fmt: skip
+def test_folders_of_a_run_without_labels_may_be_no_classes(data, labels, said, caplog):
+    config = base_config()
+    config.data.name = data
+    source = types.SimpleNamespace(name=labels, num_examples=30, num_classes=2)
+    inputs = make_inputs([], settings=settings_of(config), source=lambda key="split": source)
+    with caplog.at_level("INFO", "vit_jax"):
+        Knn(**OF_SPLITS).bind(inputs)
+    assert ("evals.own: " in caplog.text and "only if the folders are" in caplog.text) == said

@@ -22,6 +22,9 @@ _CROP = "share of each side that a later crop of `size` keeps"
 _ANTIALIAS = "smooth the sides that shrink"
 
 
+_THIN = 16  # images of this many times the pixels of the crop that follows
+
+
 class Decode(HostOp):
     """Decode JPEG or PNG bytes to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
 
@@ -137,7 +140,8 @@ class Resize(SizedOp):
 class ResizeSmall(Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
-    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel.
+    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
+    image only what a central crop after it keeps is made, as the whole may take gigabytes.
     """
 
     def __call__(self, image, seed):
@@ -145,7 +149,16 @@ class ResizeSmall(Resize):
         # The larger of the two scales size[i] / sides[i] covers both sides.
         i = tf.cast(size[1] * sides[0] > size[0] * sides[1], tf.int32)
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
-        return _bilinear(image, (sides * wanted + side // 2) // side, self.antialias)
+        resized, cut = (sides * wanted + side // 2) // side, self.next
+
+        def whole():
+            return _bilinear(image, resized, self.antialias)
+
+        if not isinstance(cut, Crop) or isinstance(cut, RandomCrop):
+            return whole()
+        grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))
+        is_thin = tf.reduce_prod(resized) > _THIN * cut.hw[0] * cut.hw[1]
+        return tf.cond(grows & is_thin, lambda: _enlarged_window(image, resized, cut), whole)
 
 
 class TorchvisionResize(SizedOp):
@@ -307,6 +320,27 @@ class AutoAugment(HostOp):
 def _before_crop(size: Hw, crop: float) -> Hw:
     """(height, width) of an image whose sides, times `crop`, give `size`."""
     return round(size[0] / crop), round(size[1] / crop)
+
+
+def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, cut: Crop) -> tf.Tensor:
+    """What `cut` keeps of `_bilinear` to the larger size `resized`, by the same operations."""
+    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, None)
+
+    def neighbours(axis):
+        scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)
+        at = (tf.cast(begin[axis] + tf.range(cut.hw[axis]), tf.float32) + 0.5) * scale - 0.5
+        below, above = (tf.cast(round_(at), tf.int32) for round_ in (tf.floor, tf.math.ceil))
+        return tf.maximum(below, 0), tf.minimum(above, sides[axis] - 1), at - tf.floor(at)
+
+    (top, bottom, down), (left, right, along) = neighbours(0), neighbours(1)
+    columns = [tf.cast(tf.gather(image, x, axis=1), tf.float32) for x in (left, right)]
+
+    def rows(y):
+        first, second = (tf.gather(column, y) for column in columns)
+        return first + (second - first) * along[:, None]
+
+    values = rows(top) + (rows(bottom) - rows(top)) * down[:, None, None]
+    return tf.saturate_cast(tf.round(values), tf.uint8)
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:

@@ -37,12 +37,14 @@ class Op(Part):
     on_device: whether it runs on the device, on a batch, and not on the host, on one image.
     decodes: whether it only gives the pixels of a file, and so comes first.
     text: the op as the user typed it.
+    next: the op after it; None: it is the last one.
     """
 
     of_colours: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
     decodes: ClassVar[bool] = False
     text: ClassVar[str] = ""
+    next: ClassVar[Op | None] = None
 
     @property
     def name(self) -> str:
@@ -193,6 +195,7 @@ def parse_ops(
     host_ops = tuple(op for op in ops if isinstance(op, HostOp))
     device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
     for before, op in itertools.pairwise(ops):
+        object.__setattr__(before, "next", op)
         if isinstance(op, HostOp) and isinstance(before, DeviceOp):
             needed = "|".join(op.text for op in (*host_ops, *device_ops))
             raise InputError(

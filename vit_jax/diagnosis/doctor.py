@@ -403,16 +403,19 @@ def check_images(run: "Run") -> Finding:
     for name, entry in settings.evals.items():
         spec = image_batch(_IMAGES, settings.data.image_size, made.eval_ops[name], "ops")
         specs |= {key: specs.get(key, spec) for key in eval_splits(settings.data, entry).values()}
-    lines = []
+    names, lines = set[str](), dict[str, str]()  # an image may be in several splits
     with captured():  # each is named below
         for key, spec in specs.items():
             source, rows = run.sources[key], np.arange(spec.size)
+            found = [f"{key.data_dir}/{source.record_name(i)}".partition(" (record ")[0]
+                     for i in range(source.num_examples)]  # fmt: skip
+            names |= {*found}
             ops = [ops for crop in spec.crops.values() for ops in crop.distinct_ops]
             for batch in host_eval_batches(source, spec, rows=rows):
                 broken = batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]
-                lines += [f"{source.record_name(i)}: {why_masked(source, ops, i)[1]}"
-                          for i in broken]  # fmt: skip
-    number = sum(run.sources[key].num_examples for key in specs)
-    text = "\n".join([f"{number:,} images read; {len(lines):,} fail{':' * any(lines)}", *lines])
-    remedy = "training leaves them out; repair or remove them" * any(lines)
+                lines |= {found[i]: f"{source.record_name(i)}: {why_masked(source, ops, i)[1]}"
+                          for i in broken}  # fmt: skip
+    said = f"{len(names):,} images read; {len(lines):,} fail{':' * bool(lines)}"
+    text = "\n".join([said, *lines.values()])
+    remedy = "training leaves them out; repair or remove them" * bool(lines)
     return Finding("all images", WARNING if lines else OK, text, remedy)

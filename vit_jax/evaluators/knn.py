@@ -4,6 +4,7 @@ Axes: N training images, M test images, D features, C classes, K neighbours.
 Source: Wu et al. 2018 (arXiv:1805.01978), section 3.4.
 """
 
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,8 @@ from vit_jax.config import POSITIVE, key
 from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
+
+logger = logging.getLogger("vit_jax")
 
 _SIMILARITIES_AT_ONCE = 1 << 26  # 256 MiB of float32
 
@@ -66,6 +69,11 @@ class Knn(FeatureEvaluator):
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, train_source = make_gather(inputs), inputs.source("train_split")
         num_images = train_source.num_examples
+        if inputs.settings.data.name == "unlabelled" and train_source.name == "folder":
+            logger.info(
+                "evals.%s: the share of images whose neighbours lie in their own folder; it is an "
+                "accuracy only if the folders are classes", inputs.name,
+            )  # fmt: skip
         numbers = [k for k in self.num_neighbours if k <= num_images]
         if not numbers:
             raise InputError(
