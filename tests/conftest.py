@@ -138,3 +138,41 @@ def _unchecked():
 
 without_checks = pytest.fixture(_unchecked)
 never_with_checks = pytest.fixture(_unchecked, scope="module")
+
+
+class _LoweredOnce:
+    """A lowered step that is compiled once."""
+
+    def __init__(self, lowered):
+        self.as_text, self.compile = lowered.as_text, functools.cache(lowered.compile)
+
+
+@pytest.fixture(scope="module")
+def experiments_made_once():
+    """Make and compile one experiment for all runs with equal settings: most runs of a file.
+
+    A run that is resumed then starts as it does otherwise, but compiles nothing. Processes of their
+    own, in tests marked slow, show that a compiled step is the same whenever it is compiled.
+    """
+    from vit_jax.experiment.experiment import Experiment
+    from vit_jax.run import build
+
+    made, make = [], build.make_experiment
+
+    def make_once(settings, mesh, preprocessing=None, teachers=()):
+        if teachers:
+            return make(settings, mesh, preprocessing, teachers)
+        s = settings
+        sections = s.run, s.model, s.data, s.objective, s.loss, s.optimizer, s.schedule, s.log, mesh
+        for others, experiment in made:
+            if others == sections:
+                return experiment
+        experiment = make(settings, mesh, preprocessing)
+        lowered = functools.cache(lambda: _LoweredOnce(Experiment.lower(experiment)))
+        vars(experiment)["lower"] = lowered
+        made.append((sections, experiment))
+        return experiment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "make_experiment", make_once)
+        yield

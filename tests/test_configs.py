@@ -143,6 +143,7 @@ OF_OBJECTIVES = [("quickstart", "", "debug"), ("deit", "DeiT-B/16", "DeiT-S/16,d
                  ("masked_patches", "ViT-B/16,imagenet2012,small_patch", "debug"),
                  ("mae", "ViT-B/16", "debug"), ("lejepa", "cifar10", "debug"),
                  ("dinov2", "", "debug")]  # fmt: skip
+TRACED_ALWAYS, PLANNED_ALWAYS = ("mae", "dinov2"), ("quickstart", "masked_patches")
 
 
 def in_layers(name, words, number, scan):
@@ -166,7 +167,13 @@ def made_up_batch(experiment, c):
     return batch
 
 
-@pytest.mark.parametrize(("name", "words"), [(name, debug) for name, _, debug in OF_OBJECTIVES])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(name, debug, marks=() if name in TRACED_ALWAYS else pytest.mark.slow)
+        for name, _, debug in OF_OBJECTIVES
+    ],
+)
 def test_two_layers_are_traced_in_both_forms(name, words):
     for scan in (False, True):
         experiment, _, mesh = in_layers(name, words, 2, scan)
@@ -219,9 +226,6 @@ def test_healthy_devices_agree_in_a_replay(name, words, fsdp):
 
 
 # The others have plans of small models in planning/test_plan.py.
-PLANNED_ALWAYS = ("quickstart", "masked_patches", "mae")
-
-
 @pytest.mark.parametrize(
     ("name", "words", "depth"),
     [

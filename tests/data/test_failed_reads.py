@@ -99,8 +99,16 @@ def pauses(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("kind", WRITE)
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        *((kind, False) for kind in WRITE),
+        ("tfrecord", True),
+        ("parquet", True),
+        *(pytest.param(kind, True, marks=pytest.mark.slow)
+          for kind in WRITE if kind not in ("tfrecord", "parquet")),
+    ],
+)  # fmt: skip
 def test_a_folder_that_is_away_for_a_moment(kind, kept, tmp_path, pauses):
     root, away = tmp_path / "data", tmp_path / "away"
     with opened(kind, root) as source:

@@ -119,10 +119,14 @@ def cudnn_by_xla(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "called"),
     [
-        ({"pool": "gap"}, (10, True)),
+        pytest.param({"pool": "gap"}, (10, True), marks=pytest.mark.slow),
         ({}, (10, False)),
         ({"registers": 3, "rotary": "indices", "qk_norm": True}, (14, True)),
-        ({"pool": "map", "parallel": True, "key_bias": False}, (10, True)),
+        pytest.param(
+            {"pool": "map", "parallel": True, "key_bias": False},
+            (10, True),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -187,7 +191,7 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     assert seen == [(2, 8, 32)] * 2
 
 
-@pytest.mark.parametrize("own_rows", [False, True])
+@pytest.mark.parametrize("own_rows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernels, monkeypatch):
     """With the masks of dropout and of stochastic depth, and the gradients, of the layers apart."""
     monkeypatch.setitem(kernels._VMEM_MIB, "cpu", 128)

@@ -181,7 +181,7 @@ def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
     assert (rows[0]["neighbour"], rows[1]["neighbour"]) == (next(iter(found)), "")
 
 
-@pytest.mark.parametrize("number", [16, 19])  # in batches of 8
+@pytest.mark.parametrize("number", [pytest.param(16, marks=pytest.mark.slow), 19])  # by 8
 def test_each_picture_has_its_own_neighbours(golden, tmp_path, number):
     rng = np.random.default_rng(0)
     paths = [str(tmp_path / f"{i}.png") for i in range(number)]

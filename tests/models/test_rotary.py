@@ -109,7 +109,7 @@ def test_kept_patches_take_their_turns_along():
     assert np.abs(few[:, prefix:] - found[:, prefix : prefix + 2]).max() > 1e-3
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_scanned_is_unrolled(remat):
     def loss(model, params):
         return jnp.square(model.apply({"params": params}, IMAGES)).sum()

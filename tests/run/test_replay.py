@@ -56,7 +56,7 @@ def take_steps(run, number=2):
         pytest.param("activation", "", [[3, 4]], 5, marks=pytest.mark.slow),
         ("gradient", "", [[3, 4]], 1),
         # A place is a group of two devices; devices 2 and 3 are the second.
-        ("activation", "fsdp", [[2, 3, 4, 5]], 5),
+        pytest.param("activation", "fsdp", [[2, 3, 4, 5]], 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_flipped_bit_is_caught_and_its_device_named(what, mesh, pairs, fewest, tmp_path):

@@ -97,7 +97,7 @@ def said(workdir):
     return workdir.with_name("output").read_text()
 
 
-@pytest.mark.usefixtures("one_device", "never_with_checks")
+@pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_workdir, caplog):
     """Steps 16 and 24 are kept, and 10 and 20 are saved; the save of 20 does not end."""
 
@@ -120,7 +120,7 @@ def test_a_kept_step_is_taken_only_if_the_store_has_the_save_before_it(make_work
     assert not folder_of(run).exists()
 
 
-@pytest.mark.usefixtures("one_device", "never_with_checks")
+@pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 def test_a_kept_step_outlives_corrupt_data_and_is_refused_with_other_data(
     tmp_path, monkeypatch, caplog
 ):
