@@ -17,6 +17,7 @@ from vit_jax.data import make_source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices import kernels
 from vit_jax.devices.chips import find_slice
+from vit_jax.devices.flops import program_flops
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
@@ -55,21 +56,34 @@ def on_gpus(name, words, axes, scan, devices=None):
     return planned_experiment(settings, mesh), settings, mesh
 
 
+@pytest.fixture(scope="module")
+def shared_kernels(pytestconfig):
+    """Options of a compiler that takes a kernel from an earlier program, also of an earlier run."""
+    folder = pytestconfig.cache.mkdir(f"kernels-{jax.__version__}")
+    return {"xla_gpu_kernel_cache_file": str(folder / "cache")}
+
+
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("axes", [DATA, FSDP], ids=["data", "fsdp"])
 @pytest.mark.parametrize(("name", "words"), FULL)
-def test_a_step_compiles(name, words, axes, scan):
-    """Every array of the state keeps its place; nothing goes to the host; products are narrow."""
+def test_a_step_compiles(name, words, axes, scan, shared_kernels):
+    """Every array of the state keeps its place; nothing goes to the host; products are narrow.
+
+    They are those of the jaxpr.
+    """
     experiment, settings, mesh = on_gpus(name, words, axes, scan)
     with jax.set_mesh(mesh):
-        compiled = experiment.lower().compile()
+        traced = experiment.trace()
+        compiled = traced.lower().compile(compiler_options=shared_kernels)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**14  # the metrics
     assert not re.search(r"is_host_transfer=true|infeed|outfeed|python_gpu_callback|S\(5\)", text)
+    flops = Counter()
+    for work in Program(text).work():
+        flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
+    expected = program_flops(traced.jaxpr.jaxpr)
+    assert mesh.size * flops.total() == pytest.approx(expected, rel=0.01)
     if settings.model.dtype == "bfloat16":
-        flops = Counter()
-        for work in Program(text).work():
-            flops.update({dtype: work.count * number for dtype, number in work.flops.items()})
         assert flops["bf16"] > 0.9 * flops.total()  # the others: prototypes, and views of images
 
 

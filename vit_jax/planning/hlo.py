@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vit_jax.planning.instructions import Instruction, Place, called_by, parameters, parse
+from vit_jax.planning.padding import real_share
 from vit_jax.planning.products import count_flops, dtype_of, target_of_call
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
@@ -21,16 +23,6 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
          "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
-
-
-class Instruction(NamedTuple):
-    """One line: `%name = type opcode(operands), attributes`; constants begin with their value."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
 
 
 class Collective(NamedTuple):
@@ -74,18 +66,6 @@ class Work(NamedTuple):
     bytes: int
 
 
-class _Place(NamedTuple):
-    """An instruction, those beside it by name, its number of executions, and its enclosing fusions,
-    outermost first.
-    """
-
-    instruction: Instruction
-    siblings: dict[str, Instruction]
-    count: int
-    computation: str
-    within: tuple[Instruction, ...]
-
-
 class Program:
     """A compiled program, parsed from its text.
 
@@ -103,7 +83,7 @@ class Program:
             if line.endswith("{") and (start := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
                 current = self._computations.setdefault(start[2], {})
                 self._entry = start[2] if start[1] else self._entry
-            elif current is not None and (parsed := _parse(line)):
+            elif current is not None and (parsed := parse(line)):
                 current[parsed.name] = parsed
         if self._entry is None:
             raise ValueError("no entry computation: this is not the text of a compiled program")
@@ -125,9 +105,10 @@ class Program:
             kind = each.opcode.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
-            fused = [called for outer in place.within for called in _called(outer, "calls")]
+            within = [outer.instruction for outer in place.within]
+            fused = [called for outer in within for called in called_by(outer, "calls")]
             asynchronous = each.opcode != kind or any("async" in name for name in fused) or any(
-                outer.name.startswith("async") for outer in place.within
+                outer.name.startswith("async") for outer in within
             )  # fmt: skip
             # On GPUs all collectives start and end; nothing is computed between those of some.
             asynchronous = asynchronous and '"is_sync":true' not in each.attributes
@@ -188,7 +169,8 @@ class Program:
             if not place.within and each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 number = self._bytes_of(each, siblings)
                 found.append(Work(_kind(each), place.count, Counter(), number))
-            flops = count_flops(each.opcode, each.attributes, each.type, types)
+            real = [real_share(place, name, self._computations) for name in each.operands[:2]]
+            flops = count_flops(each.opcode, each.attributes, each.type, types, real)
             if flops:
                 found[-1].flops[dtype_of(types[0])] += flops * place.count // found[-1].count
         return found
@@ -203,10 +185,10 @@ class Program:
             return 2 * _hbm_bytes(each.type)
         if each.opcode == "dynamic-update-slice":
             return 2 * _hbm_bytes(types[1])
-        body = next((self._computations.get(name, {}) for name in _called(each, "calls")), {})
+        body = next((self._computations.get(name, {}) for name in called_by(each, "calls")), {})
         read = [_hbm_bytes(kind) for kind in types]
         written = _hbm_bytes(each.type)
-        for i, parameter in _parameters(body).items():
+        for i, parameter in parameters(body).items():
             users = [other for other in body.values() if parameter in other.operands]
             if i >= len(read) or not read[i] or not users:
                 continue
@@ -234,34 +216,35 @@ class Program:
             elif user.opcode == "bitcast":
                 part = self._sliced_bytes(body, user.name)
             elif user.opcode == "fusion":
-                inner = self._computations[_called(user, "calls")[0]]
+                inner = self._computations[called_by(user, "calls")[0]]
                 at = [i for i, operand in enumerate(user.operands) if operand == name]
-                parts = [self._sliced_bytes(inner, _parameters(inner)[i]) for i in at]
+                parts = [self._sliced_bytes(inner, parameters(inner)[i]) for i in at]
                 part = None if None in parts else sum(p for p in parts if p is not None)
             if part is None:
                 return None
             total += part
         return total if users else None
 
-    def _places(self) -> Iterator[_Place]:
+    def _places(self) -> Iterator[Place]:
         assert self._entry is not None
         yield from self._walk(self._entry, 1, self._entry, ())
 
-    def _walk(self, name, count, computation, within) -> Iterator[_Place]:
+    def _walk(self, name, count, computation, within) -> Iterator[Place]:
         siblings = self._computations.get(name, {})
         for each in siblings.values():
-            yield _Place(each, siblings, count, computation, within)
+            place = Place(each, siblings, count, computation, within)
+            yield place
             if each.opcode == "while":
-                (body,), (condition,) = _called(each, "body"), _called(each, "condition")
+                (body,), (condition,) = called_by(each, "body"), called_by(each, "condition")
                 times = count * self._trip_count(each, condition)
                 yield from self._walk(body, times, body, within)
             elif each.opcode in ("call", "conditional"):
-                called = _called(each, "to_apply") + _called(each, "branch_computations")
-                for inner in called + _called(each, "calls"):
+                called = called_by(each, "to_apply") + called_by(each, "branch_computations")
+                for inner in called + called_by(each, "calls"):
                     yield from self._walk(inner, count, inner, within)
             else:
-                for inner in _called(each, "calls"):
-                    yield from self._walk(inner, count, computation, (*within, each))
+                for inner in called_by(each, "calls"):
+                    yield from self._walk(inner, count, computation, (*within, place))
 
     def _trip_count(self, loop: Instruction, condition: str) -> int:
         """The trip count of a loop that counts from 0, as in `jax.lax.scan`; 1 if unknown."""
@@ -276,52 +259,12 @@ class Program:
         return limits[0] if len(limits) == 1 else 1
 
 
-def _parse(line: str) -> Instruction | None:
-    start = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
-    if not start:
-        return None
-    rest = line[start.end() :]
-    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:end], rest[end:].lstrip()
-    opcode, _, rest = rest.partition("(")
-    end = _closing("(" + rest) - 1
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-    attributes = rest if opcode in ("constant", "parameter") else rest[end:]
-    return Instruction(start[1], kind, opcode, operands, attributes)
-
-
-def _closing(text: str) -> int:
-    """The index of the bracket that closes the first one."""
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if not depth:
-            return match.start()
-    return len(text)
-
-
 def _kind(each: Instruction) -> str:
     """The name of the instruction in a table of kernels."""
     if each.opcode != "fusion":
         return target_of_call(each.attributes) or each.opcode.removesuffix("-start")
     kinds = re.findall(r'"fusion_backend_config":\{"kind":"(\w+)"|\bkind=(\w+)', each.attributes)
     return f"fusion {next(filter(None, kinds[-1]))}" if kinds else "fusion"
-
-
-def _called(each: Instruction, role: str) -> list[str]:
-    match = re.search(rf"\b{role}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", each.attributes)
-    if not match:
-        return []
-    return re.findall(r"[\w.\-]+", match[1]) if match[1] else [match[2]]
-
-
-def _parameters(body: dict[str, Instruction]) -> dict[int, str]:
-    """{position: name} of a computation's parameters."""
-    return {
-        int(each.attributes.partition(")")[0]): each.name
-        for each in body.values()
-        if each.opcode == "parameter"
-    }
 
 
 def _elements(kind: str) -> list[str]:

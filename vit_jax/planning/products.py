@@ -12,12 +12,12 @@ from vit_jax.devices.flops import CUDNN_PRODUCTS
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
-# The places of the kernel and of the output in (result, operand 0, operand 1) of a convolution.
+# The places of input, kernel and output in (result, operand 0, operand 1) of a convolution.
 _CONVOLUTIONS = {
-    "__cudnn$convForward": (2, 0),
-    "__cudnn$convBiasActivationForward": (2, 0),
-    "__cudnn$convBackwardInput": (2, 1),
-    "__cudnn$convBackwardFilter": (0, 2),
+    "__cudnn$convForward": (1, 2, 0),
+    "__cudnn$convBiasActivationForward": (1, 2, 0),
+    "__cudnn$convBackwardInput": (0, 2, 1),
+    "__cudnn$convBackwardFilter": (1, 0, 2),
 }
 
 
@@ -27,23 +27,37 @@ def target_of_call(attributes: str) -> str:
     return found[1] if found else ""
 
 
-def count_flops(opcode: str, attributes: str, result: str, operands: Sequence[str]) -> int:
-    """FLOPs of one instruction, given the texts of its attributes and types."""
+def count_flops(
+    opcode: str,
+    attributes: str,
+    result: str,
+    operands: Sequence[str],
+    real: Sequence[float] = (1.0, 1.0),
+) -> int:
+    """FLOPs of one instruction, given the texts of its attributes and types.
+
+    Args:
+      real: the shares of the values of the first two operands that the compiler has not padded.
+    """
     target = target_of_call(attributes)
     if opcode == "convolution" or target in _CONVOLUTIONS:
-        shapes = [_shape(text) for text in (result, *operands[:2])]
-        kernel, output = _CONVOLUTIONS.get(target, (2, 0))
-        return _convolution_flops(shapes[kernel], shapes[output], attributes)
+        shapes = [shape_of(text) for text in (result, *operands[:2])]
+        places = _CONVOLUTIONS.get(target, (1, 2, 0))
+        shares = (1.0, *real)
+        return _convolution_flops(
+            *(shapes[at] for at in places), attributes, shares[places[0]], shares[places[1]]
+        )
     if opcode == "dot" or target.startswith("__cublas$"):
         (lhs, *_), contracted = (
             operands,
             _numbers_of("lhs_contracting_(?:dims|dimensions)", attributes),
         )
-        sizes = _shape(lhs)
-        return 2 * math.prod(_shape(result)) * math.prod(sizes[axis] for axis in contracted)
+        sizes = shape_of(lhs)
+        pairs = math.prod(shape_of(result)) * math.prod(sizes[axis] for axis in contracted)
+        return round(2 * pairs * min(real))
     if target in CUDNN_PRODUCTS:
         logits = _numbers_of('"intermediate_tensor_shape".*?"dimensions', attributes)
-        return 2 * CUDNN_PRODUCTS[target] * math.prod(logits) * _shape(operands[0])[-1]
+        return 2 * CUDNN_PRODUCTS[target] * math.prod(logits) * shape_of(operands[0])[-1]
     return 0
 
 
@@ -53,16 +67,30 @@ def dtype_of(kind: str) -> str:
     return found[1] if found else ""
 
 
-def _convolution_flops(kernel: Sequence[int], output: Sequence[int], attributes: str) -> int:
-    """A product of the kernel of one output channel for every output; not with inserted zeros."""
-    labels = re.search(r"dim_labels=\w+_(\w+)->\w+", attributes)
+def _convolution_flops(
+    given: Sequence[int],
+    kernel: Sequence[int],
+    output: Sequence[int],
+    attributes: str,
+    real_input: float,
+    real_kernel: float,
+) -> int:
+    """A product of the kernel of one output channel for every output; not with inserted zeros.
+
+    A value of the kernel meets each value of the input at most once.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->\w+", attributes)
     zeros = re.search(r"lhs_dilate=([\dx]+)", attributes)
     assert labels is not None
-    pairs = math.prod(output) * math.prod(kernel) // kernel[labels[1].index("o")]
-    return 2 * pairs // math.prod(int(n) for n in zeros[1].split("x")) if zeros else 2 * pairs
+    values = math.prod(kernel) * real_kernel
+    pairs = math.prod(output) * values / kernel[labels[2].index("o")]
+    if zeros:
+        pairs /= math.prod(int(n) for n in zeros[1].split("x"))
+    most = math.prod(given) * real_input * values / given[labels[1].index("f")]
+    return round(2 * min(pairs, most))
 
 
-def _shape(kind: str) -> list[int]:
+def shape_of(kind: str) -> list[int]:
     """The sizes of an array, or of the first in a tuple, from the text of its type."""
     found = _ARRAY.search(kind)
     return [int(size) for size in found[2].split(",") if size] if found else []
