@@ -280,8 +280,30 @@ def recipe_costs() -> str:
     return "\n".join(parts)
 
 
+def certificates() -> str:
+    """A row for each step of the certificates in docs/certificates/."""
+    rows = []
+    for path in sorted((ROOT / "docs/certificates").glob("*.json")):
+        made = json.loads(path.read_text())
+        devices = made["parts"]["devices"]
+        for step in made["parts"]["steps"]["rows"]:
+            if "step_s" in step:
+                planned = step.get("planned_memory_bytes")
+                rows.append((
+                    f"{devices['num_devices']} x {devices['device_kind']}",
+                    made["made"], f"jax {devices['software']['jax']}", step["model"],
+                    f"{step['global_batch_size']}, {step['dtype']}", f"{1e3 * step['step_s']:,.4g}",
+                    "" if step["mfu"] is None else f"{step['mfu']:.0%}",
+                    f"{step['memory_bytes'] / 2**30:.2f}",
+                    "" if planned is None else f"{planned / step['memory_bytes']:.2f}",
+                ))  # fmt: skip
+    heads = ("devices", "day", "software", "model", "batch", "ms a step", "MFU", "memory, GiB",
+             "planned")  # fmt: skip
+    return _table(heads, rows)
+
+
 _MADE = (
-    commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
+    certificates, commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
     flags_of_others, host_ops, launchers, metrics, notebook, recipe_costs,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}

@@ -98,6 +98,8 @@ def check_job(words: Sequence[str]) -> Job:
     if command not in COMMANDS:
         raise InputError(f"-- {command}: no such command; known: {', '.join(COMMANDS)}")
     flags = parse_flags(command, words[1:] if words[0] == command else words)
+    if command == "certify":
+        flags.workdir = None if flags.output is None else os.fspath(flags.output)
     if not hasattr(flags, "workdir"):
         raise InputError(f"-- {command}: has no workdir, so it cannot be a job; run it directly")
     if command == "study":
@@ -111,7 +113,8 @@ def check_job(words: Sequence[str]) -> Job:
     if command == "evaluate" and (flags.init_from or flags.config):
         raise InputError("-- evaluate: as a job it takes only --workdir; run it directly")
     # `evaluate` takes its config from the workdir.
-    of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
+    alone = {"evaluate": ("workdir",), "certify": ("output",)}
+    of_command = alone.get(command, ("config", "workdir"))
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
     config, named, data = getattr(flags, "config", None), (), ()
     extras = needed_extras(None, flags.workdir)
