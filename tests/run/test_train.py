@@ -308,7 +308,7 @@ def test_told_to_stop_before_the_step_is_compiled_it_ends_at_once(tmp_path, monk
     earlier = signal.signal(signal.SIGTERM, told)
     try:
         with pytest.raises(Told):
-            loop.loop(run, types.SimpleNamespace(step=0), {}, NoLock())
+            loop.loop(run, types.SimpleNamespace(step=0), {}, NoLock(), 0.0)
     finally:
         signal.signal(signal.SIGTERM, earlier)
 

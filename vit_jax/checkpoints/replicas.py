@@ -50,7 +50,9 @@ def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
     if differing:
         raise DivergedError(
             f"copies of {len(differing)} arrays or their shards differ between devices; one of "
-            "these devices has computed or stored wrong bits, and should be taken out of service:"
+            "these devices has computed or stored wrong bits, and should be taken out of service. "
+            "The last save is good: the same command goes on from it; to find the device, add "
+            "--config.job.replay_every='1 steps'. The copies:"
             + "".join(f"\n  {each}" for each in differing[:_NAMED_AT_MOST])
         )
 

@@ -30,6 +30,8 @@ from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.setup.agreement import compare
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.terminal import Progress
+from vit_jax.run.watch.blame import explain
+from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.host_memory import open_memory
 from vit_jax.run.watch.ledger import Past, read_past
 from vit_jax.run.watch.speed import Profiler
@@ -170,7 +172,13 @@ class Loop:
 
         After a signal the process may be killed soon, so the state is saved before evaluations.
         """
-        if not self.record.check(due.step):
+        try:
+            is_good = self.record.check(due.step)
+        except NonFiniteError as e:
+            with watchdog.phase("save"):
+                self.checkpoints.wait()
+            raise explain(self.run, e, state, self.spikes.frozen) from None
+        if not is_good:
             step, state = self.spikes.restore()
             self.read_ahead.rewind(step)
             return state

@@ -22,13 +22,11 @@ from vit_jax.job import processes, watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.objectives.metrics import training_metrics
 from vit_jax.run.build import Run
-from vit_jax.run.summary import write_diverged
 from vit_jax.run.terminal import Progress, readable
 from vit_jax.run.watch.guards import (
     CorruptRecords,
     Health,
     Jumps,
-    NonFiniteError,
     Stalls,
     check_finite,
 )
@@ -141,16 +139,12 @@ class Record(contextlib.AbstractContextManager):
         steps = list(zip(numbers, jax.device_get(values), strict=True))
         self._pending.clear()
         self._lock.check(fresh=False)
-        try:
-            if (spiked := self._spikes.find(steps)) is not None:
-                self._writer.write(spiked, self._spikes.row(spiked))
-                self._throughput.lose(self._good_s)
-                return False
-            corrupt = [metrics.pop("masked") for _, metrics in steps]
-            check_finite(steps, self.saved)
-        except NonFiniteError as e:
-            write_diverged(self._run, e)
-            raise
+        if (spiked := self._spikes.find(steps)) is not None:
+            self._writer.write(spiked, self._spikes.row(spiked))
+            self._throughput.lose(self._good_s)
+            return False
+        corrupt = [metrics.pop("masked") for _, metrics in steps]
+        check_finite(steps, self.saved)
         last = self._finish(steps[-1][1]) if steps else {}
         self._last = {name: float(value) for name, value in last.items()}
         self._corrupt.count(corrupt, step, self.saved)

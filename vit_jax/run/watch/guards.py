@@ -22,7 +22,14 @@ _MORE = "docs/explanation/does_it_learn.md shows healthy and sick runs"
 
 
 class NonFiniteError(RuntimeError, RaisedByAll):
-    """A loss or a gradient is infinite or NaN, or spikes too often: the run cannot continue."""
+    """A loss or a gradient is infinite or NaN, or spikes too often: the run cannot continue.
+
+    step: the one that is not finite; None: not known.
+    """
+
+    def __init__(self, text: str, step: int | None = None):
+        super().__init__(text)
+        self.step = step
 
 
 class CorruptDataError(RuntimeError, RaisedByAll):
@@ -51,7 +58,8 @@ def check_finite(steps: Sequence[tuple[int, Mapping[str, Any]]], saved: int | No
                 bad.append(f"non-finite gradients in {', '.join(layers)}")
             raise NonFiniteError(
                 f"step {step}: {', '.join(bad)}; {say_saved(saved)}. Lower optimizer.peak_lr, "
-                "lengthen schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir"
+                "lengthen schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir",
+                step,
             )
 
 

@@ -59,7 +59,7 @@ class Spikes:
     """
 
     def __init__(self, run: Run, frozen: tuple[tree.PyTree, ...], meta: Mapping[str, Any]):
-        self._run, self._frozen = run, frozen
+        self._run, self.frozen = run, frozen
         self._rule = run.settings.optimizer.on_spike
         known = meta.get("spikes", {})
         self._good = {
@@ -165,7 +165,7 @@ class Spikes:
         with watchdog.phase("compile"):
             made = layer_norms_program(e), row_losses_program(e, self._run.mesh)
             programs = [program.lower(*e.arguments).compile() for program in made]
-        norms, rows = jax.device_get([p(state, batch, *self._frozen) for p in programs])
+        norms, rows = jax.device_get([p(state, batch, *self.frozen) for p in programs])
         if jax.process_index() > 0:
             return
         losses = {str(row): loss for row, loss in enumerate(rows["loss"].tolist())}

@@ -1,0 +1,111 @@
+"""Which device a number that is not finite comes from.
+
+The step is computed again from the newest save, by the programs of a replay: each device computes
+the gradient of its own rows, then of the rows of the device before it. What comes from the rows
+moves with them, and what comes from a device stays there.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from vit_jax import data
+from vit_jax.base import tree
+from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.replicas import DivergedError, name_devices
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.experiment.state import TrainState
+from vit_jax.job import watchdog
+from vit_jax.run.build import Run
+from vit_jax.run.summary import write_diverged
+from vit_jax.run.watch.guards import NonFiniteError
+from vit_jax.run.watch.replay import axes_of_places, inputs_program, replay_program
+
+logger = logging.getLogger("vit_jax")
+
+_REPLAY = "--config.job.replay_every='1 steps'"
+
+
+def explain(
+    run: Run, error: NonFiniteError, state: TrainState, frozen: tuple[tree.PyTree, ...]
+) -> Exception:
+    """The error to raise in place of `error`; all processes call it, and `state` is freed.
+
+    A DivergedError if one device is at fault: the run can go on without it. Else diverged.json is
+    written, and the error says what has been found.
+    """
+    step, said, is_device, saved = error.step, "", False, None
+    if step is not None and _count_places(run.mesh) > 1:
+        saved = next(iter(restore.steps_of_first(run.workdir / "checkpoints")), None)
+    if step is not None and saved is not None:
+        logger.warning("%s; computing step %d again from step %d, to see whether one device is at "
+                       "fault", error, step, saved)  # fmt: skip
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        try:
+            said, is_device = judge(run.mesh, *compute_again(run, step, saved, frozen))
+        except Exception as e:  # the first error counts
+            logger.warning("step %d cannot be computed again: %s", step, e)
+    if is_device:
+        return DivergedError(
+            f"{str(error).partition(';')[0]}; {said}. The last save, of step {saved}, is good: "
+            f"run the same command again without this device, and with {_REPLAY} to be sure"
+        )
+    error = NonFiniteError(f"{error}. {said}" if said else str(error))
+    write_diverged(run, error)
+    return error
+
+
+def _count_places(mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes_of_places(mesh))
+
+
+def compute_again(
+    run: Run, step: int, saved: int, frozen: tuple[tree.PyTree, ...]
+) -> list[Mapping[str, np.ndarray]]:
+    """{name of a gradient, or loss: norms (places,)} of the own and of the turned rows of `step`.
+
+    By the parameters of the step `saved`; see `replay_program`.
+    """
+    e = run.experiment
+    with watchdog.phase("compile"):
+        state, _ = restore.restore_step(run.workdir / f"checkpoints/{saved}", e.abstract_state)
+        number = np.asarray(step - 1, state.step.dtype)
+        state = state.replace(step=jax.device_put(number, state.step.sharding))
+        batches = data.train_batches(
+            run.train_source, e.batch, steps=range(step - 1, step), seed=run.settings.run.seed,
+            sharding=batch_sharding(run.mesh), data_order=run.order,
+        )  # fmt: skip
+        with contextlib.closing(batches):
+            inputs = inputs_program(e, run.mesh)(state, next(batches))
+        replay = replay_program(e, run.mesh)
+        return [
+            jax.device_get(replay(state, *inputs, np.bool_(turned), *frozen))[1]
+            for turned in (0, 1)
+        ]
+
+
+def judge(
+    mesh: Mesh, own: Mapping[str, np.ndarray], turned: Mapping[str, np.ndarray]
+) -> tuple[str, bool]:
+    """What the norms of `compute_again` say, and whether one device is at fault."""
+    places = _count_places(mesh)
+    groups = [name_devices(group.tolist()) for group in mesh.devices.reshape(places, -1)]
+    first, then = (
+        np.flatnonzero(~np.isfinite([*norms.values()]).all(axis=0)).tolist()
+        for norms in (own, turned)
+    )
+    found = {*first, *then}
+    if not found:
+        return (f"All devices get finite numbers for it from the last save; if you suspect one of "
+                f"them, run again with {_REPLAY}"), False  # fmt: skip
+    if len(first) == 1 and then == [(first[0] + 1) % places]:
+        return f"The rows of {groups[first[0]]} cause it on another device too", False
+    if len(found) == 1:
+        return f"{groups[found.pop()]} is the only one that gets numbers that are not finite", True
+    return "", False
