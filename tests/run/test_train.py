@@ -35,6 +35,7 @@ from vit_jax.run.build import prepare
 from vit_jax.run.record import check_rows
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.workdir import clone_state
+from vit_jax.run.summary import write_summary
 from vit_jax.run.teachers import compare_classes, read_teachers
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import ledger, speed
@@ -715,3 +716,47 @@ def test_an_accelerator_that_is_not_used_is_named(monkeypatch, caplog):
     caplog.clear()
     start_backend("cpu")
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "platform, gib, said",
+    [
+        ("cpu", 3, True),
+        ("cpu", 1, False),
+        ("gpu", 9, True),
+        ("gpu", 7, False),
+        ("other", 99, False),
+    ],
+)
+def test_more_memory_than_there_is_is_said_with_what_saves_some(
+    platform, gib, said, monkeypatch, caplog
+):
+    """Two CPUs share the 4 GiB of a host; a GPU has 8 GiB of its own."""
+    monkeypatch.setattr(loop.psutil, "virtual_memory", lambda: types.SimpleNamespace(total=4 << 30))
+    stats = {"bytes_limit": 8 << 30} if platform == "gpu" else None
+    device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    mesh = types.SimpleNamespace(local_devices=[device] * 2, size=2, shape={"fsdp": 1})
+    experiment = types.SimpleNamespace(
+        objective=types.SimpleNamespace(couples_rows=False),
+        model=types.SimpleNamespace(remat="none"),
+    )
+    loop._warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
+    remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
+    assert [name in caplog.text for name in remedies] == [said] * 4
+    experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
+    caplog.clear()
+    loop._warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
+    assert [name in caplog.text for name in remedies] == [said, False, False, False]
+
+
+def test_a_loss_that_did_not_fall_is_the_last_word(finished, monkeypatch, caplog):
+    workdir, summary = finished
+    run = prepare(make_config(), workdir)
+    caplog.set_level("INFO", "vit_jax")
+    assert write_summary(run) == summary
+    assert "did not fall" not in caplog.text
+    rows = [{"step": 5, "train/loss": 2.0}, {"step": 9, "train/loss": None},
+            {"step": 10, "train/loss": 2.5}, {"step": 10, "test/top1": 0.5}]  # fmt: skip
+    monkeypatch.setattr("vit_jax.run.summary.read_history", lambda _: rows)
+    write_summary(run)
+    assert caplog.messages[-1].endswith("train/loss is 2.5 at step 10 and was 2 at step 5")

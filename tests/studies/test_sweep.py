@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 from opened import config_json, with_known_facts
-from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of
+from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of, study_of
 
 import vit_jax
 from vit_jax.base.errors import InputError
@@ -16,7 +16,7 @@ from vit_jax.config import base_config, classification, knn, multilabel, plugins
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
-from vit_jax.studies.engine import Result
+from vit_jax.studies.engine import Found, Result
 from vit_jax.studies.sweep import parse_sweep
 from vit_jax.studies.tables import DIVERGED
 
@@ -178,3 +178,19 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
         assert study("v", *flags) == 2
         assert f"{key}: " in capsys.readouterr().err
     assert not (tmp_path / "v").exists()
+
+
+def test_what_is_within_a_deviation_of_the_best_is_said():
+    config = config_of("sweep", sweep=("optimizer.peak_lr=1,2,3", "seed=0,1"))
+    study, values = study_of(config), {"1": (0.5, 0.6), "2": (0.52, 0.5), "3": (0.3, 0.31)}
+    results = {m.name: done(values[m.place["optimizer.peak_lr"]][int(m.place["seed"])])
+               for m in study.members({})}  # fmt: skip
+    found = Found(study, results)
+    assert len(study.report(found).best) == 2
+    assert found.near_best == [{"optimizer.peak_lr": "2"}]
+    winner = {"place": {"a": 1}, "near": found.near_best, "values": {}, "workdirs": [], "next": ""}
+    assert running._say_winner(winner)[1].endswith("one standard deviation are optimizer.peak_lr 2")
+    one_seed = {name: result for name, result in results.items() if name.endswith("seed_0")}
+    found = Found(study, one_seed)
+    study.report(found)
+    assert found.near_best == []  # no deviation is known

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import psutil
 
 from vit_jax import data
 from vit_jax.base import tree
@@ -282,7 +283,28 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
     )
+    _warn_of_memory(run, memory.total)
     return compiled
+
+
+def _warn_of_memory(run: Run, expected: int) -> None:
+    """Warn if the step takes more memory than there is, before any memory is taken for it."""
+    devices = run.mesh.local_devices
+    there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
+    if devices[0].platform == "cpu":  # all share the host's
+        there, where, expected = psutil.virtual_memory().total, "this host", expected * len(devices)
+    if there is None or expected <= there:
+        return
+    remedies = ["a smaller --config.global_batch_size"]
+    if not run.experiment.objective.couples_rows:
+        remedies.append("a larger --config.optimizer.accum_steps")
+    if getattr(run.experiment.model, "remat", "full") == "none":
+        remedies.append("--config.model.remat=full")
+    if run.mesh.size > run.mesh.shape["fsdp"]:
+        remedies.append("a larger --config.mesh.fsdp")
+    logger.warning("the step is expected to take %s of memory on %s, which has %s; set %s",
+                   flops.format_bytes(expected), where, flops.format_bytes(there),
+                   ", or ".join(remedies))  # fmt: skip
 
 
 def catch_up(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock) -> Selection:

@@ -72,4 +72,10 @@ def write_summary(run: Run) -> dict[str, Any]:
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
     logger.info(ledger.say(seconds))
     logger.info("summary: %s", run.workdir / "summary.json")
+    losses = [(row["step"], loss) for row in read_history(run.workdir)
+              if (loss := row.get("train/loss")) is not None]  # fmt: skip
+    if len(losses) > 1 and losses[-1][1] >= losses[0][1]:
+        (start, first), (end, last) = losses[0], losses[-1]
+        logger.warning("the loss did not fall: train/loss is %.4g at step %d and was %.4g at "
+                       "step %d", last, end, first, start)  # fmt: skip
     return summary

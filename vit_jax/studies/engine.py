@@ -281,6 +281,7 @@ class Found:
 
     def __init__(self, study: Study, results: Results):
         self.study, self.results, self.members = study, results, study.members(results)
+        self.near_best: list[dict[str, Any]] = []  # other places, as good but for the seeds
 
     def at(self, **place: Any) -> list[Member]:
         """The members at a place."""
@@ -296,10 +297,18 @@ class Found:
         return Measured(values, states, note)
 
     def best_of(self, members: Iterable[Member], metric: str = "") -> list[str]:
-        """Those with results at the best place of `members`; [] if there is only one place."""
+        """Those with results at the best place of `members`; [] if there is only one place.
+
+        `near_best` gets the places that are within one standard deviation of it.
+        """
         places = [*{repr(place): place for m in members if (place := without_seed(m))}.values()]
-        best = min(places, key=lambda place: self.measure(metric, **place).rank, default={})
-        return self.measured(self.at(**best), metric) if len(places) > 1 else []
+        cells = [self.measure(metric, **place) for place in places]
+        if len(places) < 2:
+            return []
+        best = min(range(len(places)), key=lambda i: cells[i].rank)
+        self.near_best = [place for i, place in enumerate(places)
+                          if i != best and cells[i].is_near(cells[best])]  # fmt: skip
+        return self.measured(self.at(**places[best]), metric)
 
     def measured(self, members: Iterable[Member], metric: str = "") -> list[str]:
         """The names of those of `members` that have finished, with the metric."""

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.base.addresses import reveal
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import InputError, collect_faults, few
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints.history import check_summary
 from vit_jax.config import plugins
@@ -361,6 +361,7 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
         longer["longer"] = branch_command(ran, twice, call.workdir / names[0], steps)
     return {
         "place": {key: value for key, value in place.items() if value != ""},
+        "near": found.near_best,
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
         "workdirs": [str(call.workdir / name) for name in names],
         "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best, *of_plugins]),
@@ -370,9 +371,12 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
 
 def _say_winner(winner: Mapping[str, Any]) -> list[str]:
     """Lines about the best members."""
-    place = ", ".join(f"{key} {value}" for key, value in winner["place"].items())
+    place, *near = (", ".join(f"{key} {value}" for key, value in place.items() if value != "")
+                    for place in (winner["place"], *winner["near"]))  # fmt: skip
+    tied = [f"Not clearly best: within one standard deviation are {few(near)}"] * bool(near)
     workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
-    lines = [f"Best: {place}: {readable(winner['values'])}", *workdirs, f"Next: {winner['next']}"]
+    best = f"Best: {place}: {readable(winner['values'])}"
+    lines = [best, *tied, *workdirs, f"Next: {winner['next']}"]
     return [*lines, f"To train it longer: {winner['longer']}"] if "longer" in winner else lines
 
 

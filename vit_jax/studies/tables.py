@@ -36,6 +36,14 @@ class Measured:
         mean = statistics.fmean(self.known) if self.known else 0.0
         return not self.known, DIVERGED in self.states, -mean
 
+    def is_near(self, best: "Measured") -> bool:
+        """Whether the means differ by at most one standard deviation of either, over seeds."""
+        both = self.known, best.known
+        deviations = [statistics.stdev(values) for values in both if len(values) > 1]
+        if not (all(both) and deviations) or DIVERGED in self.states:
+            return False
+        return statistics.fmean(best.known) - statistics.fmean(self.known) <= max(deviations)
+
     def __str__(self) -> str:
         """Mean and deviation in percent, or the states of the members."""
         known = self.known
