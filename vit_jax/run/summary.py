@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -72,10 +73,19 @@ def write_summary(run: Run) -> dict[str, Any]:
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
     logger.info(ledger.say(seconds))
     logger.info("summary: %s", run.workdir / "summary.json")
-    losses = [(row["step"], loss) for row in read_history(run.workdir)
-              if (loss := row.get("train/loss")) is not None]  # fmt: skip
-    if len(losses) > 1 and losses[-1][1] >= losses[0][1]:
-        (start, first), (end, last) = losses[0], losses[-1]
-        logger.warning("the loss did not fall: train/loss is %.4g at step %d and was %.4g at "
-                       "step %d", last, end, first, start)  # fmt: skip
+    _say_no_progress(read_history(run.workdir))
     return summary
+
+
+def _say_no_progress(history: Iterable[Mapping[str, Any]]) -> None:
+    """Warn if the last training loss of a run is not below the first."""
+    first = last = None
+    for row in history:
+        if (loss := row.get("train/loss")) is not None:
+            last = row["step"], loss
+            first = first or last
+    if first and last and last[0] > first[0] and last[1] >= first[1]:
+        logger.warning(
+            "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
+            last[1], last[0], first[1], first[0],
+        )  # fmt: skip
