@@ -8,7 +8,9 @@ Each part runs in a process of its own, since most devices belong to one process
 import datetime
 import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -96,17 +98,22 @@ def certify(
 
 def _run(words: Sequence[str], timeout_s: float) -> dict[str, Any] | None:
     """What has kept a part from its result; None: nothing, or another process has it."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "vit_jax.main", *words], start_new_session=True,
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
     try:
-        job = subprocess.run(
-            [sys.executable, "-m", "vit_jax.main", *words],
-            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, timeout=timeout_s,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        _, errors = job.communicate(timeout=timeout_s)
+    except BaseException as error:
+        os.killpg(job.pid, signal.SIGKILL)  # with the processes that it has started
+        job.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return {"not_run": f"it was not over after the {timeout_s:.0f} s that were left"}
     if job.returncode == 0:
         return None
-    lines = job.stderr.strip().splitlines() or [f"exit code {job.returncode}"]
-    return {"failed": without_paths(lines[-1])}
+    lines = [line for line in errors.splitlines() if re.match(r"\S*(error|Error)\b", line)]
+    return {"failed": without_paths((lines or [f"exit code {job.returncode}"])[-1])}
 
 
 def part_file(output: epath.Path, name: str) -> epath.Path:
