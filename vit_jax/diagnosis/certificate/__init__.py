@@ -112,7 +112,7 @@ def _run(words: Sequence[str], timeout_s: float) -> dict[str, Any] | None:
         return {"not_run": f"it was not over after the {timeout_s:.0f} s that were left"}
     if job.returncode == 0:
         return None
-    lines = [line for line in errors.splitlines() if re.match(r"\S.*(error|Error)\b", line)]
+    lines = [line for line in errors.splitlines() if re.match(r"(?!\s).*(error|Error)\b", line)]
     return {"failed": without_paths((lines or [f"exit code {job.returncode}"])[-1])}
 
 
