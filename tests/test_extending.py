@@ -129,7 +129,9 @@ def test_faults_name_them(config, key, value, says):
 def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(config_json(load_config("quickstart:debug")))
     seen = []
-    monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", lambda *args: seen.append(args[0]))
+    monkeypatch.setattr(
+        "vit_jax.run.train.train_and_evaluate", lambda *args, began: seen.append(args[0])
+    )
     words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=my_adan"
     assert main([f"--workdir={tmp_path}", *words, "--config.optimizer.b3=0.8"]) == 0
     assert (seen[0].plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)

@@ -491,7 +491,9 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
     config.seed = 7
     (tmp_path / "config.json").write_text(config_json(config))
     seen = []
-    monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", lambda *args: seen.append(args))
+    monkeypatch.setattr(
+        "vit_jax.run.train.train_and_evaluate", lambda *args, began: seen.append(args)
+    )
     assert main([f"--workdir={tmp_path}", "--config.log.every=3 steps"]) == 0
     config.log.every = "3 steps"
     assert seen[0][:3] == (

@@ -167,17 +167,13 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         curves,
         int(steps[-1][0]),
         files.read_json(workdir / "summary.json", check_summary) or {},
-        (files.read_json(diverged, _check_error) or {}).get("error", "")
+        (files.read_json(diverged, lambda found: shown(found["error"])) or {}).get("error", "")
         if diverged.exists()
         else None,
         read_starts(workdir),
         teachers.read_bytes().decode(errors="replace") if teachers.exists() else "",
         seconds,
     )
-
-
-def _check_error(diverged: Mapping[str, Any]) -> None:
-    shown(diverged["error"])
 
 
 def _by_step(points: array.array) -> np.ndarray:

@@ -7,24 +7,22 @@ moves with them, and what comes from a device stays there.
 
 import contextlib
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.checkpoints import restore
-from vit_jax.checkpoints.replicas import DivergedError, name_devices
+from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run
 from vit_jax.run.summary import write_diverged
 from vit_jax.run.watch.guards import NonFiniteError
-from vit_jax.run.watch.replay import axes_of_places, inputs_program, replay_program
+from vit_jax.run.watch.replay import inputs_program, name_places, replay_program
 
 logger = logging.getLogger("vit_jax")
 
@@ -39,30 +37,27 @@ def explain(
     A DivergedError if one device is at fault: the run can go on without it. Else diverged.json is
     written, and the error says what has been found.
     """
-    step, said, is_device, saved = error.step, "", False, None
-    if step is not None and _count_places(run.mesh) > 1:
-        saved = next(iter(restore.steps_of_first(run.workdir / "checkpoints")), None)
-    if step is not None and saved is not None:
-        logger.warning("%s; computing step %d again from step %d, to see whether one device is at "
-                       "fault", error, step, saved)  # fmt: skip
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()
-        try:
-            said, is_device = judge(run.mesh, *compute_again(run, step, saved, frozen))
-        except Exception as e:  # the first error counts
-            logger.warning("step %d cannot be computed again: %s", step, e)
+    step, places = error.step, name_places(run.mesh)
+    saved = restore.steps_of_first(run.workdir / "checkpoints") if len(places) > 1 else []
+    if step is None or not saved:
+        write_diverged(run, error)
+        return error
+    logger.warning("%s; computing step %d again from step %d, to see whether one device is at "
+                   "fault", error, step, saved[0])  # fmt: skip
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    try:
+        said, is_device = judge(places, *compute_again(run, step, saved[0], frozen))
+    except Exception as e:  # the first error counts
+        said, is_device = f"The step cannot be computed again: {e}", False
     if is_device:
         return DivergedError(
-            f"{str(error).partition(';')[0]}; {said}. The last save, of step {saved}, is good: "
+            f"{str(error).partition(';')[0]}; {said}. The last save, of step {saved[0]}, is good: "
             f"run the same command again without this device, and with {_REPLAY} to be sure"
         )
-    error = NonFiniteError(f"{error}. {said}" if said else str(error))
+    error = NonFiniteError(f"{error}. {said}")
     write_diverged(run, error)
     return error
-
-
-def _count_places(mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes_of_places(mesh))
 
 
 def compute_again(
@@ -91,21 +86,18 @@ def compute_again(
 
 
 def judge(
-    mesh: Mesh, own: Mapping[str, np.ndarray], turned: Mapping[str, np.ndarray]
+    places: Sequence[str], own: Mapping[str, np.ndarray], turned: Mapping[str, np.ndarray]
 ) -> tuple[str, bool]:
-    """What the norms of `compute_again` say, and whether one device is at fault."""
-    places = _count_places(mesh)
-    groups = [name_devices(group.tolist()) for group in mesh.devices.reshape(places, -1)]
+    """What the norms of `compute_again` say, and whether one of the `places` is at fault."""
     first, then = (
         np.flatnonzero(~np.isfinite([*norms.values()]).all(axis=0)).tolist()
         for norms in (own, turned)
     )
-    found = {*first, *then}
-    if not found:
+    if not first and not then:
         return (f"All devices get finite numbers for it from the last save; if you suspect one of "
                 f"them, run again with {_REPLAY}"), False  # fmt: skip
-    if len(first) == 1 and then == [(first[0] + 1) % places]:
-        return f"The rows of {groups[first[0]]} cause it on another device too", False
-    if len(found) == 1:
-        return f"{groups[found.pop()]} is the only one that gets numbers that are not finite", True
-    return "", False
+    if len(first) == 1 and then == [(first[0] + 1) % len(places)]:
+        return f"The rows of {places[first[0]]} cause it on another device too", False
+    if len(found := {*first, *then}) == 1:
+        return f"{places[found.pop()]} is the only one that gets numbers that are not finite", True
+    return "Several devices get such numbers for it from the last save too", False

@@ -57,6 +57,12 @@ def axes_of_places(mesh: Mesh) -> tuple[str, ...]:
     return BATCH_AXES if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1 else BATCH_AXES[:2]
 
 
+def name_places(mesh: Mesh) -> list[str]:
+    """The devices of each place."""
+    places = math.prod(mesh.shape[axis] for axis in axes_of_places(mesh))
+    return [name_devices(group.tolist()) for group in mesh.devices.reshape(places, -1)]
+
+
 def inputs_program(e: Experiment, mesh: Mesh) -> jax.stages.Wrapped:
     """The function of `make_inputs`, jitted; it keeps the state."""
     function = make_inputs(e.parts.transform, e.parts.seed)
@@ -124,7 +130,7 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Faul
     every, e = run.timetable.replay_every, run.experiment
     if every is None:
         return lambda step: step
-    if math.prod(run.mesh.shape[axis] for axis in axes_of_places(run.mesh)) == 1:
+    if len(name_places(run.mesh)) == 1:
         logger.warning("job.replay_every='%d steps': the same devices compute both gradients, so "
                        "replays find only passing faults", every)  # fmt: skip
 
@@ -214,9 +220,7 @@ def find_differences(
       rows too; "leaves": {name: {"checksums": [own, next], "norms": [own, next]}}.
     """
     (sums, norms), (turned_sums, turned_norms) = own, turned
-    places = len(sums["loss"])
-    groups = [name_devices(group.tolist()) for group in mesh.devices.reshape(places, -1)]
-    found = []
+    groups, found = name_places(mesh), []
 
     def differ(name: str, place: int, then: int) -> bool:
         is_other = sums[name][place] != turned_sums[name][then]
@@ -226,8 +230,8 @@ def find_differences(
         most = max(_ROUNDING[0] * norms[name][place], _ROUNDING[1] * whole)
         return not abs(norms[name][place] - turned_norms[name][then]) <= most  # or it is NaN
 
-    for place in range(places):
-        then = (place + 1) % places
+    for place in range(len(groups)):
+        then = (place + 1) % len(groups)
         leaves = {
             name: {
                 "checksums": [int(sums[name][place]), int(turned_sums[name][then])],
