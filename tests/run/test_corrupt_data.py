@@ -20,9 +20,7 @@ from vit_jax.main import main
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch.guards import CorruptDataError, CorruptRecords
 
-pytestmark = pytest.mark.usefixtures(
-    "one_device", "never_with_checks", "experiments_made_once"
-)
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 CORRUPT = [3, 50, 51, 90]

@@ -24,9 +24,7 @@ from vit_jax.run.setup.changes import check_unchanged, find_other_past
 from vit_jax.run.setup.workdir import read_run
 from vit_jax.run.train import train_and_evaluate
 
-pytestmark = pytest.mark.usefixtures(
-    "one_device", "never_with_checks", "experiments_made_once"
-)
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 

@@ -31,9 +31,7 @@ from vit_jax.run.setup.sources import find_absent
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 
-pytestmark = pytest.mark.usefixtures(
-    "one_device", "never_with_checks", "experiments_made_once"
-)
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 

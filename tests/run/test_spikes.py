@@ -33,9 +33,7 @@ from vit_jax.run.watch import ledger, spikes
 from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.row_losses import make_row_losses
 
-pytestmark = pytest.mark.usefixtures(
-    "one_device", "never_with_checks", "experiments_made_once"
-)
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 POISONED = 27  # the step, in the second epoch
 

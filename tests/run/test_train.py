@@ -40,9 +40,7 @@ from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import ledger, speed
 from vit_jax.run.watch.guards import NonFiniteError, check_finite
 
-pytestmark = pytest.mark.usefixtures(
-    "one_device", "never_with_checks", "experiments_made_once"
-)
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 ROOT = pathlib.Path(__file__).parents[2]
 FILE = str(ROOT / "configs/quickstart.py") + ":debug"
 
