@@ -91,7 +91,7 @@ def by_numpy(logits, labels):
     }
 
 
-@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("accum_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_plug_in_s_metrics_in_training_and_in_an_evaluator(config, accum_steps):
     """On 8 devices; rows of the training batch and of the split's last batch are masked."""
     config.log.metrics = config.evals.test.metrics = NAMES

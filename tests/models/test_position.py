@@ -79,12 +79,9 @@ def test_every_kind_at_every_place_follows_the_equations(kind, place, fields):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow  # the equations are those of scanned layers; test_scan.py has gradients
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        pytest.param("learned_2d", "layers", marks=pytest.mark.slow),
-        ("relative", "layers_shared"),
-    ],
+    ("kind", "place"), [("learned_2d", "layers"), ("relative", "layers_shared")]
 )
 def test_scanned_is_unrolled(kind, place):
     def grads_and_tokens(scan, params):
@@ -296,7 +293,8 @@ def test_own_positions_turn_or_add_to_logits():
         model = make(**fields)
         variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
         variables["params"].pop("pos_embedding", None)
-        return model, np.asarray(model.apply(variables, IMAGES, method="tokens"))
+        apply = jax.jit(functools.partial(model.apply, method="tokens"))
+        return model, np.asarray(apply(variables, IMAGES))
 
     _, turned = tokens(pos_embed="my_turned")
     _, rotary = tokens(pos_embed="none", rotary="indices")
@@ -304,10 +302,10 @@ def test_own_positions_turn_or_add_to_logits():
     for kind, place in (("my_shut", "layers"), ("my_shut", "layers_shared"), ("my_fixed", None)):
         model = make(pos_embed=kind, pos_embed_at=place)
         variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
-        apply = lambda v: np.asarray(model.apply(v, IMAGES, method="tokens"))  # noqa: B023, E731
-        before = apply(variables)
+        apply = jax.jit(functools.partial(model.apply, method="tokens"))
+        before = apply(variables, IMAGES)
         variables["params"]["class_token"] = jnp.arange(16.0)[None, None]
-        np.testing.assert_allclose(apply(variables)[:, 1:], before[:, 1:], atol=1e-6)
+        np.testing.assert_allclose(apply(variables, IMAGES)[:, 1:], before[:, 1:], atol=1e-6)
         assert model.why_no_positions and model.attention_shape.relative
     with at_fault("pos_embed_at"):
         make(pos_embed="my_shut", pos_embed_at="stem")

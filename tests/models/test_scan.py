@@ -189,15 +189,11 @@ def gradients_of_resnet(kind, *, scan, remat="none"):
     return found | {"logits": logits}, str(traced.jaxpr).count("= conv_general_dilated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "remat"),
-    [
-        ("BiT", "full"),
-        *(pytest.param(kind, remat, marks=pytest.mark.slow)
-          for kind, remat in (("BiT", "none"), ("BiT", "dots"), ("hybrid", "none"),
-                              ("hybrid", "full"))),
-    ],
-)  # fmt: skip
+    [("BiT", "none"), ("BiT", "dots"), ("BiT", "full"), ("hybrid", "none"), ("hybrid", "full")],
+)
 def test_scanned_units_of_a_resnet_compute_the_same(kind, remat):
     expected, convolutions = gradients_of_resnet(kind, scan=False)
     found, scanned = gradients_of_resnet(kind, scan=True, remat=remat)

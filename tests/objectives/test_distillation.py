@@ -261,7 +261,7 @@ def test_classes_that_the_teacher_does_not_name(names, level, caplog):
     assert said.levelname == level and f"'{names[0]}' is output 0" in said.getMessage()
 
 
-@pytest.mark.parametrize("image_size", [(12, 16), 8])
+@pytest.mark.parametrize("image_size", [(12, 16), pytest.param(8, marks=pytest.mark.slow)])
 def test_features_of_layers_leave_out_padded_tokens(image_size):
     """Padding completes a row of patches, or does not."""
     model = create_model("ViT-mu/4", None, image_size, width=8, mlp_dim=8, num_heads=2, depth=2)

@@ -96,7 +96,7 @@ def by_kernels(module):
 
 @pytest.mark.parametrize(
     ("suffix", "in_form"),
-    [pytest.param("", as_it_is, marks=pytest.mark.slow), ("_norm_pix", by_kernels)],
+    [("", as_it_is), pytest.param("_norm_pix", by_kernels, marks=pytest.mark.slow)],
 )
 def test_published_loss_of_mae(suffix, in_form, interpreted_kernels):
     mae, params = golden_mae(bool(suffix))

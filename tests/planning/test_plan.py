@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"
+AS_IT_IS = "--config.auto=false"  # the layout of the config, without a search
 GIB = 2**30
 
 
@@ -105,7 +106,7 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.setattr(sharding, "SPLIT_FROM", 1 << 16)  # as in the process below
     words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2", "--config.mesh.fsdp=1",
-             "--config.model.depth=1")  # fmt: skip
+             "--config.model.depth=1", AS_IT_IS)  # fmt: skip
     code, figures = plan_by_process(*words)
     memory, timing = figures["memory_bytes"], figures["estimate"]
     assert code == 0 and memory["fits"]
@@ -183,15 +184,15 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
 def test_plan_without_the_compiler(capsys, monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.setattr(planning, "compile_plan", None)
-    words = (TINY, "--topology=v5e:2x2", "--no_compile")
+    words = (TINY, AS_IT_IS, "--topology=v5e:2x2", "--no_compile")
     code, figures = plan_by_command(capsys, *words)
     assert code == 0 and figures["by"] == "calculation"
 
 
 def test_plan_for_gpus_is_calculated(capsys):
-    words = (TINY, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
+    words = (TINY, AS_IT_IS, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
     code, figures = plan_by_command(capsys, *words, "--config.model.width=64")
-    asked = {"mesh.fsdp": 4, "mesh.data": 2, "model.width": 64}
+    asked = {"auto": False, "mesh.fsdp": 4, "mesh.data": 2, "model.width": 64}
     assert vit_jax.plan(TINY.removeprefix("--config="), "L4:8", asked) == figures
     assert code == 0 and figures["by"] == "calculation"
     assert figures["model"].startswith("ViT/") and "(width 64, " in figures["model"]
@@ -692,7 +693,7 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
 
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
-    words = (TINY, "--topology=H100:8", "--config.model.depth=8", "--config.auto=false")
+    words = (TINY, "--topology=H100:8", "--config.model.depth=8", AS_IT_IS)
     words += ("--config.global_batch_size=12000000",)
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
@@ -732,7 +733,8 @@ def test_plan_counts_own_images(tmp_path, capsys):
         path = tmp_path / "images" / ("val" if i < 3 else "train") / name / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (9, 9)).save(path)
-    words = ["--config=folder:debug", "--topology=H100:1", "--config.global_batch_size=4"]
+    words = ["--config=folder:debug", AS_IT_IS, "--topology=H100:1"]
+    words += ["--config.global_batch_size=4"]
     code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/images")
     data = json.loads(figures["config"])["data"]
     assert (code, data["num_classes"], data["num_examples"]) == (0, 3, 5)
@@ -740,13 +742,14 @@ def test_plan_counts_own_images(tmp_path, capsys):
     assert "/nothing': there are no images to count; give " in capsys.readouterr().err
 
 
-def test_budget_comes_first(capsys):
+def test_budget_comes_first(capsys, monkeypatch):
     """Not the least possible time, which is below the time by the compiler."""
-    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    words = (TINY, AS_IT_IS, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
     _, figures = plan_by_command(capsys, *words)
     kinds = ("at_utilisation", "roofline", "run")
     usual, roofline, run = (figures["estimate"][key] for key in kinds)
     assert 0.4 * usual["step_s"] >= roofline["flops_s"] * 0.999
+    monkeypatch.setattr(planning, "plan", lambda *_, **__: figures)  # not calculated again
     assert main(["plan", *words]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert f" {usual['step_s'] * 1e3:,.4g} ms a step, " in first and "at best" not in first
@@ -767,7 +770,7 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
         raise InputError("too early")
 
     monkeypatch.setattr(planning, "plan", plan)
-    words = ["plan", TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2"]
+    words = ["plan", TINY, AS_IT_IS, "--topology=v5e:2x2", "--price_per_chip_hour=2"]
     assert main(words) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-\w+, cost under 0.01. "
@@ -857,7 +860,7 @@ def test_readable_mesh():
 
 def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    words = (TINY, "--topology=v5e:4x4", "--num_slices=2", "--config.mesh.fsdp=16")
+    words = (TINY, AS_IT_IS, "--topology=v5e:4x4", "--num_slices=2", "--config.mesh.fsdp=16")
     code = main(["plan", "--format=json", *words, "--config.mesh.data=1"])
     out, err = capsys.readouterr()
     assert "libtpu, which compiles for TPUs, is not installed" in err

@@ -54,6 +54,7 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor):
         check_kernels(model, mesh)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_an_mlp_is_checked(mesh):
     """A plain form in its place, since kernels compile for seconds."""
 

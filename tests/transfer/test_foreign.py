@@ -50,8 +50,15 @@ def assert_close(ours, expected, tolerance=1e-4):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("suffix", ["", "_resampled"], ids=["native", "resampled"])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        *((name, "") for name in FOREIGN),
+        *((name, "_resampled") for name in ("hf_vit", "hf_deit", "timm_vit")),
+        *(pytest.param(name, "_resampled", marks=pytest.mark.slow)
+          for name in ("hf_vit_backbone", "timm_vit_gap")),
+    ],
+)  # fmt: skip
 def test_goldens(golden, name, suffix):
     source, io, _ = GOLDENS[name]
     with np.load(golden / io) as expected:
