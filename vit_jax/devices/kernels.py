@@ -79,7 +79,7 @@ def has_kernels(model: nn.Module) -> bool:
 
 def gpu_ops(model: nn.Module, mesh: Mesh) -> BlockOps:
     """The ops of `model` on GPUs; see `choose_ops`."""
-    plain = BlockOps(attend=choose_attention("gpu"))
+    plain = BlockOps(attend=choose_attention("gpu"), recompute_norms=True)
     without = _why_plain(model, mesh, on_tpu=False)
     is_here = isinstance(mesh.devices.flat[0], jax.Device)  # not a plan's description
     if without is None and is_here and not has_cuda():
