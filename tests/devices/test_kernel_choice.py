@@ -140,6 +140,20 @@ def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_backward_passes_on_gpus_keep_no_norms_in_float32(scan):
+    assert choose_ops(small_model(), FakeMesh("gpu")).ops.recompute_norms
+    images, wide = jax.ShapeDtypeStruct((2, 24, 24, 3), jnp.float32), (*(2,) * scan, 2, 10, 32)
+
+    def kept(ops):
+        model = small_model(dtype="bfloat16", scan=scan).clone(ops=ops)
+        params = jax.eval_shape(model.init, jax.random.key(0), images)
+        backward = jax.eval_shape(lambda *given: jax.vjp(model.apply, *given)[1], params, images)
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(backward)].count((wide, jnp.float32))
+
+    assert kept(PLAIN) >= 2 and kept(dataclasses.replace(PLAIN, recompute_norms=True)) == 0
+
+
 def test_a_gpu_without_bfloat16_computes_in_float32_without_kernel(caplog):
     mesh = FakeMesh("gpu", device_kind="Tesla T4", compute_capability="7.5")
     model = choose_ops(small_model(dtype="bfloat16"), mesh)

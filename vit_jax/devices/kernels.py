@@ -77,7 +77,8 @@ def find_forms(model: nn.Module, mesh: Mesh) -> dict[str, BlockOps]:
     biases: the gradients of biases by products; on TPUs.
     attention: `biases`, and attention by kernels.
     rows: `attention`, and norms, projections and MLPs by kernels.
-    cudnn: attention by cuDNN.
+    norms: norms computed again in the backward pass; on GPUs.
+    cudnn: `norms`, and attention by cuDNN.
 
     Only on CPUs JAX's default generator draws the masks of dropout.
     """
@@ -104,10 +105,13 @@ def has_kernels(model: nn.Module) -> bool:
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
-    if _why_plain(model, mesh, on_tpu=False) is not None:
-        return {}
-    attend = partial(_cudnn_attention, mesh=mesh)
-    return {"cudnn": dataclasses.replace(plain, attention_kernel=attend, token_multiple=_EVEN)}
+    forms = {"norms": dataclasses.replace(plain, recompute_norms=True)}
+    if _why_plain(model, mesh, on_tpu=False) is None:
+        attend = partial(_cudnn_attention, mesh=mesh)
+        forms["cudnn"] = dataclasses.replace(
+            forms["norms"], attention_kernel=attend, token_multiple=_EVEN
+        )
+    return forms
 
 
 def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:

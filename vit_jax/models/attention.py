@@ -5,7 +5,7 @@ Parameters are float32; the computation uses `dtype`.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +22,16 @@ from vit_jax.models.rotary import turn
 # RMSNorm does not subtract the mean and has no bias (arXiv:2302.05442, section 2).
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 NORM_EPS = 1e-6
+
+
+def choose_norm(name: str, ops: BlockOps) -> type[nn.Module]:
+    """The class of the norm `name`, a key of NORMS, in a block that computes with `ops`."""
+    return _recomputed_norm(name) if ops.recompute_norms else NORMS[name]
+
+
+@cache
+def _recomputed_norm(name):
+    return nn.remat(NORMS[name])
 
 
 class Attention(nn.Module):
@@ -101,7 +111,8 @@ class Attention(nn.Module):
         if self.qk_norm and name != "value":
             fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
             fields |= {"use_bias": False} if self.norm == "layer" else {}
-            y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
+            norm = choose_norm(self.norm, self.ops)
+            y_BNHK = norm(name=f"{name}_norm", **fields)(y_BNHK)
         if turns is not None and name != "value":
             y_BNHK = turn(y_BNHK, turns)
         return self.constrain(y_BNHK, ("batch", None, "tensor", None))

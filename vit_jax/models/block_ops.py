@@ -119,6 +119,7 @@ class BlockOps:
     rows: kernels of norms, projections and MLPs, which go with an `attention_kernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
+    recompute_norms: whether the backward pass computes norms again, and keeps only their inputs.
     draw_bytes: random bytes for the masks of dropout.
     token_multiple: an attention kernel takes tokens padded to a multiple of it, from the first
       block to the last.
@@ -129,6 +130,7 @@ class BlockOps:
     rows: RowKernels | None = None
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
+    recompute_norms: bool = False
     draw_bytes: DrawBytes = threefry_bytes
     token_multiple: int = 1
 

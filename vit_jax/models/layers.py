@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import key
 from vit_jax.models import fields
-from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
+from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention, choose_norm
 from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.contract import SplitLayer
 from vit_jax.models.dense import Dense
@@ -73,8 +73,8 @@ class Mlp(nn.Module):
         kept_BNF = dropout().draw_kept(y_BNF.shape, hidden, train=train)
         y_BNF = GELU[self.gelu](y_BNF, gated_BNF, kept_BNF, self.dropout)
         if self.norm is not None:
-            norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
-            y_BNF = norm(y_BNF)
+            norm = choose_norm(self.norm, self.ops)
+            y_BNF = norm(epsilon=self.norm_eps, dtype=self.dtype, name="norm")(y_BNF)
         down = dense(x_BND.shape[-1], add_bias=self.ops.add_bias, name="down")
         y_BND = down(y_BNF, scale_D)
         return dropout()(y_BND, ("batch", None, None), train=train)
@@ -162,7 +162,8 @@ class EncoderBlock(BlockFields, nn.Module):
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
         x_BND, relative = self.place(x_BND, shared)
-        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
+        norm = choose_norm(self.norm, self.ops)
+        norm = partial(norm, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
         mlp = partial(self.mlp_branch, train=train)
@@ -281,8 +282,8 @@ class Encoder(BlockFields, nn.Module):
                 block = self._block(i)(name=f"layer_{i}", **fields)
                 x_BND, _ = block(x_BND, drop_rates[i], train, shared, turns)
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
-            norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
-            x_BND = norm(x_BND)
+            norm = choose_norm(self.norm, self.ops)
+            x_BND = norm(epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
         return x_BND[:, :num_tokens]
 
     @nn.nowrap
