@@ -42,16 +42,18 @@ logger = logging.getLogger("vit_jax")
 def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import input as input_benchmark
+    from vit_jax.diagnosis.settled import open_training_data
 
-    settings, source = input_benchmark.open_training_data(config)
+    settings, source = open_training_data(config)
     return input_benchmark.measure_input(settings, source, num_rounds=flags.repeat)
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import step
+    from vit_jax.diagnosis.settled import settle_step
 
-    settings, mesh = step.settle_step(config)
+    settings, mesh = settle_step(config)
     return step.measure_step(settings, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
@@ -80,7 +82,7 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
     require_flags(flags, ("output",), "--output=sheet.png")
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
-    from vit_jax.diagnosis.benchmarks.input import open_training_data
+    from vit_jax.diagnosis.settled import open_training_data
 
     settings, source = open_training_data(config)
     draw_contact_sheet(settings.data, settings.run.seed, source, flags.output)

@@ -6,29 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax import data
-from vit_jax.config import Settings, train_split
+from vit_jax.config import Settings
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
-from vit_jax.run.setup.opener import Tables
-from vit_jax.run.setup.resolve import resolve
 from vit_jax.run.setup.sources import training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # maximum rows of the global batch that are read
 _IMAGES_A_ROUND = 512
-
-
-def open_training_data(config: ConfigDict) -> tuple[Settings, data.Source]:
-    """The resolved settings and the training data."""
-    tables = Tables(opens_data=True)
-    settings = resolve(config, tables).settings
-    return settings, tables.sources[train_split(settings.data)]
 
 
 def measure_input(

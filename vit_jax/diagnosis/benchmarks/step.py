@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.config import Settings
 from vit_jax.data.elements import PARALLEL_CALLS
@@ -16,29 +15,12 @@ from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.experiment.experiment import Experiment
-from vit_jax.planning.search import choose_layout
-from vit_jax.run.setup.opener import Tables, check_mesh
-from vit_jax.run.setup.resolve import resolve
 from vit_jax.run.teachers import planned_experiment
 
 MATMUL_SIZE = 1536  # size of the float32 products to which steps on a CPU are compared
 _WARM_UP_STEPS = 2
 _NUM_ROUNDS = 10
 _BUDGET_S = 20.0  # duration of all steps if their number is not given
-
-
-def settle_step(config: ConfigDict) -> tuple[Settings, Mesh]:
-    """The resolved settings of a step on this machine's devices, in a run's layout, and the mesh.
-
-    Raises:
-      InputError: the config does not suit the devices.
-    """
-    mesh = check_mesh(config)
-    settings = resolve(config, Tables(mesh)).settings
-    if config.auto:  # as a run
-        settings = choose_layout(settings, mesh)
-        mesh = check_mesh(settings.config)
-    return settings, mesh
 
 
 def measure_step(

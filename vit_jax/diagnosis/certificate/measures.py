@@ -17,10 +17,10 @@ from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.devices.chips import count_chips
 from vit_jax.devices.kernels import fastest, find_forms
-from vit_jax.diagnosis.benchmarks.step import settle_step
 from vit_jax.diagnosis.certificate import NotRunError, without_paths
 from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.certificate.steps import load
+from vit_jax.diagnosis.settled import open_training_data, settle_step
 from vit_jax.job.software import software
 from vit_jax.models import model_of
 from vit_jax.run.teachers import planned_experiment
@@ -166,7 +166,7 @@ def measure_images(context: Context) -> dict[str, Any]:
         raise NotRunError("TensorFlow, which reads images, is not installed")
     if context.config is None:
         raise NotRunError("no --config says which images are read")
-    from vit_jax.diagnosis.benchmarks.input import measure_input, open_training_data
+    from vit_jax.diagnosis.benchmarks.input import measure_input
 
     settings, source = open_training_data(context.config)
     cpu_ms = measure_input(settings, source)["cpu_ms_per_image"]["pipeline"]["median"]

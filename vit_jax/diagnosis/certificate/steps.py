@@ -14,10 +14,10 @@ from vit_jax.config import Settings
 from vit_jax.diagnosis.benchmarks.step import (
     made_up_batch,
     measure_step,
-    settle_step,
 )
 from vit_jax.diagnosis.certificate import NAME, NotRunError, part_file
 from vit_jax.diagnosis.certificate.context import Context
+from vit_jax.diagnosis.settled import settle_step
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.measured import target_of_certificate
 from vit_jax.planning.plan_figures import state_bytes
