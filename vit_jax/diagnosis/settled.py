@@ -1,4 +1,4 @@
-"""Configs resolved without a run: what is open is decided by the devices, or by the training data."""
+"""Configs resolved without a run, by this machine's devices or by the training data."""
 
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
