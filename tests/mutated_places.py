@@ -324,7 +324,7 @@ MUTATIONS = [
       "run/test_train.py::test_resumed_with_everything_on_the_run_ends_bit_identical[some]"),
     M("vit_jax/run/watch/spikes.py", "self._good = good", "pass",
       "run/test_spikes.py::test_a_poisoned_batch_is_left_out_whenever_the_run_was_killed"),
-    M("vit_jax/run/watch/replay.py", "then = (place + 1) % places", "then = place",
+    M("vit_jax/run/watch/replay.py", "then = (place + 1) % len(groups)", "then = place",
       "run/test_replay.py::test_a_flipped_bit_is_caught_and_its_device_named[None--pairs0-0]"),
     M("vit_jax/run/watch/ledger.py", "whole.wall_s - kept.wall_s - sum", "0.0 - sum",
       "run/test_ledger.py::test_what_a_kill_costs_is_lost_or_restart"),
