@@ -81,7 +81,8 @@ def get_config(arg=""):
             f"{', '.join(WORDS)}, at most one of head_only, lastN (such as last4) and lora"
         )
     if data not in (*OWN, *FINE_TUNING):
-        raise InputError(f"data {data!r}: {nearest(data, ['folder', *FINE_TUNING, *WORDS])}")
+        known = [word for word in dict.fromkeys([*OWN, *FINE_TUNING, *WORDS]) if word != "lastN"]
+        raise InputError(f"data {data!r}: {nearest(data, known)}")
     headline, is_bit = "headline" in chosen, model is not None and model.startswith("BiT-")
     if headline and (data != "imagenet2012" or is_bit or model is None):
         raise InputError(

@@ -21,7 +21,7 @@ from vit_jax.experiment.finetune_length import BIT_LR
 from vit_jax.run.setup.recipes import FINE_TUNING
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
-WORDS = FINETUNE.WORDS
+WORDS = {w: what for w, what in FINETUNE.WORDS.items() if w not in ("list", "multilabel")}
 
 
 def get_config(arg=""):

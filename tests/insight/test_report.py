@@ -186,6 +186,15 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     (group,) = runs.group_seeds(read)
     assert group.values["test/top1"] == "60.00 ± 14.14 %"
     assert (group.steps, group.num_measured, len(group.runs)) == ([9], 2, 3)
+    mean = [[9, 0.6, np.std([0.5, 0.7], ddof=1)]]
+    np.testing.assert_allclose(runs.mean_curve(group, "test/top1"), mean)
+    (axes,) = (figure := plots.draw_runs(read, ["test/top1"])).axes
+    assert len(axes.lines) == len(axes.collections) == 1 and axes.get_ylabel() == "test top1"
+    assert "mean ± deviation, 3 seeds" in figure.legends[0].get_texts()[0].get_text()
+    (chart,) = charts.chart_curves(read, ["test/top1"])
+    band = chart.figure.renderers[-1].data_source.data
+    np.testing.assert_allclose(band["high"] - band["low"], 2 * mean[0][2])
+    assert len({color for color, _ in plots.styles([group]).values()}) == 1
     (group,) = runs.group_seeds(read[2:])
     assert (group.steps, group.values) == ([], {})
 
@@ -250,7 +259,7 @@ def test_in_a_browser(browser, page, width):
     assert "mean of 5 rows" in tab.locator("#curves figcaption").first.inner_text()
     tab.locator("[data-run]").last.uncheck()
     visible = "Bokeh.documents[0].roots()[0].renderers.filter(r => r.visible).length"
-    assert tab.evaluate(visible) == 2 * 2
+    assert tab.evaluate(visible) == 2 * 2 + 1  # and the band over two seeds
     assert not tab.evaluate("!!document.querySelector('[onerror]')")
     violations = Axe().run(tab).response["violations"]
     serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in violations

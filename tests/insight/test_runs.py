@@ -112,7 +112,8 @@ def test_a_folder_stands_for_its_runs_and_the_best_comes_first(workdirs, tmp_pat
     (tmp_path / "export/config.json").write_text('{"architecture": "vit"}')
     assert main(["report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 or lines[-1].startswith("Not shown")
+    assert lines[0].startswith("In common: model.name ") and "optimizer" not in lines[0]
+    assert max(map(len, lines[1:])) <= 80 or lines[-1].startswith("Not shown")
     shown = [
         line.split("│")[2].strip() for line in lines if line.startswith("│ ") and "unf" in line
     ]

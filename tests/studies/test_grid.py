@@ -3,6 +3,7 @@
 import io
 import pathlib
 
+import numpy as np
 import pytest
 from etils import epath
 from PIL import Image
@@ -19,7 +20,7 @@ from studied import (
 
 from vit_jax.config import classification, key
 from vit_jax.config.text import load_config
-from vit_jax.studies import running
+from vit_jax.studies import figures, running
 from vit_jax.studies.engine import Result, Study
 from vit_jax.studies.figures import find_curves
 from vit_jax.studies.tables import DIVERGED, Measured
@@ -66,7 +67,7 @@ def test_table_has_means_deviations_and_what_is_not_there():
         ["no positions", "31.00 ± 1.41", "-"],
     ]
     assert report.best == ["1-D__stem__seed_5"]
-    assert not report.is_complete and not report.files
+    assert not report.is_complete and {*report.files} == {"study.png"}
     rows = csv_of(config, results)
     assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [
         ("no positions", "stem", "5", "finished", "0.3"),
@@ -87,6 +88,19 @@ def test_columns_that_are_numbers_are_drawn_without_rows_that_have_no_value():
     assert find_curves(table) == ({"top1": {"A": places}}, "images")
     for columns in (["30 images"], ["30 images", "2 hours"], ["stem", "every layer"]):
         assert find_curves({"top1": {"A": dict.fromkeys(columns, some)}}) == ({}, "")
+
+
+def test_columns_that_are_names_have_means_and_deviations(monkeypatch):
+    monkeypatch.setattr(figures, "_as_png", lambda figure: figure)
+    cells = {"stem": Measured([0.2, 0.4]), "every layer": Measured([0.5]), "no": Measured([None])}
+    (axes,) = figures.draw_table({"val/top1, %": {"A": cells}}).axes
+    (bar,) = axes.containers
+    spans = [sorted(segment[:, 1]) for segment in bar.lines[2][0].get_segments() if len(segment)]
+    deviation = 100 * np.std([0.2, 0.4], ddof=1)
+    np.testing.assert_allclose(spans, [[30 - deviation, 30 + deviation]])
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert (labels, axes.get_ylabel()) == (["stem", "every layer"], "val top1, %")
+    assert figures.draw_table({"val/top1, %": {"A": {"stem": Measured([0.2])}}}) is None
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ logger = logging.getLogger("vit_jax")
 
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
+# What a run is, in a line above its results where all runs have it in common.
+_COMMON = ("model.name", "data.name", "objective.name", "duration", "global_batch_size")
 _KEYS = 20  # rows of the table of differences
 _NAME, _EDGE = 24, 3  # characters of a run's name before it is folded, and of a column's edges
 
@@ -101,7 +103,9 @@ def main(flags: argparse.Namespace) -> int:
         for name in (*runs.by_use(found), "train/loss")
         if name in last
     }
-    print_runs(Console(), names, cells)
+    common = [f"{key} {value}" for key in _COMMON if key not in config
+              and (value := found[0].config.get(key)) is not None]  # fmt: skip
+    print_runs(Console(), names, cells, common)
     if config:
         by_user = {key for run in found for key, by in run.decided_by.items() if by == "user"}
         print_differences(Console(), config, by_user)
@@ -141,8 +145,21 @@ def _compared(found: "Sequence[Run]") -> dict[str, Any]:
     return {"runs": names, "config": config, "metrics": runs.last_values(found)}
 
 
-def print_runs(console: Console, names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
-    """Print a row for each run, with as many of the columns `cells` as the console has room for."""
+def print_runs(
+    console: Console,
+    names: Sequence[str],
+    cells: Mapping[str, Sequence[str]],
+    common: Sequence[str],
+) -> None:
+    """Print a row for each run, with as many of the columns `cells` as the console has room for.
+
+    What several runs have in common, `common` and columns of one text, is a line above.
+    """
+    if len(names) > 1:
+        same = {name: texts[0] for name, texts in cells.items() if len({*texts}) == 1}
+        cells = {name: texts for name, texts in cells.items() if name not in same}
+        said = ", ".join([*common, *(f"{name} {text}" for name, text in same.items())])
+        console.print(Text(f"In common: {said}"), soft_wrap=True)
     width, shown = min(_NAME, max(map(len, names))), list[str]()
     table = Table(Column("", justify="right"), Column("run", overflow="fold", min_width=width))
     left = console.width - 1 - len(str(len(names))) - width - 2 * _EDGE

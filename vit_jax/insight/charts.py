@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.insight.plots import FEW, style
+from vit_jax.insight.plots import FEW, styles
+from vit_jax.insight.runs import group_seeds, mean_curve
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
@@ -57,9 +58,10 @@ def chart_curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Chart]:
 
 
 def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
-    from bokeh.models import ColumnDataSource, HoverTool, Line, Scatter
+    from bokeh.models import ColumnDataSource, HoverTool, Line, Scatter, VArea
 
-    chart = _chart(**shared)
+    chart, groups = _chart(**shared), group_seeds(runs)
+    looks = styles(groups)
     chart.xaxis.axis_label = "step"
     room = int(np.clip(_POINTS // len(runs), *_CURVE_POINTS))
     every = -(-max(len(run.curves.get(metric, ())) for run in runs) // room)
@@ -71,7 +73,7 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
         kept = np.union1d(np.arange(0, len(steps), every), [len(steps) - 1])
         data = {name: column[kept].astype(np.float32) for name, column in columns.items()}
         source = ColumnDataSource(data | {"step": steps[kept].astype(np.int32)})
-        color, dash = style(i)
+        color, dash = looks[run.name]
         line: dict[str, Any] = {"x": "step", "y": "value", "line_color": color, "line_dash": dash}
         of_run = {"name": run.name, "tags": [{"run": i}]}
         chart.add_glyph(source, Line(**line, line_width=2), **of_run)
@@ -82,7 +84,16 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
         chart.add_glyph(source, Line(**line, line_alpha=0.35), **pale, visible=False)
     tips = [("run", "$name"), ("step", "@step{0,0}"), (metric, "@value{%.5g}")]
     formats = {"@value": "printf"}
-    chart.add_tools(HoverTool(tooltips=tips, formatters=formats, line_policy="nearest"))
+    how = {"renderers": [*chart.renderers], "line_policy": "nearest"}
+    chart.add_tools(HoverTool(tooltips=tips, formatters=formats, **how))
+    for group in groups:
+        if len(group.runs) > 1:
+            steps, mean, deviation = mean_curve(group, metric)[::every].T
+            band = {"step": steps, "low": mean - deviation, "high": mean + deviation}
+            area = VArea(x="step", y1="low", y2="high", fill_alpha=0.15,
+                         fill_color=looks[group.runs[0].name][0])  # fmt: skip
+            tags = [{"run": runs.index(group.runs[0]), "band": True}]
+            chart.add_glyph(ColumnDataSource(band), area, name=group.name, tags=tags)
     return Chart(metric, chart, every)
 
 

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from vit_jax.insight.runs import group_seeds, mean_curve
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vit_jax.insight.runs import Run
+    from vit_jax.insight.runs import Group, Run
 
 WIDTH = 3.25  # inches, of a figure of a model
 FONT_SIZE = 7  # points, in it
@@ -53,6 +55,15 @@ _MAX_TILES = 16  # in a row or column of a mosaic
 _MAX_LAYERS = 24
 _MAX_NUMBERS = 12  # of ticks
 _NUMBERED = 20  # classes; a confusion matrix of more has no numbers in its cells
+
+
+def styles(groups: Sequence[Group]) -> dict[str, tuple[str, str]]:
+    """{run: its colour and dash} on a page: runs of one group share the colour."""
+    return {
+        run.name: (style(i)[0], _DASHES[j % len(_DASHES)] if len(group.runs) > 1 else style(i)[1])
+        for i, group in enumerate(groups)
+        for j, run in enumerate(group.runs)
+    }
 
 
 def style(i: int) -> tuple[str, str]:
@@ -352,21 +363,31 @@ def draw_pairs(pairs: Sequence[tuple[str, str, int]], num_pairs: int) -> Figure:
 
 
 def draw_runs(runs: Sequence[Run], metrics: Sequence[str]) -> Figure:
-    """A panel for each metric with the curves of all runs over the step."""
-    columns = min(len(metrics), 2)
+    """A panel for each metric with the curves of all runs over the step.
+
+    Runs that differ in the seed only are one curve, their mean, with a band of one deviation.
+    """
+    columns, groups = min(len(metrics), 2), group_seeds(runs)
     rows = -(-len(metrics) // columns)
-    figure = _figure(3.4 * rows + 0.35 + 0.22 * len(runs), 5.5 * columns, dpi=120)
-    lines = {}
+    figure = _figure(3.4 * rows + 0.35 + 0.22 * len(groups), 5.5 * columns, dpi=120)
+    lines: dict[int, Any] = {}
     for i, metric in enumerate(metrics):
-        axes = figure.add_subplot(rows, columns, i + 1, title=metric, xlabel="step")
-        for run, (color, dash) in zip(runs, map(style, range(len(runs))), strict=True):
-            points = run.curves.get(metric, [])
-            marker = "o" if len(points) < FEW else None  # a single point has no line
-            (lines[short(run.name, 60)],) = axes.plot(
-                *np.array(points).reshape(-1, 2).T, linestyle=dash, color=color, marker=marker,
-                markersize=3,
-            )  # fmt: skip
+        axes = figure.add_subplot(
+            rows, columns, i + 1, xlabel="step", ylabel=metric.replace("/", " ")
+        )
+        for place, group in enumerate(groups):
+            color, dash = style(place)
+            steps, mean, deviation = mean_curve(group, metric).T
+            marker = "o" if len(steps) < FEW else None  # a single point has no line
+            (lines[place],) = axes.plot(
+                steps, mean, linestyle=dash, color=color, marker=marker, markersize=3
+            )
+            if len(group.runs) > 1:
+                band = mean - deviation, mean + deviation
+                axes.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    figure.legend([*lines.values()], [*lines], loc="outside lower center", fontsize=9)
+    seeds = [f" (mean ± deviation, {len(g.runs)} seeds)" * (len(g.runs) > 1) for g in groups]
+    names = [short(group.name, 60) + said for group, said in zip(groups, seeds, strict=True)]
+    figure.legend([*lines.values()], names, loc="outside lower center", fontsize=9)
     return figure

@@ -67,7 +67,7 @@ def write(
     except ImportError as e:
         raise InputError(f"report: {e}; run pip install -e '.[report]'") from None
 
-    known = choose_metrics(runs)
+    known, groups = choose_metrics(runs), group_seeds(runs)
     chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]
     curves = charts.chart_curves(runs, chosen)
     folders = dict(zip(dict.fromkeys(figures), short_names([*dict.fromkeys(figures)]), strict=True))
@@ -84,8 +84,8 @@ def write(
         studies=studies,
         study_images=[read_images(study["workdir"], "*.png") for study in studies],
         alone=[run for run in runs if run.workdir.parent not in {s["workdir"] for s in studies}],
-        styles=[plots.style(i) for i in range(len(runs))],
-        groups=group_seeds(runs),
+        styles=plots.styles(groups),
+        groups=groups,
         evaluated=evaluated(runs),
         curves=curves,
         speeds=speeds,

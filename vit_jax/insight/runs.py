@@ -1,6 +1,7 @@
 """Runs and studies, read from their workdirs, and what is shown of several of them together."""
 
 import array
+import functools
 import json
 import logging
 import os
@@ -333,6 +334,21 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
         steps = sorted({run.step for run in measured})
         groups.append(Group(name, members, values, len(measured), steps))
     return groups
+
+
+def mean_curve(group: Group, metric: str) -> np.ndarray:
+    """Rows of (step, mean, sample deviation) at the steps of all runs; float64 (N, 3).
+
+    Of the runs that have not diverged, if there are any. The deviation is 0 for one run.
+    """
+    measured = [run for run in group.runs if run.diverged is None] or group.runs
+    curves = [run.curves[metric] for run in measured if metric in run.curves]
+    if not curves:
+        return np.zeros((0, 3))
+    steps = functools.reduce(np.intersect1d, (curve[:, 0] for curve in curves))
+    values = np.stack([curve[np.isin(curve[:, 0], steps), 1] for curve in curves])
+    deviation = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
+    return np.stack([steps, values.mean(axis=0), deviation], axis=1)
 
 
 def show_mean(name: str, values: Sequence[float]) -> str:

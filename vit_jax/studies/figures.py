@@ -2,6 +2,7 @@
 
 import io
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,25 +41,44 @@ def find_curves(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> tu
 
 
 def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> bytes | None:
-    """Plot a table as curves over its columns, as a PNG: means as lines, single values as dots.
+    """Plot a table over its columns, as a PNG: means with deviations over seeds, values as dots.
 
-    None if there is nothing to plot; see `find_curves`. A row has one colour in all panels.
+    Rows are curves where the columns are numbers, see `find_curves`, else points side by side. A
+    row has one colour in all panels. None if there are fewer than two cells to plot.
     """
     panels, unit = find_curves(table)
+    columns = [
+        *dict.fromkeys(c for rows in table.values() for cells in rows.values() for c in cells)
+    ]
     if not panels:
+        panels = {
+            measure: {
+                row: [(columns.index(column), [100 * value for value in cell.known])
+                      for column, cell in cells.items() if cell.known]
+                for row, cells in rows.items()
+            }
+            for measure, rows in table.items()
+        }  # fmt: skip
+    if sum(len(places) for curves in panels.values() for places in curves.values()) < 2:
         return None
     figure, all_axes = _start_figure(len(panels))
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     for axes, (measure, curves) in zip(all_axes, panels.items(), strict=True):
         for name, places in curves.items():
             colour, marker = _STYLES[names.index(name) % len(_STYLES)]
-            means = [sum(values) / len(values) for _, values in places]
-            axes.plot([x for x, _ in places], means, label=name, color=colour)
-            dots = [(x, value) for x, values in places for value in values]
-            axes.plot(*zip(*dots, strict=True), marker, color=colour, markersize=4)
+            aside = 0 if unit else 0.5 * (names.index(name) + 0.5) / len(names) - 0.25
+            means = [statistics.fmean(values) for _, values in places]
+            deviations = [statistics.stdev(v) if len(v) > 1 else np.nan for _, v in places]
+            axes.errorbar([x + aside for x, _ in places], means, deviations, label=name, capsize=3,
+                          color=colour, fmt="-" if unit else "_")  # fmt: skip
+            dots = [(x + aside, value) for x, values in places for value in values]
+            axes.plot(*zip(*dots, strict=True), marker, color=colour, markersize=4, alpha=0.6)
         ticks = sorted({x for places in curves.values() for x, _ in places})
-        _finish(axes, unit, measure)
-        axes.set_xticks(ticks, labels=[f"{x:,g}" for x in ticks])
+        _finish(axes, unit, measure, is_log=bool(unit))
+        labels = [f"{x:,g}" if unit else columns[int(x)] for x in ticks]
+        axes.set_xticks(ticks, labels, rotation=0 if unit else 20)
+        if not unit:
+            axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.minorticks_off()
     return _as_png(figure)
 
@@ -110,11 +130,13 @@ def _start_figure(num_panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
 
 
-def _finish(axes: Any, x_label: str, y_label: str) -> None:
-    axes.set_xscale("log")
-    axes.set(xlabel=x_label, ylabel=y_label)
+def _finish(axes: Any, x_label: str, y_label: str, *, is_log: bool = True) -> None:
+    if is_log:
+        axes.set_xscale("log")
+    axes.set(xlabel=x_label, ylabel=y_label.replace("/", " "))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    if any(axes.get_legend_handles_labels()[1]):
+        axes.legend(fontsize=8)
 
 
 def _as_png(figure: Any) -> bytes:

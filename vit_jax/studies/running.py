@@ -25,7 +25,7 @@ from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.base.addresses import reveal
-from vit_jax.base.errors import InputError, collect_faults, few
+from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints.history import check_summary
 from vit_jax.config import plugins
@@ -371,9 +371,12 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
 
 def _say_winner(winner: Mapping[str, Any]) -> list[str]:
     """Lines about the best members."""
-    place, *near = (", ".join(f"{key} {value}" for key, value in place.items() if value != "")
-                    for place in (winner["place"], *winner["near"]))  # fmt: skip
-    tied = [f"Not clearly best: within one standard deviation are {few(near)}"] * bool(near)
+    place = ", ".join(f"{key} {value}" for key, value in winner["place"].items())
+    near = [", ".join(f"{key} {value}" for key, value in other.items()
+                      if value not in ("", winner["place"].get(key)))
+            for other in winner["near"]]  # fmt: skip
+    tied = [f"Not clearly best: within one standard deviation are {'; '.join(near[:5])}"]
+    tied *= bool(near)
     workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
     best = f"Best: {place}: {readable(winner['values'])}"
     lines = [best, *tied, *workdirs, f"Next: {winner['next']}"]

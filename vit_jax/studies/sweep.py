@@ -14,6 +14,7 @@ from typing import Any
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import key
 from vit_jax.studies.engine import Found, Member, Results, Study, join_name
+from vit_jax.studies.figures import draw_table
 from vit_jax.studies.tables import DIVERGED, FINISHED, Report, best_first
 
 _FORM = "needs KEY=VALUE,VALUE, e.g. optimizer.peak_lr=1e-3,3e-3"
@@ -80,10 +81,15 @@ class Sweep(Study):
         rows: list[dict[str, Any]] = [
             {**row, self.label: found.measure(**row)} for row in self._rows
         ]
+        names = (", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.items())
+                 for row in self._rows)  # fmt: skip
+        cells = [row[self.label] for row in rows]
+        png = draw_table({self.label: {"": dict(zip(names, cells, strict=True))}})
         states = [result.state for result in found.results.values()]
         is_over = len(states) == len(found.members) and {*states} <= {FINISHED, DIVERGED}
         return Report(
             rows=best_first(rows, self.label),
             complete=is_over and any(row[self.label].known for row in rows),
+            files={} if png is None else {"study.png": png},
             best=found.best_of(found.members),
         )

@@ -251,19 +251,23 @@ def _check_types(tables: Iterable[Table], image: str, label: str | None) -> None
         if table.schema.equals(first.schema, check_metadata=True):
             continue
         for column in filter(None, (image, label)):
-            said = [_say_type(t, column) for t in (first, table)]
-            if said[0] != said[1]:
+            names = [table.feature(column).get("names") or () for table in (first, table)]
+            said = [_say_type(t, column, names[::-1][i]) for i, t in enumerate((first, table))]
+            if said[0] != said[1] or names[0] != names[1]:
                 raise InputError(
                     f"data.data_dir: the column {column!r} is {said[0]} in {shown(first.path)}, "
                     f"but {said[1]} in {shown(table.path)}; write all files alike"
                 )
 
 
-def _say_type(table: Table, column: str) -> str:
+def _say_type(table: Table, column: str, others: Sequence[str]) -> str:
+    """A column's type, with the first of its classes that `others` lacks, if it has any."""
     if column not in table.schema.names:
         return "missing"
-    names = table.feature(column).get("names")
-    return f"{table.schema.field(column).type}{f' of the classes {names}' if names else ''}"
+    names = table.feature(column).get("names") or ()
+    own = [name for name in names if name not in others] or names
+    of = f" of {len(names):,} classes, such as {few(own)}" if names else ""
+    return f"{table.schema.field(column).type}{of}"
 
 
 def _shard(table: Table, image: str, label: str | None, names: Sequence[str] | None) -> Shard:

@@ -27,7 +27,7 @@
         const tag = renderer.tags[0];
         const smoothed = field !== "value";
         renderer.visible = shown.has(tag.run) && (!tag.raw || smoothed);
-        if (!tag.raw) renderer.glyph.y = { field: field };
+        if (!tag.raw && !tag.band) renderer.glyph.y = { field: field };
       }
     }
     for (const note of document.querySelectorAll(".smoothing-note")) {
