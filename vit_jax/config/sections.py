@@ -84,18 +84,9 @@ class Model(OpenSection):
         "auto",
         "the form of the blocks; auto: measured at the first start on accelerators, else as "
         "calculated; calculated: by the compiler's estimate; plain: by XLA",
-        choices=(
-            "auto",
-            "calculated",
-            "plain",
-            "products",
-            "biases",
-            "attention",
-            "rows",
-            "norms",
-            "cudnn",
-        ),
-    )
+        choices=("auto", "calculated", "plain", "products", "biases", "attention", "rows", "norms",
+                 "cudnn"),
+    )  # fmt: skip
     dtype: str = key("float32", "for computations; parameters are always float32")
 
 
