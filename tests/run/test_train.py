@@ -740,12 +740,12 @@ def test_more_memory_than_there_is_is_said_with_what_saves_some(
         objective=types.SimpleNamespace(couples_rows=False),
         model=types.SimpleNamespace(remat="none"),
     )
-    loop._warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
+    loop.warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
     remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
     assert [name in caplog.text for name in remedies] == [said] * 4
     experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
     caplog.clear()
-    loop._warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
+    loop.warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
     assert [name in caplog.text for name in remedies] == [said, False, False, False]
 
 
@@ -760,3 +760,11 @@ def test_a_loss_that_did_not_fall_is_the_last_word(finished, monkeypatch, caplog
     monkeypatch.setattr("vit_jax.run.summary.read_history", lambda _: rows)
     write_summary(run)
     assert caplog.messages[-1].endswith("train/loss is 2.5 at step 10 and was 2 at step 5")
+
+
+def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(loop.psutil, "virtual_memory", lambda: types.SimpleNamespace(total=1))
+    monkeypatch.setattr("vit_jax.run.train.start_state", stop_here)
+    with pytest.raises(Started):
+        train_and_evaluate(make_config(), tmp_path / "run")
+    assert "expected to take at least" in caplog.text

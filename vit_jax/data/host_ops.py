@@ -340,7 +340,7 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, cut: Crop) -> tf.Tens
         return first + (second - first) * along[:, None]
 
     values = rows(top) + (rows(bottom) - rows(top)) * down[:, None, None]
-    return tf.saturate_cast(tf.round(values), tf.uint8)
+    return _rounded(values)
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:
@@ -354,4 +354,8 @@ def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Ten
         values = tf.cond(shrinks, lambda: resized(True), lambda: resized(False))
     else:
         values = resized(False)
+    return _rounded(values)
+
+
+def _rounded(values: tf.Tensor) -> tf.Tensor:
     return tf.saturate_cast(tf.round(values), tf.uint8)

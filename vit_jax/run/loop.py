@@ -283,12 +283,12 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
     )
-    _warn_of_memory(run, memory.total)
+    warn_of_memory(run, memory.total)
     return compiled
 
 
-def _warn_of_memory(run: Run, expected: int) -> None:
-    """Warn if the step takes more memory than there is, before any memory is taken for it."""
+def warn_of_memory(run: Run, expected: int) -> None:
+    """Warn if `expected` bytes for each device are more than there are; names what saves some."""
     devices = run.mesh.local_devices
     there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
     if devices[0].platform == "cpu":  # all share the host's
@@ -302,7 +302,7 @@ def _warn_of_memory(run: Run, expected: int) -> None:
         remedies.append("--config.model.remat=full")
     if run.mesh.size > run.mesh.shape["fsdp"]:
         remedies.append("a larger --config.mesh.fsdp")
-    logger.warning("the step is expected to take %s of memory on %s, which has %s; set %s",
+    logger.warning("the step is expected to take at least %s of memory on %s, which has %s; set %s",
                    flops.format_bytes(expected), where, flops.format_bytes(there),
                    ", or ".join(remedies))  # fmt: skip
 

@@ -17,7 +17,7 @@ from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Callback, Run, describe, prepare
-from vit_jax.run.loop import loop
+from vit_jax.run.loop import loop, warn_of_memory
 from vit_jax.run.setup.agreement import compare, compare_findings
 from vit_jax.run.setup.opener import ChooseLayout
 from vit_jax.run.setup.workdir import agree_on_run, locked, record_start, write_workdir
@@ -78,6 +78,7 @@ def train_and_evaluate(
         logger.info(how, finished["step"])
         return finished
     describe(run)
+    warn_of_memory(run, sharding.bytes_per_device(run.experiment.abstract_state))
     for model in dict.fromkeys(each.model for each in run.experiment.passes):
         check_kernels(model, run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
