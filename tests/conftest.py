@@ -119,16 +119,18 @@ def one_device():
 
 
 def _unchecked():
-    """Prepare runs without the checks of one image and of the model's outputs.
+    """Prepare runs without the checks of one image and of the model's outputs, and count no FLOPs.
 
-    They take a fifth of a short run, and have their own tests in run/test_build.py and
-    evaluators.
+    They take a third of a short run, and have their own tests in run/test_build.py, evaluators and
+    experiment.
     """
+    from vit_jax.experiment.experiment import Experiment
     from vit_jax.inference import evaluate
     from vit_jax.run import build
     from vit_jax.run.setup import opener
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experiment, "flops_per_image", 10**6)
         patch.setattr(opener, "check_images", lambda *args: None)
         patch.setattr(evaluate, "check_evaluated_images", lambda *args: None)
         for module in (build, evaluate):
