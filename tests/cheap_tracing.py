@@ -1,16 +1,19 @@
 """Quicker tracing for tests, whose models take longer to trace than to run.
 
-Flax traces an initialiser whenever a module is applied, and JAX loads MLIR's dialects for every
-program. Here each initialiser is traced once for each shape, and dialects are loaded once for many
+Flax traces an initialiser whenever a module is applied, and a whole model whenever it is
+initialised; JAX loads MLIR's dialects for every program. Here each initialiser is traced once for
+each shape, each model once for each shape of images, and dialects are loaded once for many
 programs. Results stay the same. Processes that tests start trace as users do.
 """
 
 import functools
 import threading
 
+import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import meta, scope
+from flax.linen import module
 from jax._src.interpreters import mlir
 
 _PROGRAMS_OF_A_CONTEXT = 200
@@ -19,6 +22,7 @@ _PROGRAMS_OF_A_CONTEXT = 200
 def use_cheap_tracing() -> None:
     """Change Flax's parameters and JAX's lowering in this process."""
     scope.Scope.param = _param
+    nn.Module.init = _init
     mlir.make_ir_context = ContextOfMany(mlir.make_ir_context)
 
 
@@ -40,6 +44,41 @@ def _param(self, name, init_fn, *args, unbox=True, **kwargs):
             return plain if unbox else value
         return _param_of_flax(self, name, init_fn, *args, unbox=unbox)
     return _param_of_flax(self, name, traced_once(init_fn, len(args)), *args, unbox=unbox)
+
+
+_init_of_flax = nn.Module.init
+_patches = 0
+
+
+def forget_models() -> None:
+    """Trace models anew from now on, since a test changes the functions that they call."""
+    global _patches
+    _patches += 1
+
+
+@functools.wraps(_init_of_flax)
+def _init(self, rngs, *args, **kwargs):
+    """`Module.init`, which traces equal models once for each shape of their arguments."""
+    of_arrays = all(isinstance(x, jax.Array | np.ndarray) for x in args)
+    is_plain = self.scope is None and of_arrays and not kwargs and _is_hashable(self)
+    is_watched = module._context.call_info_stack or [*module._global_interceptor_stack]
+    if not is_plain or is_watched:
+        return _init_of_flax(self, rngs, *args, **kwargs)
+    return _init_traced_once(self, _patches, rngs, *args)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _init_traced_once(model, patches, rngs, *args):
+    del patches
+    return _init_of_flax(model, rngs, *args)
+
+
+def _is_hashable(model) -> bool:
+    try:
+        hash(model)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_plain(args) -> bool:

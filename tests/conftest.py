@@ -18,7 +18,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, whi
 import jax
 import pytest
 from cheap_random import use_cheap_keys
-from cheap_tracing import use_cheap_tracing
+from cheap_tracing import forget_models, use_cheap_tracing
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -26,11 +26,21 @@ jax.devices()  # read XLA_FLAGS, which libtpu would refuse
 del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
-use_cheap_keys()
-use_cheap_tracing()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--unpatched",
+        action="store_true",
+        help="run with Flax and JAX as users have them: threefry's keys, and each model traced "
+        "whenever it is used",
+    )
 
 
 def pytest_configure(config):
+    if not config.getoption("--unpatched"):
+        use_cheap_keys()
+        use_cheap_tracing()
     config.addinivalue_line("filterwarnings", "error:::vit_jax")
     if hasattr(config, "cache"):
         os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("xdg"))
@@ -64,6 +74,14 @@ def pytest_collection_finish():
 def pytest_unconfigure():
     if "forked" in sys.modules:
         sys.modules["forked"].stop()
+
+
+@pytest.fixture(autouse=True)
+def models_as_patched(request):
+    """A test that patches functions has its own traces of models, and so has the next test."""
+    if not {"monkeypatch", "caplog", "interpreted_kernels"}.isdisjoint(request.fixturenames):
+        forget_models()
+        request.addfinalizer(forget_models)
 
 
 @pytest.fixture(autouse=True)
@@ -119,16 +137,18 @@ def one_device():
 
 
 def _unchecked():
-    """Prepare runs without the checks of one image and of the model's outputs.
+    """Prepare runs without the checks of one image and of the model's outputs, and count no FLOPs.
 
-    They take a fifth of a short run, and have their own tests in run/test_build.py and
-    evaluators.
+    They take a third of a short run, and have their own tests in run/test_build.py, evaluators and
+    experiment.
     """
+    from vit_jax.experiment.experiment import Experiment
     from vit_jax.inference import evaluate
     from vit_jax.run import build
     from vit_jax.run.setup import opener
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experiment, "flops_per_image", 10**6)
         patch.setattr(opener, "check_images", lambda *args: None)
         patch.setattr(evaluate, "check_evaluated_images", lambda *args: None)
         for module in (build, evaluate):

@@ -66,7 +66,7 @@ slow = pytest.mark.slow
     [
         pytest.param("BiT", "fsdp 8", marks=slow),
         pytest.param("hybrid", "tensor 8", marks=slow),
-        ("BiT", "data 2, fsdp 2, tensor 2"),
+        pytest.param("BiT", "data 2, fsdp 2, tensor 2", marks=slow),
         pytest.param("hybrid", "data 2, fsdp 2, tensor 2", marks=slow),
         pytest.param("BiT", "tensor 8", marks=slow),
         pytest.param("scanned BiT", "fsdp 8", marks=slow),

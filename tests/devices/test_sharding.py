@@ -629,7 +629,11 @@ def muon_update(layout, form):
 
 @pytest.mark.parametrize(
     ("layout", "form"),
-    [("data 8", unstack_layers), ("fsdp 8", dict), ("data 2, fsdp 2, tensor 2", dict)],
+    [
+        ("data 8", unstack_layers),
+        pytest.param("fsdp 8", dict, marks=pytest.mark.slow),
+        ("data 2, fsdp 2, tensor 2", dict),
+    ],
 )
 def test_no_device_orthogonalises_what_another_does(layout, form, capfd):
     alone, expected = muon_update("one device", dict)

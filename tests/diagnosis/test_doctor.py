@@ -155,7 +155,7 @@ def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
         return settings if may_compile else settings.with_values({"mesh.fsdp": 8})
 
     monkeypatch.setattr("vit_jax.planning.search.choose_layout", choose)
-    words = ["doctor", "--config=quickstart:debug", "--format=json"]
+    words = ["doctor", "--config=quickstart:debug", "--config.model.depth=1", "--format=json"]
     assert main(words) == 0
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert {one["state"] for one in found.values()} <= {"ok", "warning"}

@@ -82,6 +82,7 @@ def test_the_weight_is_chosen_on_held_out_training_images():
     assert result["top1"] == pytest.approx(scikit_learn(train, test, result["l2"]), abs=0.02)
 
 
+@pytest.mark.slow
 def test_digits_over_eight_devices():
     """With 1,437 images, which do not divide over eight devices."""
     mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)

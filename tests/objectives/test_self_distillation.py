@@ -337,11 +337,17 @@ def mesh_of(number, side):
     return make_mesh(replica=1, data=side, fsdp=side, tensor=side, devices=devices)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_flops_of_all_views_and_teachers():
     config, mesh = tiny_dinov2(), mesh_of(1, 1)
     with jax.set_mesh(mesh):
         experiment = make_experiment(settings_of(config), mesh)
         assert 0.9 < experiment.flops_per_step / 32 / experiment.flops_per_image < 1.1
+
+
+def test_the_average_that_teaches_has_no_ramp():
+    config, mesh = tiny_dinov2(), mesh_of(1, 1)
+    with jax.set_mesh(mesh):
         config.optimizer.ema_decay_end = None  # the average would begin with a ramp
         with at_fault("optimizer.ema_decay_end"):
             make_experiment(settings_of(config), mesh)

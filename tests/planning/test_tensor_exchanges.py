@@ -214,7 +214,7 @@ def test_of_other_families_it_is_unknown():
 
 def test_a_calculated_plan():
     c = base_config()
-    c.model.name, c.model.stages, c.model.stem_width = "R26+ViT-mu/16", (1, 1), 32
+    c.model.name, c.model.stages, c.model.stem_width = "R26+ViT-mu/16", (1,), 32
     c.data.name, c.data.image_size, c.data.ops = "imagenet2012", 32, "flip"
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.mesh.data, c.mesh.fsdp, c.mesh.tensor = 2, 2, 2

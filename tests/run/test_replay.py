@@ -54,7 +54,7 @@ def take_steps(run, number=2):
         # The parameter stays where it is: device 3 computes its own rows and those of device 2.
         ("weight", "", [[2, 3], [3, 4]], 5),
         pytest.param("activation", "", [[3, 4]], 5, marks=pytest.mark.slow),
-        ("gradient", "", [[3, 4]], 1),
+        pytest.param("gradient", "", [[3, 4]], 1, marks=pytest.mark.slow),
         # A place is a group of two devices; devices 2 and 3 are the second.
         pytest.param("activation", "fsdp", [[2, 3, 4, 5]], 5, marks=pytest.mark.slow),
     ],
