@@ -73,7 +73,8 @@ def write_summary(run: Run) -> dict[str, Any]:
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
     logger.info(ledger.say(seconds))
     logger.info("summary: %s", run.workdir / "summary.json")
-    _say_no_progress(read_history(run.workdir))
+    if not run.experiment.objective.needs_average:  # whose loss may rise with its teacher
+        _say_no_progress(read_history(run.workdir))
     return summary
 
 
