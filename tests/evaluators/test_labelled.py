@@ -160,6 +160,8 @@ def forgotten():
 @pytest.mark.usefixtures("forgotten", "never_with_checks")
 def test_a_run_logs_and_keeps_the_best_by_a_plug_in_s_metric(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
     (tmp_path / "batches.py").write_text(PLUG_IN)
     assert main(["--config=quickstart:debug", "--config.plugins=batches.py", "--workdir=run",
                  "--config.log.metrics=my_batches",
