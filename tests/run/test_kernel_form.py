@@ -98,17 +98,18 @@ def choose(tmp_path, **overrides):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen"),
+    ("seconds", "memory", "chosen"),
     [
-        ({"plain": [9.0], "attention": [4.0], "rows": [2.0]}, "rows"),
-        ({"plain": [9.0], "attention": [2.0], "rows": [4.0]}, "attention"),
-        ({"plain": [9.0], "attention": [3.9], "rows": [4.0]}, "rows"),  # by less than 5 %
-        ({"plain": [1.0, 1.0, 4.1], "attention": [3.0], "rows": [4.0]}, "attention"),
-        ({"plain": [2.0], "attention": [1.0]}, "attention"),  # the calculated one has failed
+        ({"plain": [9.0], "attention": [4.0], "rows": [2.0]}, {}, "rows"),
+        ({"plain": [9.0], "attention": [2.0], "rows": [4.0]}, {}, "attention"),
+        ({"plain": [9.0], "attention": [3.9], "rows": [4.0]}, {}, "rows"),  # by less than 5 %
+        ({"plain": [1.0, 1.0, 4.1], "attention": [3.0], "rows": [4.0]}, {}, "attention"),
+        ({"plain": [1.0], "attention": [3.0], "rows": [4.0]}, {"plain": 11}, "attention"),
+        ({"plain": [2.0], "attention": [1.0]}, {}, "attention"),  # the calculated one has failed
     ],
     ids=str,
 )
-def test_another_form_must_be_faster_in_every_round(seconds, chosen, clock, monkeypatch):
+def test_another_form_must_be_faster_in_every_round(seconds, memory, chosen, clock, monkeypatch):
     rounds = {
         name: itertools.cycle([s for s in each for _ in range(10)])
         for name, each in seconds.items()
@@ -117,7 +118,7 @@ def test_another_form_must_be_faster_in_every_round(seconds, chosen, clock, monk
     def run(name):
         clock.now += next(rounds[name]) - 1.0
 
-    runs = {name: functools.partial(run, name) for name in seconds}
+    runs = {name: (functools.partial(run, name), memory.get(name, 10)) for name in seconds}
     monkeypatch.setattr(kernel_choice, "_compile_forms", lambda *args: (runs, {}))
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     assert kernel_choice._measure(None, mesh, 1, ["plain", "attention", "rows"], None) == chosen
@@ -160,6 +161,20 @@ def test_the_answer_is_kept_for_later_runs_and_in_the_run(clock, use_forms, tmp_
         choose(tmp_path)
 
 
+def test_a_measured_form_that_goes_with_its_layout_is_measured_again(
+    clock, use_forms, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kernel_choice, "compare_with_plain", lambda *args: (0.0, None))
+    use_forms(rows=clock.attend(0.0))
+    config = vit_jax.load_config("quickstart:debug", {"duration": "6 steps"})
+    train_and_evaluate(config, tmp_path / "run")
+    use_forms(attention=clock.attend(0.0))  # as with recomputation
+    again = vit_jax.load_config(config, {"model.remat": "full"})
+    resolved = prepare(again, tmp_path / "run", by_user=["model.remat"]).resolved
+    assert resolved.config.model.kernels == "attention"
+    assert resolved.decided_by["model.kernels"] == "measured"
+
+
 def test_only_an_open_form_is_measured(use_forms, tmp_path):
     use_forms(attention=broken)
     assert choose(tmp_path, **{"model.kernels": "calculated"}) == ("calculated", "user")
@@ -174,6 +189,7 @@ def test_cpus_keep_what_is_calculated(tmp_path):
 
 def test_answers_differ_by_device_model_and_software(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.config, "read", lambda name: str(tmp_path))
-    facts = {"device": "TPU v5e", "images": 64}
-    places = [kernel_choice._place(facts | more) for more in ({}, {"images": 32}, {"jax": "0.11"})]
-    assert len({*places}) == 3 and {place.parent for place in places} == {places[0].parent}
+    facts = {"device": "TPU v5e", "images": 64, "forms": ["plain", "attention", "rows"]}
+    others = {"images": 32}, {"jax": "0.11"}, {"forms": ["plain", "attention"]}  # as with fsdp
+    places = [kernel_choice._place(facts | more) for more in ({}, *others)]
+    assert len({*places}) == 4 and {place.parent for place in places} == {places[0].parent}

@@ -12,7 +12,8 @@ Exit codes: 0 all held; 1 something did not hold, or failed.
 """
 
 import argparse
-import json
+import signal
+import sys
 
 from rich.console import Console
 
@@ -58,6 +59,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax.diagnosis.certificate import page
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part too
     (flags.output / "parts").mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, quiet=flags.quiet)
     words = ["certify", f"--output={flags.output}", f"--models={flags.models}"]
@@ -65,8 +67,9 @@ def main(flags: argparse.Namespace) -> int:
     words += [f"--config.{key}={value}" for key, value in flags.overrides]
     words += _process_words(flags)
     made = certificate.certify(
-        flags.output, words, 60 * flags.minutes, lambda line: console.print(line, soft_wrap=True)
-    )
+        flags.output, words, 60 * flags.minutes,
+        lambda line: console.print(line, soft_wrap=True, markup=False), _is_first(flags),
+    )  # fmt: skip
     if not made:  # another process writes it
         return exit_codes.DONE
     text = page.as_text(made)
@@ -85,6 +88,14 @@ def _check_models(models: tuple[str, ...]) -> None:
         )
 
 
+def _is_first(flags: argparse.Namespace) -> bool:
+    """Whether this is process 0 of its job, which may not have begun."""
+    from vit_jax.job import processes
+
+    cluster = None if flags.coordinator else processes.find_cluster()
+    return not (cluster.get_process_id() if cluster else flags.process_id)
+
+
 def _process_words(flags: argparse.Namespace) -> list[str]:
     given = {name: getattr(flags, name) for name in _PROCESS_FLAGS}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -94,20 +105,9 @@ def _run_part(flags: argparse.Namespace, models: tuple[str, ...], config) -> int
     """Run one part in this process, and write its figures on process 0."""
     from vit_jax.config import base_config
     from vit_jax.diagnosis.certificate.context import Context
-    from vit_jax.job import processes
 
-    context = Context(flags.output, models, config, tuple(_process_words(flags)))
-    if flags.part == "recovery":  # its runs are the job
-        cluster = None if flags.coordinator else processes.find_cluster()
-        is_first = not (cluster.get_process_id() if cluster else flags.process_id)
-    else:
+    context = Context(flags.output, models, config, tuple(_process_words(flags)), _is_first(flags))
+    if flags.part != "recovery":  # whose runs are the job
         start_job(flags, base_config() if config is None else config)
-        import jax
-
-        is_first = jax.process_index() == 0
-    found = certificate.run_part(flags.part, context)
-    if is_first:
-        files.write_whole(
-            certificate.part_file(flags.output, flags.part), json.dumps(found, indent=2)
-        )
+    certificate.keep(context, flags.part, certificate.run_part(flags.part, context))
     return exit_codes.DONE

@@ -53,7 +53,7 @@ def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module
     and "calculated" stand for the form that is fastest by calculation. One line of the log then
     says why attention has no kernel.
     """
-    model = _in_dtype_of(mesh.devices.flat[0], model)
+    model = in_dtype_of(mesh.devices.flat[0], model)
     if "ops" not in field_names(type(model)):
         return model
     forms = find_forms(model, mesh)
@@ -114,7 +114,7 @@ def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str
     return forms
 
 
-def _in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
+def in_dtype_of(device: Any, model: nn.Module) -> nn.Module:
     """`model` in float32 on a GPU without bfloat16, such as a T4."""
     stated = str(getattr(device, "compute_capability", ""))  # AMD's is a name
     capability = float(stated) if re.fullmatch(r"\d+\.\d+", stated) else _BFLOAT16

@@ -12,19 +12,20 @@ from vit_jax.devices.chips import CHIPS, Chip, Slice
 from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.targets import Target
 
-_SCHEMA = 1
+SCHEMA = 1  # of the files that this module reads
 _SPREAD = 0.15  # of the peak memory of models and batches that the certificate does not have
 
 
 class Step(NamedTuple):
     """A step of a certificate.
 
-    share_of_peak: its FLOPs by those of the chips' peak in its time.
-    temporaries: their bytes by those that are calculated.
+    flops_per_image: of the model and what is computed again.
+    share_of_peak: FLOP/s of the step over the peak of the chips.
+    temporaries: measured bytes over calculated bytes.
     """
 
     model: str
-    flops: float
+    flops_per_image: float
     share_of_peak: float
     temporaries: float
 
@@ -58,9 +59,9 @@ class Certificate(NamedTuple):
         return figures | {"memory_bytes": memory, "measured": step.model}
 
     def nearest_to(self, figures: Mapping[str, Any]) -> Step:
-        """The step whose FLOPs are nearest to those of a plan, as a ratio."""
-        flops = figures["flops"]["counted_per_step"]
-        return min(self.steps, key=lambda step: abs(math.log(step.flops / flops)))
+        """The step whose FLOPs of an image are nearest to the plan's, as a ratio."""
+        flops = figures["flops"]["counted_per_step"] / figures["global_batch_size"]
+        return min(self.steps, key=lambda step: abs(math.log(step.flops_per_image / flops)))
 
 
 def read_certificate(path: epath.Path) -> Certificate:
@@ -77,18 +78,20 @@ def read_certificate(path: epath.Path) -> Certificate:
         peak = target.chip.peak_flops * target.num_chips
         steps = tuple(
             Step(
-                row["model"], row["flops"], row["flops"] / (row["step_s"] * peak),
+                row["model"],
+                row["flops"] / row["global_batch_size"],
+                row["flops"] / (row["step_s"] * peak),
                 row["ratio_of_temporaries"],
             )
             for row in rows
             if "ratio_of_temporaries" in row
-        )  # fmt: skip
+        )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(
             f"--measured={path}: is no certificate with steps ({type(error).__name__}: {error}); "
             "make one with: vit_jax certify --output=DIR"
         ) from None
-    if schema != _SCHEMA or not steps:
+    if schema != SCHEMA or not steps:
         raise InputError(
             f"--measured={path}: has {len(steps)} steps beside a plan, and schema {schema}; make "
             "one with: vit_jax certify --output=DIR"

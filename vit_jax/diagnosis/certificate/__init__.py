@@ -20,8 +20,8 @@ from typing import Any
 from etils import epath
 
 from vit_jax.base import files
+from vit_jax.planning.measured import SCHEMA
 
-SCHEMA = 1
 NAME = "certificate.json"
 MODELS = ("ViT-S/16", "ViT-B/16", "ViT-L/16")
 
@@ -38,7 +38,7 @@ PARTS = {
     "saves": "measures:measure_saves",
     "recovery": "recovery:kill_and_resume",
 }
-_PATH = re.compile(r"(?<!\w)(~?/|[a-z]+://)[^\s,;:'\"]+")
+_ERROR = re.compile(r"(\w*(?:Error|Exception))\b")
 
 
 class NotRunError(Exception):
@@ -53,38 +53,43 @@ def run_part(name: str, context: Any) -> dict[str, Any]:
         found = getattr(importlib.import_module(f"{__name__}.{module}"), function)(context)
     except NotRunError as reason:
         found = {"not_run": str(reason)}
-    return found | {"seconds": time.monotonic() - since}
+    return found | {"took_s": time.monotonic() - since}
 
 
 def certify(
-    output: epath.Path, words: Sequence[str], budget_s: float, say: Callable[[str], None]
+    output: epath.Path,
+    words: Sequence[str],
+    budget_s: float,
+    say: Callable[[str], None],
+    is_first: bool = True,
 ) -> dict[str, Any]:
     """Run every part for at most `budget_s` together, and write the certificate to `output`.
 
     Args:
       output: folder, which exists.
-      words: of the command that runs a part, but for --part.
+      words: the words of the command that runs a part, without --part.
       budget_s: seconds; a part that is not over then is ended.
       say: called with a line on each part.
+      is_first: whether this is process 0 of its job; the others write nothing.
 
     Returns:
-      The certificate; {} on processes that do not write it.
+      The certificate; {} on the other processes.
     """
     until, found = time.monotonic() + budget_s, dict[str, dict[str, Any]]()
     for name in PARTS:
         result, left_s = part_file(output, name), until - time.monotonic()
-        result.unlink(missing_ok=True)
+        if is_first:
+            result.unlink(missing_ok=True)
         if left_s <= 0:
             found[name] = {"not_run": "no time was left; give more --minutes"}
         else:
-            failure = _run([*words, f"--part={name}"], left_s)
-            if result.exists():
-                found[name] = json.loads(result.read_text())
-            elif failure is not None:
-                found[name] = failure
-        if name in found:
+            failure = _run([*words, f"--part={name}"], left_s, say)
+            if is_first:
+                found[name] = json.loads(result.read_text()) if result.exists() else {}
+                found[name] |= failure
+        if is_first:
             say(f"{name}: {summarise(found[name])}")
-    if not found:
+    if not is_first:
         return {}
     certificate = {
         "schema": SCHEMA,
@@ -96,8 +101,8 @@ def certify(
     return certificate
 
 
-def _run(words: Sequence[str], timeout_s: float) -> dict[str, Any] | None:
-    """What has kept a part from its result; None: nothing, or another process has it."""
+def _run(words: Sequence[str], timeout_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """What has kept a part from its result; {}: nothing. An error is said in whole."""
     job = subprocess.Popen(
         [sys.executable, "-m", "vit_jax.main", *words], start_new_session=True,
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
@@ -109,11 +114,19 @@ def _run(words: Sequence[str], timeout_s: float) -> dict[str, Any] | None:
         job.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        return {"not_run": f"it was not over after the {timeout_s:.0f} s that were left"}
+        return {"failed": f"was not over after the {timeout_s:.0f} s that were left"}
     if job.returncode == 0:
-        return None
+        return {}
     lines = [line for line in errors.splitlines() if re.match(r"(?!\s).*(error|Error)\b", line)]
-    return {"failed": without_paths((lines or [f"exit code {job.returncode}"])[-1])}
+    said = (lines or [f"exit code {job.returncode}"])[-1]
+    say(said)
+    return {"failed": without_names(said, f"exit code {job.returncode}")}
+
+
+def keep(context: Any, name: str, found: Mapping[str, Any]) -> None:
+    """Put the figures of a part where `certify` looks for them."""
+    if context.is_first:
+        files.write_whole(part_file(context.output, name), json.dumps(found, indent=2))
 
 
 def part_file(output: epath.Path, name: str) -> epath.Path:
@@ -134,6 +147,7 @@ def summarise(part: Mapping[str, Any]) -> str:
     return ("DOES NOT HOLD: " if part["held"] is False else "") + part["said"]
 
 
-def without_paths(text: str) -> str:
-    """`text` with PATH in the place of each path and address."""
-    return _PATH.sub("PATH", text)
+def without_names(error: str, otherwise: str) -> str:
+    """The type of an error in words, which may name hosts, paths and keys."""
+    found = _ERROR.search(error)
+    return found[1] if found else otherwise

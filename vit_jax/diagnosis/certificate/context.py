@@ -12,10 +12,12 @@ class Context(NamedTuple):
     output: folder of the certificate.
     models: whose steps are measured.
     config: of the user; None: none is given.
-    words: of the flags that connect the processes of a job.
+    words: the flags that connect the processes of a job.
+    is_first: whether this is process 0 of its job.
     """
 
     output: epath.Path
     models: tuple[str, ...]
     config: ConfigDict | None
     words: tuple[str, ...]
+    is_first: bool

@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.checkpoint import Checkpoints
+from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices.chips import count_chips
-from vit_jax.devices.kernels import fastest, find_forms
-from vit_jax.diagnosis.certificate import NotRunError, without_paths
+from vit_jax.devices.kernels import fastest, find_forms, in_dtype_of
+from vit_jax.devices.mesh import AXES, make_mesh
+from vit_jax.diagnosis.certificate import NotRunError, without_names
 from vit_jax.diagnosis.certificate.context import Context
-from vit_jax.diagnosis.certificate.steps import load
+from vit_jax.diagnosis.certificate.steps import images_a_device, load
 from vit_jax.diagnosis.settled import open_training_data, settle_step
 from vit_jax.job.software import software
 from vit_jax.models import model_of
@@ -30,7 +32,6 @@ _ROUNDS = 5
 _MIB, _GB = 2**20, 1e9
 _PRODUCT, _PRODUCT_ON_CPU = 8192, 1536  # rows and columns of a matrix
 _COPIED_MIB, _SENT_MIB = 256, (1, 16, 128)
-_IMAGES, _IMAGES_ON_CPU = 64, 4  # of a block
 
 
 def measure_devices(context: Context) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def measure_devices(context: Context) -> dict[str, Any]:
     flops, copied = 2 * size**3 / product_s, 2 * x.size / copy_s
     kind = device.device_kind
     return {
-        "software": {name: without_paths(value) for name, value in software().items()},
+        "software": {name: _without_values(text) for name, text in software().items()},
         "device_kind": kind,
         "num_devices": len(devices),
         "num_chips": count_chips(devices),
@@ -59,6 +60,11 @@ def measure_devices(context: Context) -> dict[str, Any]:
         "said": f"{len(devices)} x {kind}, {limit / 2**30:.1f} GiB, products at "
         f"{flops / 1e12:,.4g} TFLOP/s, memory at {copied / _GB:,.4g} GB/s",
     }
+
+
+def _without_values(text: str) -> str:
+    """A version, or the names of compiler flags, whose values may be paths."""
+    return " ".join(word.partition("=")[0] for word in text.split())
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -74,23 +80,23 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def measure_kernels(context: Context) -> dict[str, Any]:
     """Each form of a block against the plain one, and its seconds."""
-    images = _IMAGES_ON_CPU if jax.default_backend() == "cpu" else _IMAGES
-    settings, _ = settle_step(load(context.models[0], images * jax.device_count()))
-    device = jax.local_devices()[:1]
-    mesh = Mesh([[[device]]], ("replica", "data", "fsdp", "tensor"))
-    model = model_of(settings.model, settings.data)
+    images, name = images_a_device(), context.models[0]
+    settings, _ = settle_step(load(name, images * jax.device_count()))
+    device = jax.local_devices()[0]
+    mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=[device])
+    model = in_dtype_of(device, model_of(settings.model, settings.data))
     forms = find_forms(model, mesh)
-    rounds, faults = measure_forms(model, mesh, images, [*forms])
-    seconds = {name: statistics.median(times) for name, times in rounds.items()}
-    said = ", ".join(f"{name} {1e3 * s:.4g} ms" for name, s in seconds.items())
-    left_out = "".join(f"; {name}: {fault}" for name, fault in faults.items())
+    found, faults = measure_forms(model, mesh, images, [*forms])
+    faults = {form: without_names(fault, fault) for form, fault in faults.items()}
+    said = ", ".join(f"{form} {1e3 * timed.seconds:.4g} ms" for form, timed in found.items())
+    left_out = "".join(f"; {form}: {fault}" for form, fault in faults.items())
     return {
-        "model": context.models[0],
+        "model": name,
         "calculated": fastest(forms),
-        "seconds": seconds,
-        "left_out": {name: without_paths(fault) for name, fault in faults.items()},
+        "seconds": {form: timed.seconds for form, timed in found.items()},
+        "left_out": faults,
         "held": not faults,
-        "said": f"a block of {context.models[0]}: {said}{without_paths(left_out)}",
+        "said": f"a block of {name}, on one device: {said}{left_out}",
     }
 
 
@@ -170,10 +176,9 @@ def measure_images(context: Context) -> dict[str, Any]:
 
     settings, source = open_training_data(context.config)
     cpu_ms = measure_input(settings, source)["cpu_ms_per_image"]["pipeline"]["median"]
-    cores = len(psutil.Process().cpu_affinity())
-    figures = {"cpu_ms_per_image": cpu_ms, "cpu_cores": cores, "held": None}
-    images_per_s = 1e3 * cores / cpu_ms
-    said = f"{cpu_ms:.4g} CPU ms an image, {images_per_s:,.4g} images/s on {cores} cores"
+    figures = {"cpu_ms_per_image": cpu_ms, "cpu_cores": PARALLEL_CALLS, "held": None}
+    images_per_s = 1e3 * PARALLEL_CALLS / cpu_ms
+    said = f"{cpu_ms:.4g} CPU ms an image, {images_per_s:,.4g} images/s on {PARALLEL_CALLS} cores"
     return figures | {"images_per_s": images_per_s, "said": said}
 
 

@@ -38,7 +38,7 @@ def as_html(certificate: Mapping[str, Any]) -> str:
     verdict = "All that was checked holds." if certificate["held"] else "Something does not hold."
     rows = [
         f'<tr><th>{html.escape(name)}</th><td class="{_kind(part)}">{_word(part)}</td>'
-        f"<td>{html.escape(_detail(part))}</td><td>{part.get('seconds', 0):.0f} s</td></tr>"
+        f"<td>{html.escape(_detail(part))}</td><td>{part.get('took_s', 0):.0f} s</td></tr>"
         for name, part in parts.items()
     ]
     tables = [

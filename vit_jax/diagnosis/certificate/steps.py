@@ -1,7 +1,7 @@
 """The training step on the devices: its speed and memory beside their plan, and its bits."""
 
 import json
-import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.diagnosis.benchmarks.step import (
     made_up_batch,
     measure_step,
 )
-from vit_jax.diagnosis.certificate import NAME, NotRunError, part_file
+from vit_jax.diagnosis.certificate import NAME, keep, part_file
 from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.settled import settle_step
 from vit_jax.planning.calculated import calculate_memory
@@ -25,30 +26,32 @@ from vit_jax.planning.targets import target_of
 from vit_jax.run.setup.validation import load_config
 from vit_jax.run.teachers import planned_experiment
 
-logger = logging.getLogger("vit_jax")
-
-_IMAGES, _IMAGES_ON_CPU = 64, 4  # of a device
 _STEPS_ON_CPU = 3
 
 
 def measure_steps(context: Context) -> dict[str, Any]:
-    """The step of each model that fits, and of the user's config: seconds, memory, their plan."""
-    rows = []
+    """The step of each model that fits, and of the user's config: seconds, memory, their plan.
+
+    What is measured is kept after each step, as there may be no time for all.
+    """
+    rows = list[dict[str, Any]]()
     for name in context.models:
-        rows.append(_measure_largest(context, name))
+        rows.append({"model": name, "config": False, **_measure_largest(context, name)})
+        keep(context, "steps", _say_steps(rows))
     if context.config is not None:
-        settings, mesh = settle_step(context.config)
-        rows.append(
-            {"model": settings.model.name, "config": True, **_measure(context, settings, mesh)}
-        )
+        of_user = {"model": context.config.model.name, "config": True}
+        rows.append(of_user | _measure_if_it_fits(context, context.config))
+    return _say_steps(rows)
+
+
+def _say_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     said = [
         f"{row['model']} {1e3 * row['step_s']:,.4g} ms for {row['global_batch_size']} images"
         + ("" if row["mfu"] is None else f", MFU {row['mfu']:.0%}")
-        for row in rows
         if "step_s" in row
+        else f"{row['model']} not run: {row['not_run']}"
+        for row in rows
     ]
-    if not said:
-        raise NotRunError("no model fits")
     return {"rows": rows, "held": None, "said": "; ".join(said)}
 
 
@@ -60,18 +63,29 @@ def load(model: str, images: int) -> ConfigDict:
     return load_config(load_config(f"pretrain:{model},imagenet2012"), overrides)
 
 
+def images_a_device() -> int:
+    """The images of a step, or of a block, on one device."""
+    return 4 if jax.default_backend() == "cpu" else 64
+
+
 def _measure_largest(context: Context, model: str) -> dict[str, Any]:
     """The step of a model with the most images that fit."""
-    images = _IMAGES_ON_CPU if jax.default_backend() == "cpu" else _IMAGES
-    while images:
-        settings, mesh = settle_step(load(model, images * jax.device_count()))
-        try:
-            return {"model": model, "config": False, **_measure(context, settings, mesh)}
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            images //= 2
-    return {"model": model, "config": False, "not_run": "one image a device does not fit"}
+    images, found = images_a_device(), dict[str, Any]()
+    while images and "step_s" not in found:
+        found = _measure_if_it_fits(context, load(model, images * jax.device_count()))
+        images //= 2
+    return found
+
+
+def _measure_if_it_fits(context: Context, config: ConfigDict) -> dict[str, Any]:
+    try:
+        return _measure(context, *settle_step(config))
+    except InputError:
+        return {"not_run": "it does not suit these devices"}
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"not_run": "it does not fit these devices"}
 
 
 def _measure(context: Context, settings: Settings, mesh: Mesh) -> dict[str, Any]:
@@ -88,7 +102,7 @@ def _measure(context: Context, settings: Settings, mesh: Mesh) -> dict[str, Any]
     row |= {
         "global_batch_size": size,
         "dtype": str(jnp.dtype(settings.model.dtype)),
-        "kernels": settings.model.kernels,
+        "kernels": "calculated" if settings.model.kernels == "auto" else settings.model.kernels,
         "step_s": size / found["images_per_s"]["median"],
         "flops": counted,
         "memory_bytes": found["memory_per_device_bytes"],
@@ -102,7 +116,7 @@ def _beside_plan(
     """The memory of the step as calculated, and how much larger its temporaries are."""
     devices = part_file(context.output, "devices")
     target = target_of(mesh.devices.flatten().tolist())
-    if target is None and devices.exists():
+    if jax.default_backend() == "cpu" and devices.exists():
         target = target_of_certificate(json.loads(devices.read_text()), NAME)
     if target is None:
         return {}
@@ -115,21 +129,18 @@ def _beside_plan(
 def repeat_gradient(context: Context) -> dict[str, Any]:
     """Whether a step from one state and one batch gives the same bits twice."""
     model = context.models[0]
-    images = _IMAGES_ON_CPU if jax.default_backend() == "cpu" else _IMAGES
-    settings, mesh = settle_step(load(model, images * jax.device_count()))
+    config = load(model, images_a_device() * jax.device_count())
+    config = load_config(config, {"mesh.deterministic": True})  # GPUs need it for equal bits
+    settings, mesh = settle_step(config)
     experiment = planned_experiment(settings, mesh)
     with jax.set_mesh(mesh):
         compiled = experiment.lower().compile()
         batch = made_up_batch(experiment, settings.data.num_classes)
         (first, _), (second, _) = (compiled(experiment.init(), batch) for _ in range(2))
         differ = [bool(x) for x in _compare(first.params, second.params)]
-    said = (
-        "the same bits twice"
-        if not any(differ)
-        else (
-            f"{sum(differ)} of {len(differ)} arrays differ; on GPUs set --config.mesh.deterministic"
-        )
-    )
+    said = "the same bits twice"
+    if any(differ):
+        said = f"{sum(differ)} of {len(differ)} arrays differ"
     return {"model": model, "differ": sum(differ), "held": not any(differ), "said": said}
 
 

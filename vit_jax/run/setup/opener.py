@@ -37,7 +37,7 @@ from vit_jax.run.setup.sources import (
 )
 from vit_jax.run.setup.workdir import StoredRun, check_writable
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
-from vit_jax.run.watch.kernel_choice import check_form, choose_kernels
+from vit_jax.run.watch.kernel_choice import choose_kernels, has_form, say_no_form
 from vit_jax.run.weights_and_biases import check_installed
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
@@ -185,16 +185,19 @@ class Files(Opener):
         return {"optimizer.accum_steps": _settle(config, self.mesh, recorded)}
 
     def kernels(self, config: ConfigDict) -> Changes:
-        stored, settings = self._before.stored, Settings.read(config)
-        if config.model.kernels != "auto":
-            check_form(settings, self.mesh)
+        stored, settings, name = self._before.stored, Settings.read(config), config.model.kernels
+        before = None if stored is None else stored.decided_by.get("model.kernels")
+        if name == "auto":
+            if stored is not None and self.has_devices_of(stored):
+                return {}
+        elif has_form(settings, self.mesh):
             return {}
-        if stored is not None and self.has_devices_of(stored):
-            return {}
+        elif before != "measured":  # a measured form may go with the layout
+            say_no_form(settings, self.mesh)
         since = time.perf_counter()
         name = choose_kernels(settings, self.mesh)
         self.choose_s = time.perf_counter() - since
-        return {} if name is None else {"model.kernels": name}
+        return {"model.kernels": name or "auto"}
 
 
 class Tables(Opener):

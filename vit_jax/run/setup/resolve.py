@@ -196,7 +196,9 @@ def continue_run(
     if not keeps_layout:
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints
     same = keep_resolved(asked, stored)
-    decided_by |= {key: stored.decided_by[key] for key in same if key in stored.decided_by}
+    decided_by |= {
+        key: stored.decided_by[key] for key in same if key in stored.decided_by and key not in anew
+    }
     kept = {key: value for key, value in same.items() if key not in anew}
     return config_lib.with_values(asked, kept), decided_by
 

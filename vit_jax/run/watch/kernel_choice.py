@@ -1,5 +1,6 @@
 """Chooses the form in which a model's blocks compute, by a measurement on the run's devices."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -8,7 +9,7 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import flax.linen as nn
 import jax
@@ -18,8 +19,9 @@ from jax.sharding import Mesh
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
+from vit_jax.devices import flops
 from vit_jax.devices.compiler import compiler_options
-from vit_jax.devices.kernels import find_forms
+from vit_jax.devices.kernels import find_forms, in_dtype_of
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.job import processes, watchdog
@@ -33,7 +35,24 @@ logger = logging.getLogger("vit_jax")
 
 _ROUNDS, _RUNS = 3, 10
 _SHOWN = 300  # characters of an error
-_FASTER = 0.95  # of the time of the calculated form, in every round, takes its place
+_FASTER = 0.95  # a form with this share of the calculated one's time may take its place
+
+
+class Timed(NamedTuple):
+    """A form of a block: its seconds in each round, and the bytes of its temporaries."""
+
+    rounds: list[float]
+    temporaries: int
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.rounds)
+
+    def replaces(self, calculated: "Timed") -> bool:
+        """Whether it is faster in every round, and keeps no more for the backward pass."""
+        pairs = zip(self.rounds, calculated.rounds, strict=True)
+        is_faster = all(own < _FASTER * other for own, other in pairs)
+        return is_faster and self.temporaries <= calculated.temporaries
 
 
 def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
@@ -41,9 +60,9 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
 
     A block runs forward and backward in each form, with the tokens, the dtype, the dropout and the
     rows of one device. Another form takes the place of the calculated one if it is 5 % faster in
-    each of three rounds. A form that fails, or differs from the plain one, is left out with a
-    warning. Process 0 measures, on its own devices, and all take its answer. The answer is kept
-    beside the compiled programs.
+    each of three rounds and takes no more memory, since the layout is chosen before. A form that
+    fails, or differs from the plain one, is left out with a warning. Process 0 measures, on its own
+    devices, and all take its answer. The answer is kept beside the compiled programs.
 
     Returns:
       None: there is nothing to choose, as on CPUs.
@@ -56,9 +75,6 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * settings.optimizer.accum_steps
     images = settings.run.global_batch_size // ways
 
-    kind, size = mesh.devices.flat[0].device_kind, settings.data.image_size
-    facts = {"device": kind, "model": repr(settings.model), "image_size": size, "images": images}
-
     def choose() -> str | None:
         tensor = mesh.shape["tensor"]
         here = [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
@@ -66,10 +82,15 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
             logger.info("kernels are not measured: mesh.tensor=%d is larger than a host", tensor)
             return None
         share = make_mesh(replica=1, data=1, fsdp=1, tensor=tensor, devices=here[:tensor])
-        kept = _place(
-            facts
-            | {"mesh": dict(share.shape), "device": share.devices.flat[0].device_kind, **software()}
-        )
+        facts = {
+            "device": here[0].device_kind,
+            "model": repr(settings.model),
+            "image_size": settings.data.image_size,
+            "images": images,
+            "tensor": tensor,
+            "forms": [*forms],
+        }
+        kept = _place(facts | software())
         return _read(kept, forms) or _measure(model, share, images, [*forms], kept)
 
     with watchdog.phase("compile"):
@@ -77,19 +98,24 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
         return processes.say_to_all("the fastest kernels", choose, deadline_s)
 
 
-def check_form(settings: Settings, mesh: Mesh) -> None:
-    """Raise InputError if the devices of `mesh` do not have the form `model.kernels`."""
-    name, (_, forms) = settings.model.kernels, _find(settings, mesh)
-    if name not in ("auto", "calculated", *forms):
-        raise InputError(
-            f"model.kernels={name!r}: {settings.model.name} has no such form on "
-            f"{mesh.devices.flat[0].device_kind}; use auto, calculated, {', '.join(forms)}"
-        )
+def has_form(settings: Settings, mesh: Mesh) -> bool:
+    """Whether the run's model has the form `model.kernels` on the devices of `mesh`."""
+    return settings.model.kernels in ("auto", "calculated", *_find(settings, mesh)[1])
+
+
+def say_no_form(settings: Settings, mesh: Mesh) -> NoReturn:
+    """Raise InputError that names the forms that there are instead of `model.kernels`."""
+    raise InputError(
+        f"model.kernels={settings.model.kernels!r}: {settings.model.name} has no such form on "
+        f"{mesh.devices.flat[0].device_kind}; use auto, calculated, "
+        f"{', '.join(_find(settings, mesh)[1])}"
+    )
 
 
 def _find(settings: Settings, mesh: Mesh) -> tuple[nn.Module, dict[str, BlockOps]]:
     """The run's model, and its forms on the devices of `mesh`."""
     model = with_known(model_of(settings.model, settings.data), constrain=constrain)
+    model = in_dtype_of(mesh.devices.flat[0], model)
     has_forms = "ops" in field_names(type(model))
     return model, find_forms(model, mesh) if has_forms else {"plain": PLAIN}
 
@@ -103,11 +129,11 @@ def _place(facts: Mapping[str, Any]) -> epath.Path | None:
 
 def _read(kept: epath.Path | None, names: Collection[str]) -> str | None:
     """The answer in a file; None: there is none."""
-    if kept is None or not kept.exists():
+    if kept is None:
         return None
     try:
         name = json.loads(kept.read_text())["fastest"]
-    except (ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     if name not in names:
         return None
@@ -120,54 +146,54 @@ def _measure(
 ) -> str:
     """The fastest form of `names`, the last of which is the calculated one; writes it to `kept`."""
     began, kind = time.monotonic(), mesh.devices.flat[0].device_kind
-    times, faults = measure_forms(model, mesh, images, names)
+    found, faults = measure_forms(model, mesh, images, names)
     for name, fault in faults.items():
         logger.warning("model.kernels: the form %s is left out: %s", name, fault)
-    if not times:
+    if not found:
         return names[-1]  # the step will fail too, and say why
-    seconds = {name: statistics.median(rounds) for name, rounds in times.items()}
-    calculated = names[-1] if names[-1] in times else min(times, key=lambda name: seconds[name])
-    faster = [
-        name
-        for name, rounds in times.items()
-        if all(s < _FASTER * c for s, c in zip(rounds, times[calculated], strict=True))
-    ]
-    name = min(faster, key=lambda name: seconds[name], default=calculated)
-    said = ", ".join(f"{n} {s * 1e3:.3g} ms" for n, s in seconds.items())
+    calculated = names[-1] if names[-1] in found else min(found, key=lambda n: found[n].seconds)
+    better = [name for name, timed in found.items() if timed.replaces(found[calculated])]
+    name = min(better, key=lambda n: found[n].seconds, default=calculated)
+    said = ", ".join(f"{n} {timed.seconds * 1e3:.3g} ms" for n, timed in found.items())
     took_s = time.monotonic() - began
     logger.info("kernels: %s; a block on %s: %s; measured in %.1f s", name, kind, said, took_s)
     if kept is not None:
-        files.write_whole(kept, json.dumps({"fastest": name, "seconds": seconds}))
+        seconds = {n: timed.seconds for n, timed in found.items()}
+        with contextlib.suppress(OSError):  # the next start measures again
+            files.write_whole(kept, json.dumps({"fastest": name, "seconds": seconds}))
     return name
 
 
 def measure_forms(
     model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
-) -> tuple[dict[str, list[float]], dict[str, str]]:
+) -> tuple[dict[str, Timed], dict[str, str]]:
     """Run a block forward and backward in each form of `names`.
 
     Returns:
-      {name: its seconds in each round}, and {name: the fault of a form that fails or differs from
-      the plain one}.
+      {name: what was measured}, and {name: the fault of a form that fails or differs from the plain
+      one}.
     """
     runs, faults = _compile_forms(model, mesh, images, names)
-    rounds = [{name: _time(run) for name, run in runs.items()} for _ in range(_ROUNDS)]
-    return {name: [each[name] for each in rounds] for name in runs}, faults
+    rounds = [{name: _time(run) for name, (run, _) in runs.items()} for _ in range(_ROUNDS)]
+    return {
+        name: Timed([each[name] for each in rounds], temporaries)
+        for name, (_, temporaries) in runs.items()
+    }, faults
 
 
 def _compile_forms(
     model: nn.Module, mesh: Mesh, images: int, names: Sequence[str]
-) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Functions that run a block, of the forms that compute as they should; faults of others."""
+) -> tuple[dict[str, tuple[Callable[[], Any], int]], dict[str, str]]:
+    """`_compile` of the forms that compute as they should; the faults of the others."""
     forms, runs, faults = find_forms(model, mesh), {}, {}
     for name in names:
         of_form = model.clone(ops=forms[name])
         try:
             _, difference = compare_with_plain(of_form, mesh)
             if difference is None:
-                run = _compile(of_form, mesh, images)
-                run()
-                runs[name] = run
+                compiled = _compile(of_form, mesh, images)
+                compiled[0]()
+                runs[name] = compiled
         except Exception as error:  # a compiler, a kernel or JAX may raise anything
             difference = textwrap.shorten(f"{type(error).__name__}: {error}", _SHOWN)
         if difference is not None:
@@ -175,8 +201,10 @@ def _compile_forms(
     return runs, faults
 
 
-def _compile(model: nn.Module, mesh: Mesh, images: int) -> Callable[[], Any]:
-    """A function that runs a block of `model` forward and backward, and waits for it."""
+def _compile(model: nn.Module, mesh: Mesh, images: int) -> tuple[Callable[[], Any], int]:
+    """A function that runs a block of `model` forward and backward and waits for it, and the bytes
+    of its temporaries.
+    """
     fields = {"stochastic_depth": getattr(model, "stochastic_depth", 0.0) > 0}
     with jax.set_mesh(mesh):
         sample = sample_block(model, mesh, images, fields)
@@ -187,7 +215,8 @@ def _compile(model: nn.Module, mesh: Mesh, images: int) -> Callable[[], Any]:
             return given.run(sample.block, train=True)
 
         program = jax.jit(run, compiler_options=compiler_options(mesh)).lower(*arrays).compile()
-    return lambda: jax.block_until_ready(program(*arrays))
+    memory = flops.expected_memory(program.memory_analysis())
+    return lambda: jax.block_until_ready(program(*arrays)), memory.temporaries
 
 
 def _time(run: Callable[[], Any]) -> float:
