@@ -9,8 +9,8 @@ model; with lora by AdamW at a learning rate of 0.003.
 Without MODEL, or with your own images, everything that the source knows is taken from it: the model
 with its sizes, pool, positions, value range, image size. Steps, warm-up and learning rate follow
 from the number of images (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as
-from the paper. The folder holds IMAGES/CLASS/*.jpg; list and
-multilabel read a list of files and labels, as in configs/folder.py.
+from the paper. The folder holds IMAGES/CLASS/*.jpg; list and multilabel read a list of files and
+labels, as in configs/folder.py.
 
 python -m vit_jax.main --config=configs/finetune.py:folder --workdir=$W \\
   --config.data.data_dir=IMAGES --config.init_from=hf:google/vit-base-patch16-224

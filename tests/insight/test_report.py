@@ -190,7 +190,7 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     np.testing.assert_allclose(runs.mean_curve(group, "test/top1"), mean)
     (axes,) = (figure := plots.draw_runs(read, ["test/top1"])).axes
     assert len(axes.lines) == len(axes.collections) == 1 and axes.get_ylabel() == "test top1"
-    assert "mean ± deviation, 3 seeds" in figure.legends[0].get_texts()[0].get_text()
+    assert "mean ± deviation, 2 of 3 seeds" in figure.legends[0].get_texts()[0].get_text()
     (chart,) = charts.chart_curves(read, ["test/top1"])
     band = chart.figure.renderers[-1].data_source.data
     np.testing.assert_allclose(band["high"] - band["low"], 2 * mean[0][2])

@@ -85,11 +85,11 @@ def write_whole(path: epath.Path, content: str | bytes) -> None:
 def read_lines(
     path: epath.Path, check: Callable[[Any], object]
 ) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Lines of a file of JSON with their content, None if damaged, as is said; none of no file.
+    """Lines of a file of JSON with their content; None and a warning for a damaged line.
 
-    Nor of a folder in its place, as is said. A last line that a kill cut short is skipped. `check`
-    gets the content, and raises ValueError, LookupError, TypeError or AttributeError if it is not
-    what was written.
+    A file that is missing has no lines, and a folder in its place none and a warning. A last line
+    that a kill cut short is skipped. `check` gets the content, and raises ValueError, LookupError,
+    TypeError or AttributeError if it is not what was written.
     """
     if path.is_dir():
         _say_damaged(path)

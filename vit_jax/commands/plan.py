@@ -78,7 +78,9 @@ def main(flags: argparse.Namespace) -> int:
     if flags.budget is not None:
         return _list_recipes(flags)
     example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
-    certificate = _read_measured(flags)
+    if flags.measured is not None and flags.search is not None:
+        raise InputError("--measured: plans one layout; leave out --search")
+    certificate = _read_measured(flags.measured)
     if certificate is not None and certificate.is_of_cpu and flags.topology is None:
         require_flags(flags, ("config",), example)
         slice_ = certificate.slice
@@ -120,6 +122,7 @@ def plan(
     num_slices: int = 1,
     price_per_chip_hour: float | None = None,
     goodput_of: str | os.PathLike | None = None,
+    measured: str | os.PathLike | None = None,
     may_compile: bool = True,
 ) -> dict[str, Any]:
     """Estimate memory, communication, time and cost of a run on hardware you do not have.
@@ -136,6 +139,7 @@ def plan(
       price_per_chip_hour: in any currency; None: no cost.
       goodput_of: a run on such machines, or a folder of runs, by whose share of steps the hours are
         divided; None: input, evaluations and saves are left out.
+      measured: certificate.json of `certify`, made on such chips; None: no measurement is used.
       may_compile: False: calculate in seconds, without a compiler.
 
     Returns:
@@ -149,12 +153,16 @@ def plan(
     from vit_jax.run.setup.resolve import resolve
     from vit_jax.run.setup.validation import load_config, validate
 
-    target = Target(_find_slice(topology, num_slices), num_slices, may_compile=may_compile)
+    certificate = _read_measured(measured)
+    slice_ = _find_slice(topology, num_slices)
+    if certificate is not None:
+        certificate.check_chip(slice_.chip)
+    target = Target(slice_, num_slices, may_compile=may_compile and certificate is None)
     config = load_config(config, overrides)
     validate(config, [], "config")
     known = _read_known(price_per_chip_hour, goodput_of)
     start_planning(target)
-    return _plan(resolve(config, Tables()).settings, target, known)
+    return _plan(resolve(config, Tables()).settings, target, known, certificate)
 
 
 def _read_known(
@@ -179,8 +187,11 @@ def _list_recipes(flags: argparse.Namespace) -> int:
     """Print the shipped recipes that --budget pays for; exit code 3 if there are none."""
     example = "vit_jax plan --budget=500 --topology=v5e:4x4 --price_per_chip_hour=1.2"
     require_flags(flags, ("topology", "price_per_chip_hour"), example)
-    if flags.config or flags.search or flags.show_sharding:
-        raise InputError("--budget: lists shipped recipes; leave out --config, or leave out this")
+    others = ("config", "search", "show_sharding", "measured", "no_compile")
+    given = [f"--{name}" for name in others if getattr(flags, name)]
+    given += ["--num_slices"] * (flags.num_slices != 1)
+    if given:
+        raise InputError(f"--budget: lists shipped recipes; leave out {', '.join(given)}")
     from vit_jax.planning.plan_tables import recipes_table
     from vit_jax.planning.recipe_costs import affordable
 
@@ -199,15 +210,13 @@ def _find_slice(topology: str, num_slices: int) -> Slice:
     return found
 
 
-def _read_measured(flags: argparse.Namespace) -> "Certificate | None":
+def _read_measured(path: str | os.PathLike | None) -> "Certificate | None":
     """The certificate of --measured; None: none is given."""
-    if flags.measured is None:
+    if path is None:
         return None
-    if flags.search is not None:
-        raise InputError("--measured: plans one layout; leave out --search")
     from vit_jax.planning.measured import read_certificate
 
-    return read_certificate(flags.measured)
+    return read_certificate(files.absolute(path))
 
 
 def _plan(

@@ -82,8 +82,8 @@ class Model(OpenSection):
     name: str = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0", decided=True)
     kernels: str = key(
         "auto",
-        "the form of the blocks; auto: measured at the first start on accelerators, else as "
-        "calculated; calculated: by the compiler's estimate; plain: by XLA",
+        "the form of the blocks; auto: measured at the first start if attention has a kernel, else "
+        "calculated; calculated: the best by compilers' estimates; plain: by XLA",
         choices=("auto", "calculated", "plain", "products", "biases", "attention", "rows", "norms",
                  "cudnn"),
     )  # fmt: skip

@@ -387,7 +387,7 @@ def draw_runs(runs: Sequence[Run], metrics: Sequence[str]) -> Figure:
                 axes.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    seeds = [f" (mean ± deviation, {len(g.runs)} seeds)" * (len(g.runs) > 1) for g in groups]
+    seeds = [f" (mean ± deviation, {g.counted})" * (len(g.runs) > 1) for g in groups]
     names = [short(group.name, 60) + said for group, said in zip(groups, seeds, strict=True)]
     figure.legend([*lines.values()], names, loc="outside lower center", fontsize=9)
     return figure

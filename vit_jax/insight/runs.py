@@ -1,7 +1,6 @@
 """Runs and studies, read from their workdirs, and what is shown of several of them together."""
 
 import array
-import functools
 import json
 import logging
 import os
@@ -314,6 +313,14 @@ class Group(NamedTuple):
     num_measured: int
     steps: Sequence[int]
 
+    @property
+    def counted(self) -> str:
+        """How many seeds its mean has, e.g. "3 seeds"; "2 of 3 seeds", where one has diverged."""
+        whole = len(self.runs)
+        return f"{self.num_measured} of {whole} seeds" * (self.num_measured < whole) or (
+            f"{whole} seeds"
+        )
+
 
 def group_seeds(runs: Sequence[Run]) -> list[Group]:
     """Group the runs, with the mean and the sample deviation of each evaluator's last values."""
@@ -337,18 +344,20 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
 
 
 def mean_curve(group: Group, metric: str) -> np.ndarray:
-    """Rows of (step, mean, sample deviation) at the steps of all runs; float64 (N, 3).
+    """Rows of (step, mean, sample deviation) over the runs that have a step; float64 (N, 3).
 
-    Of the runs that have not diverged, if there are any. The deviation is 0 for one run.
+    Runs that have diverged are left out, unless all have. The deviation of one run is 0.
     """
     measured = [run for run in group.runs if run.diverged is None] or group.runs
     curves = [run.curves[metric] for run in measured if metric in run.curves]
     if not curves:
         return np.zeros((0, 3))
-    steps = functools.reduce(np.intersect1d, (curve[:, 0] for curve in curves))
-    values = np.stack([curve[np.isin(curve[:, 0], steps), 1] for curve in curves])
-    deviation = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
-    return np.stack([steps, values.mean(axis=0), deviation], axis=1)
+    steps, place = np.unique(np.concatenate([c[:, 0] for c in curves]), return_inverse=True)
+    values = np.concatenate([c[:, 1] for c in curves])
+    count = np.bincount(place)
+    mean = np.bincount(place, values) / count
+    squares = np.bincount(place, (values - mean[place]) ** 2)
+    return np.stack([steps, mean, np.sqrt(squares / np.maximum(count - 1, 1))], axis=1)
 
 
 def show_mean(name: str, values: Sequence[float]) -> str:

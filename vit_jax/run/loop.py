@@ -176,9 +176,7 @@ class Loop:
         try:
             is_good = self.record.check(due.step)
         except NonFiniteError as e:
-            with watchdog.phase("save"):
-                self.checkpoints.wait()
-            raise explain(self.run, e, state, self.spikes.frozen) from None
+            raise explain(self.run, e, state, self.spikes.frozen, self.checkpoints.wait) from None
         if not is_good:
             step, state = self.spikes.restore()
             self.read_ahead.rewind(step)

@@ -7,7 +7,7 @@ moves with them, and what comes from a device stays there.
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -30,13 +30,19 @@ _REPLAY = "--config.job.replay_every='1 steps'"
 
 
 def explain(
-    run: Run, error: NonFiniteError, state: TrainState, frozen: tuple[tree.PyTree, ...]
+    run: Run,
+    error: NonFiniteError,
+    state: TrainState,
+    frozen: tuple[tree.PyTree, ...],
+    finish_saves: Callable[[], None],
 ) -> Exception:
     """The error to raise in place of `error`; all processes call it, and `state` is freed.
 
-    A DivergedError if one device is at fault: the run can go on without it. Else diverged.json is
-    written, and the error says what has been found.
+    `finish_saves` waits for the save in flight. A DivergedError if one device is at fault: the run
+    can go on without it. Else diverged.json is written, and the error says what has been found.
     """
+    with contextlib.suppress(Exception), watchdog.phase("save"):  # the first error counts
+        finish_saves()
     step, places = error.step, name_places(run.mesh)
     saved = restore.steps_of_first(run.workdir / "checkpoints") if len(places) > 1 else []
     if step is None or not saved:

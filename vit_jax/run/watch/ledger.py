@@ -3,9 +3,8 @@
 The rows of a run that went on are those up to the restored step, so what was computed in vain is
 not in them. It is in the row of the next start: `lost` is the time from the restored step's row to
 the last row of the earlier part, `restart` the time from there to the start of the new process,
-`start` the time from there to the compilation, but for what
-`choose` took, the measurement of kernels. `lost` also has the steps up to a spike, which are
-computed again.
+and `start` the time from there to the compilation without the measurement of kernels, which is
+`choose`. `lost` also has the steps up to a spike, which are computed again.
 """
 
 import datetime
