@@ -65,6 +65,7 @@ def without_files(name, words):
     c.init_from, c.init_fields = None, "config"
     c.data.num_classes, c.data.num_examples = c.data.num_classes or 10, 10**7
     c.data.image_size = c.data.image_size or 224
+    c.model.name = c.model.name or "ViT-B/16"  # else the source's
     if c.objective.name == "distillation":
         c.objective.teacher = "untrained:BiT-R50x1"
     return resolve(c, Tables()).config

@@ -117,6 +117,15 @@ def collective_table(program: hlo.Program, mesh: Mesh, target: Target) -> list[d
     return sorted(table, key=lambda row: -row["sent_bytes"])
 
 
+def bounds_of(work: hlo.Work, target: Target) -> dict[str, float]:
+    """The least seconds of a GPU's kernel by its products, and by its bytes in memory."""
+    products = work.flops.items()
+    return {
+        "flops": sum(n / peak_flops(target.slice.chip, kind) for kind, n in products),
+        "hbm": work.bytes / target.chip.hbm_bytes_per_s,
+    }
+
+
 def kernel_table(program: hlo.Program, target: Target) -> list[dict[str, Any]]:
     """The kernels of a GPU's step without collectives, grouped by kind and by what bounds them.
 
@@ -127,10 +136,7 @@ def kernel_table(program: hlo.Program, target: Target) -> list[dict[str, Any]]:
     for work in program.work():
         if work.kind in hlo.COLLECTIVES:
             continue
-        bounds = {
-            "flops": sum(n / peak_flops(target.slice.chip, kind) for kind, n in work.flops.items()),
-            "hbm": work.bytes / target.chip.hbm_bytes_per_s,
-        }
+        bounds = bounds_of(work, target)
         bound_by = max(bounds, key=bounds.__getitem__)
         row = rows.setdefault(
             (work.kind, bound_by), {"count": 0, "flops": 0, "bytes": 0, "roofline_s": 0.0}

@@ -54,12 +54,14 @@ class Collective(NamedTuple):
 class Work(NamedTuple):
     """The work and the bytes of one instruction of a program per execution, on one device.
 
+    name: the instruction's.
     kind: the function that it calls, the kind of a fusion, or its opcode.
     count: number of executions per step.
     flops: {dtype of the operands: FLOPs} of its products.
     bytes: read from and written to HBM.
     """
 
+    name: str
     kind: str
     count: int
     flops: Counter[str]
@@ -87,6 +89,12 @@ class Program:
                 current[parsed.name] = parsed
         if self._entry is None:
             raise ValueError("no entry computation: this is not the text of a compiled program")
+
+    @property
+    def schedule(self) -> list[Instruction]:
+        """The instructions outside of loops and fusions, in the order in which they start."""
+        assert self._entry is not None
+        return list(self._computations[self._entry].values())
 
     def collectives(self) -> list[Collective]:
         """All collectives of the program.
@@ -168,7 +176,7 @@ class Program:
             types = [siblings[name].type for name in each.operands if name in siblings]
             if not place.within and each.opcode not in _FREE and not each.opcode.endswith("-done"):
                 number = self._bytes_of(each, siblings)
-                found.append(Work(_kind(each), place.count, Counter(), number))
+                found.append(Work(each.name, _kind(each), place.count, Counter(), number))
             real = [real_share(place, name, self._computations) for name in each.operands[:2]]
             flops = count_flops(each.opcode, each.attributes, each.type, types, real)
             if flops:

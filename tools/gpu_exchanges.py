@@ -1,0 +1,77 @@
+"""How long a step on GPUs waits for its exchanges, by XLA's schedule and options of its compiler.
+
+python tools/gpu_exchanges.py RECIPE [KEY=VALUE...] [-- OPTION=VALUE...]
+
+One row for XLA's defaults and, with OPTIONs, one for them; RECIPE must give unrolled layers. Each
+kernel takes its time by the roofline, an exchange that of the bytes that a device sends by the ring
+algorithm and 10 us to start. One exchange runs at a time, beside the kernels. It needs JAX's plugin
+for CUDA, and no GPU.
+"""
+
+import json
+import sys
+from collections import Counter
+
+import jax
+
+from vit_jax.config.text import load_config
+from vit_jax.devices.chips import find_slice
+from vit_jax.planning.compiled import bounds_of
+from vit_jax.planning.hlo import COLLECTIVES, Program
+from vit_jax.planning.targets import Target, plan_mesh, start_planning
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
+from vit_jax.run.teachers import planned_experiment
+
+H100 = Target(find_slice("H100:8"))
+START_S = 1e-5
+
+
+def times(program: Program, target: Target) -> tuple[float, float, float]:
+    """Seconds of the kernels, of the exchanges, and of the step, in which some wait."""
+    works = {work.name: work for work in program.work()}
+    exchanges = iter(program.collectives())
+    kernels = sent = now = free = 0.0
+    ends = {}
+    for each in program.schedule:
+        work = works.get(each.name)
+        if work is not None and work.kind in COLLECTIVES:
+            seconds = next(exchanges).sent / target.chip.fast_bytes_per_s + START_S
+            free = ends[each.name] = max(now, free) + seconds
+            sent += seconds
+        elif work is not None:
+            seconds = max(bounds_of(work, target).values())
+            now, kernels = now + seconds, kernels + seconds
+        elif each.opcode.endswith("-done"):
+            now = max(now, ends.get(each.operands[0], now))
+    return kernels, sent, now
+
+
+def main(recipe: str, *words: str) -> None:
+    """Print the table."""
+    at = words.index("--") if "--" in words else len(words)
+    keys, options = (
+        {key: json.loads(value) for key, value in (word.split("=") for word in some)}
+        for some in (words[:at], words[at + 1 :])
+    )
+    start_planning(H100)
+    config = load_config(recipe)
+    config.update_from_flattened_dict(keys)
+    settings = resolve(config, Tables()).settings
+    mesh = plan_mesh(settings, H100)
+    with jax.set_mesh(mesh):
+        lowered = planned_experiment(settings, mesh).lower()
+    print("| options | ms: kernels | exchanges | step | GB of temporaries | exchanges |")
+    print("|---|---|---|---|---|---|")
+    for chosen in ({}, options) if options else ({},):
+        compiled = lowered.compile(compiler_options=chosen)
+        program = Program(compiled.as_text())
+        found = program.collectives()
+        counts = dict(Counter(f"{each.kind}, {each.size / 2**20:.1f} MiB" for each in found))
+        ms = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times(program, H100))
+        gb = compiled.memory_analysis().temp_size_in_bytes / 1e9
+        print(f"| {chosen} | {ms} | {gb:.2f} | {counts} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
