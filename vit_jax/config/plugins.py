@@ -202,6 +202,11 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
     if known is not None:
         return known
     for other in _PLUGINS.values():
+        if other.file == file:
+            raise InputError(
+                f"plugins={name}: {file} has changed since this process read it; start Python "
+                "(or the notebook's kernel) anew"
+            )
         if _copy_name(other.name) == _copy_name(name):
             raise InputError(
                 f"plugins={name}: {file} and {other.file} have the same name but different code, "

@@ -363,6 +363,7 @@ def mean_curve(group: Group, metric: str) -> np.ndarray:
 def show_mean(name: str, values: Sequence[float]) -> str:
     """Mean and, of several, sample deviation of a metric: accuracies in percent."""
     scale, unit = (100, " %") if is_accuracy(name) else (1, "")
+    values = [float(value) for value in values]  # counts are NumPy's
     mean = scale * statistics.fmean(values)
     digits = ".2f" if unit else ",.0f" if mean.is_integer() else ".4g"
     if len(values) == 1:

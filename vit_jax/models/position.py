@@ -149,6 +149,13 @@ class PositionEmbedding:
     collection: ClassVar[str] = "params"
     acts_on: ClassVar[str] = "tokens"
 
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if cls.acts_on not in ("tokens", "logits", "turns", "nothing"):
+            raise InputError(
+                f"{cls.__name__}.acts_on={cls.acts_on!r}: needs tokens, logits, turns or nothing"
+            )
+
     @property
     def num_patches(self) -> int:
         """S."""

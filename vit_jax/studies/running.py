@@ -358,7 +358,8 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
         ran = stored_config.read_config(call.workdir / names[0])
         steps = found.results[names[0]].summary["step"]
         twice = config_lib.with_values(ran, {"duration": f"{2 * steps} steps"})
-        longer["longer"] = branch_command(ran, twice, call.workdir / names[0], steps)
+        command = branch_command(ran, twice, call.workdir / names[0], steps)
+        longer["longer"] = " ".join([command, *map(shlex.quote, of_plugins)])
     return {
         "place": {key: value for key, value in place.items() if value != ""},
         "near": found.near_best,

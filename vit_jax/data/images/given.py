@@ -134,7 +134,7 @@ def image_of(image: Any, where: str) -> Image.Image:
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.size == 0 or (pixels.ndim != 2 and pixels.shape[2:] not in ((3,), (4,))):
-        needed = "(H, W), or (H, W, C) for 1, 3 or 4 channels C"
+        needed = "(H, W), or (H, W, C) for 1, 3 or 4 channels C; give a stack of images as a list"
         raise InputError(f"{where}: an array of shape {pixels.shape}; needed: {needed}")
     return Image.fromarray(pixels)
 

@@ -250,7 +250,11 @@ class Arrays(DataSet):
         """Raises InputError if nothing was given, it is not what the run had, or lacks labels."""
         data = _find(request.name, request.data_dir)
         sizes = {name: len(split.images) for name, split in data.splits.items()}
-        parts = parts_of(request.split, sizes, "the given data")
+        try:
+            parts = parts_of(request.split, sizes, "the given data")
+        except InputError as e:
+            remedy = f"give data[{request.split!r}] too, or read another split, as evals.val.split"
+            raise InputError(f"{e}; {remedy}") from None
         if len({name for name, _, _ in parts}) > 1:
             raise InputError(f"data.split={request.split!r}: needs one split, or parts of one")
         split = data.splits[parts[0][0]]
