@@ -129,6 +129,12 @@ def test_pixels_of_an_image(images):
     np.testing.assert_allclose(found, expected, atol=1e-6)
     # Squeezed, or cut out of its middle.
     assert load_image(images / "b.JPG", spec._replace(image_size=(8, 24))).shape == (8, 24, 3)
+    np.testing.assert_array_equal(load_image((images / "a.png").read_bytes(), spec), found)
+    with pytest.raises(InputError, match="got ndarray"):
+        load_image(found, spec)
+    opened = [open_images(given) for given in (images / "a.png", (images / "a.png").read_bytes())]
+    first, second = (np.asarray(source.read(0)["image"]) for source in opened)
+    np.testing.assert_array_equal(first, second)
     inner = load_image(images / "a.png", spec._replace(image_size=(16, 16), cut=Cut(0.5)))
     np.testing.assert_allclose(inner, expected[8:24, 8:24], atol=1e-6)
 

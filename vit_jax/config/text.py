@@ -218,7 +218,8 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
                 for k, known in registry.keys_of_parts().items()}  # fmt: skip
     defaults = flatten(default_config(config.get("plugins") or ()))
     others = [*config.evals.values()]  # one that is taken away still says what a new one needs
-    for key, text in overrides:
+    # Evaluators come before their keys.
+    for key, text in sorted(overrides, key=lambda pair: not re.fullmatch(r"evals\.[^.]+", pair[0])):
         if key == "plugins":
             continue
         declared, known = of_parts | declared_keys(config), flatten(config)

@@ -221,7 +221,8 @@ def _check_alike(first: Source, other: Source) -> None:
         label, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         raise InputError(
             f"data.mix: label {label} is {pair[1]!r} in {other.name} {other.split} and {pair[0]!r} "
-            f"in {first.name}; mix data sets with the same classes in the same order"
+            f"in {first.name}; mix data sets with the same classes in the same order, which a "
+            "classes.txt beside the files can name"
         )
     if first.multi_label != other.multi_label:
         raise InputError(

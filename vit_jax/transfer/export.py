@@ -257,8 +257,10 @@ def _usage(receipt: dict[str, Any], output: epath.Path) -> str:
     if receipt["format"] == "stablehlo":
         shape = ("b", *receipt["preprocessing"]["image_size"], model.get("channels", 3))
         return (
-            "\n```python\n"
-            f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))\n'
-            f"logits = program.call(images)  # float32 ({', '.join(map(str, shape))})\n```\n"
+            "\n```python\nimport jax\nfrom jax import export\n\n"
+            f'program = export.deserialize(bytearray(open("{output.name}", "rb").read()))\n'
+            "call = jax.jit(program.call)  # compiled once for each number of images\n"
+            f"logits = call(images)  # float32 ({', '.join(map(str, shape))}), RGB, height first\n"
+            "```\n"
         )
     return ""

@@ -198,8 +198,8 @@ def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
     return spec.ops if reads and not faults and made == spec.image_size else with_resize(spec.ops)
 
 
-def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
-    """Load an image as the model's input: float32 (H, W, channels) in its value range.
+def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:
+    """Load an image, a file or its bytes, as the model's input: float32 (H, W, channels).
 
         model, variables = vit_jax.load_pretrained(source)
         image = vit_jax.load_image("cat.jpg", vit_jax.pretrained_spec(source))
@@ -208,16 +208,23 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
     Reads JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF, and turns the image by its EXIF
     orientation unless `spec.exif` is False. If `spec.image_size` is None the image keeps its size.
 
+    The numbers are in the model's value range.
+
     Raises:
       OSError: if the file cannot be read.
-      InputError: if it cannot be decoded.
+      InputError: if it cannot be decoded, or `path` is neither a path nor bytes.
     """
     from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
     from vit_jax.data.host_tf import tf
     from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
-    encoded = epath.Path(path).read_bytes()
+    if not isinstance(path, (str, os.PathLike, bytes)):
+        raise InputError(
+            f"path: got {type(path).__name__}; needs a path, or the bytes of a file; "
+            "`load_predictor` takes arrays and images of Pillow too"
+        )
+    encoded = path if isinstance(path, bytes) else epath.Path(path).read_bytes()
     try:
         with tf.device("cpu"):
             image = tf.constant(to_known_format(encoded, spec.reading))
@@ -227,7 +234,8 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
                 image = op(image, None)
     except tf.errors.OpError:  # whose text is TensorFlow's own
         why = why_unreadable(encoded, spec.reading) or "it is damaged; save it again"
-        raise InputError(f"{os.fspath(path)}: not a readable image: {why}") from None
+        name = "the bytes" if isinstance(path, bytes) else os.fspath(path)
+        raise InputError(f"{name}: not a readable image: {why}") from None
     per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
     mean, std = (np.asarray(values, np.float32) for values in per)
     return (image.numpy().astype(np.float32) / 255 - mean) / std

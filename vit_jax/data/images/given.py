@@ -83,15 +83,16 @@ def open_images(images: Any, reading: Reading = USUAL) -> Source:
     """A source of `images`, in their order.
 
     Args:
-      images: one image, or a list of images of any kinds and sizes: a path to a file or a folder; a
-        Pillow image; an array of uint8 pixels (H, W) or (H, W, C) for C of 1, 3 or 4, or several of
-        one size, (N, H, W, C). Folders in a list are searched as by `find_images`.
+      images: one image, or a list of images of any kinds and sizes: a path to a file or a folder;
+        the bytes of a file; a Pillow image; an array of uint8 pixels (H, W) or (H, W, C) for C of
+        1, 3 or 4, or several of one size, (N, H, W, C). Folders in a list are searched as by
+        `find_images`.
       reading: how they become pixels.
 
     Raises:
       InputError: if there are none, or one is of another kind.
     """
-    is_one = isinstance(images, (str, os.PathLike, Image.Image))
+    is_one = isinstance(images, (str, os.PathLike, bytes, Image.Image))
     if is_one or (hasattr(images, "ndim") and images.ndim < 4):
         images = [images]
     images = list(images)
@@ -114,6 +115,8 @@ def _encode(i: int, image: Any, reading: Reading) -> list[tuple[str | None, byte
     """
     if isinstance(image, (str, os.PathLike)):
         return [(path, epath.Path(path).read_bytes()) for path in find_images([image])]
+    if isinstance(image, bytes):
+        return [(None, image)]
     if not isinstance(image, Image.Image):
         image = image_of(image, f"images[{i}]")
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):

@@ -102,7 +102,7 @@ def read_shards(paths: Sequence[epath.Path]) -> dict[str, TarShard]:
         # Each process in its own order: they share the work, as all use an index that is there.
         place = 0  # of the indexes; once it cannot be written, the next one is taken for all
         jobs = {threads.submit(_index, path): path for path in random.sample(missing, len(missing))}
-        for number, job in enumerate(concurrent.futures.as_completed(jobs)):
+        for number, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             if number % max(len(jobs) // 10, 1) == 0:
                 logger.info("indexed %d of %d tar files", number, len(jobs))
             try:
