@@ -15,7 +15,7 @@ import vit_jax
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.base.errors import InputError
 from vit_jax.data import loading
-from vit_jax.data.images.given import image_files
+from vit_jax.data.images.given import image_files, open_images
 from vit_jax.inference.neighbours import nearest
 from vit_jax.inference.predict import classify, outputs
 from vit_jax.main import main
@@ -132,7 +132,8 @@ def test_pixels_of_an_image(images):
     np.testing.assert_array_equal(load_image((images / "a.png").read_bytes(), spec), found)
     with pytest.raises(InputError, match="got ndarray"):
         load_image(found, spec)
-    opened = [open_images(given) for given in (images / "a.png", (images / "a.png").read_bytes())]
+    file = images / "a.png"
+    opened = [open_images(given) for given in (file, file.read_bytes())]
     first, second = (np.asarray(source.read(0)["image"]) for source in opened)
     np.testing.assert_array_equal(first, second)
     inner = load_image(images / "a.png", spec._replace(image_size=(16, 16), cut=Cut(0.5)))

@@ -177,7 +177,10 @@ def test_times_by_kind(tmp_path):
 
 def test_a_diverged_run_is_in_no_mean(tmp_path):
     for i, top1 in enumerate((0.5, 0.7, 0.1)):
-        run = write_run(tmp_path / f"seed_{i}", [{"step": 9 - i // 2, "test/top1": top1, "test/num_examples": 360}])
+        run = write_run(
+            tmp_path / f"seed_{i}",
+            [{"step": 9 - i // 2, "test/top1": top1, "test/num_examples": 360}],
+        )
         config = json.loads((run / "config.json").read_text())
         config["resolved"]["seed"] = i
         (run / "config.json").write_text(json.dumps(config))

@@ -40,7 +40,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(flags: argparse.Namespace) -> int:
     from vit_jax.insight.status import read_status
+    from vit_jax.run import terminal
 
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     console = Console(width=None if sys.stdout.isatty() else _WIDE)
     if flags.format == "json":
         found = [dataclasses.asdict(status) for status in read_status(flags.runs)]

@@ -193,7 +193,8 @@ class Divider:
         def tail(name):  # from the last folder on
             return tuple(name.split("/")[-2:])
 
-        if any(name in self._known.splits for name in names):
+        splits = self._known.splits
+        if "val" not in splits.values() or any(name in splits for name in names):
             return
         tails = {tail(name) for name in self._known.splits}
         if same := sum(tail(name) in tails for name in names):

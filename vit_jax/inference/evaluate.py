@@ -261,7 +261,12 @@ class _OfSource:
             stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
             stated["data.multi_label"] = run["config"]["data"]["multi_label"]
         several = [n for n, e in config.evals.items() if EVALUATORS.find(e.type).multi_label]
-        if several:
+        faults.need(
+            not several or (model.num_classes or 0) > 1,
+            f"evals.{several and several[0]}.type='multilabel': {self.source} has no classes; "
+            "train some on its features first: --config=finetune:multilabel,head_only",
+        )
+        if several and (model.num_classes or 0) > 1:
             loss = stated.setdefault("loss.name", spec.loss or "sigmoid")
             stated["data.multi_label"] = True
             faults.need(

@@ -209,10 +209,13 @@ def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, A
     logged = meta.get("logged", 0)  # not in older runs
     last = max((row["step"] for row in rows), default=0)
     if jax.process_index() == 0 and last and not meta:
+        remedy = "to go on instead, stop it and restore both from a copy"
+        if (run.workdir / "diverged.json").exists():
+            remedy = "it diverged then, as diverged.json says, and will again with equal settings"
         logger.warning(
             "%s: has rows up to step %d, but %s has no checkpoint: the run starts from scratch and "
-            "drops these rows; to go on instead, stop it and restore both from a copy",
-            run.workdir / ROWS, last, run.workdir / "checkpoints",
+            "drops these rows; %s",
+            run.workdir / ROWS, last, run.workdir / "checkpoints", remedy,
         )  # fmt: skip
     if jax.process_index() == 0 and last < logged:
         logger.warning(

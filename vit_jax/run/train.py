@@ -76,6 +76,9 @@ def train_and_evaluate(
             else "already finished at step %d; nothing to do"
         )
         logger.info(how, finished["step"])
+        if not restore.saved_steps(workdir / "checkpoints"):
+            logger.warning("%s: has no checkpoint any more: its weights are lost, unless you have "
+                           "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
     warn_of_memory(run, sharding.bytes_per_device(run.experiment.abstract_state))
