@@ -8,6 +8,8 @@ From the paper (table 9) and its code: AdamW at 5e-4 x batch / 512 to 1e-5, weig
 epochs with 5 of warm-up, a cosine, RandAugment 9 / 0.5, MixUp 0.8 or CutMix 1.0, random erasing
 0.25, stochastic depth 0.1, 3 views of an image in a batch, label smoothing 0.1, crops of 8 % to 100
 % of the area; the teacher's hard label for half of the loss, with soft T = 3 for a tenth of it.
+The rate is of the recipe's own batch: with another batch set --config.optimizer.peak_lr, and
+--config.data.repeats, the views of an image, to a number that divides it (1 as in timm).
 384, a fine-tuning of --config.init_from with its heads: 30 epochs at 5e-6 x batch / 512 with weight
 decay 1e-8.
 

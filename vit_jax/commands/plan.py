@@ -67,7 +67,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
     )  # fmt: skip
     parser.add_argument(
-        "--no_compile", action="store_true", help="calculate in seconds, without a compiler"
+        "--no_compile",
+        action="store_true",
+        help="calculate, without a compiler; large models take a minute",
     )
     parser.add_argument(
         "--show_sharding", action="store_true", help="only show how each parameter is sharded"
@@ -193,11 +195,13 @@ def _list_recipes(flags: argparse.Namespace) -> int:
     if given:
         raise InputError(f"--budget: lists shipped recipes; leave out {', '.join(given)}")
     from vit_jax.planning.plan_tables import recipes_table
-    from vit_jax.planning.recipe_costs import affordable
+    from vit_jax.planning.recipe_costs import affordable, without_costs
 
     known = _read_known(flags.price_per_chip_hour, flags.goodput_of)
-    rows = affordable(flags.budget, find_slice(flags.topology), **known)
-    return _show(flags, rows, recipes_table, bool(rows))
+    target = find_slice(flags.topology)
+    rows = affordable(flags.budget, target, **known)
+    draw = functools.partial(recipes_table, asked=target.name, without=without_costs(target))
+    return _show(flags, rows, draw, bool(rows))
 
 
 def _find_slice(topology: str, num_slices: int) -> Slice:

@@ -1,5 +1,6 @@
 """What the command `plan` prints: the answer in one line, and tables."""
 
+from collections.abc import Collection
 from typing import Any
 
 from rich.table import Column, Table
@@ -214,8 +215,16 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
     return [table, f"the fastest: {_as_flags(rows[0]['changes']) or 'as the config has it'}"]
 
 
-def recipes_table(rows: list[dict[str, Any]]) -> list[Any]:
-    """One row per recipe, the cheapest first."""
+def recipes_table(
+    rows: list[dict[str, Any]], asked: str, without: Collection[str] = ()
+) -> list[Any]:
+    """One row per recipe, the cheapest first.
+
+    Args:
+      rows: as of `affordable`.
+      asked: the slice of --topology.
+      without: the recipes without costs on its chips.
+    """
     if not rows:
         return ["No shipped recipe costs as little."]
     name = Column("recipe", no_wrap=True)
@@ -225,7 +234,15 @@ def recipes_table(rows: list[dict[str, Any]]) -> list[Any]:
         cost = _amount(row["cost"], ",.2f", 0.01)
         table.add_row(row["recipe"], where, _amount(row["hours"], ",.3g", 0.01), cost)
     counts = _what_counts(rows[0]["goodput"])
-    return [table, f"Hours: {counts}. A plan with --config=RECIPE has all figures of a recipe."]
+    said = [table, f"Hours: {counts}. A plan with --config=RECIPE has all figures of a recipe."]
+    if any(row["slice"] != asked for row in rows):
+        said.append(
+            f"These are costs on {rows[0]['slice']}: other numbers of chips take other times, and "
+            "fewer may be too small."
+        )
+    if without:
+        said.append(f"Without costs on these chips: {', '.join(without)}.")
+    return said
 
 
 def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:

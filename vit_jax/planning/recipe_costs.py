@@ -16,6 +16,13 @@ def read_costs() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def without_costs(target: Slice) -> list[str]:
+    """The recipes that the table has of other chips only."""
+    rows = read_costs()
+    own = {row["recipe"] for row in rows if row["slice"].partition(":")[0] == target.chip}
+    return [*dict.fromkeys(row["recipe"] for row in rows if row["recipe"] not in own)]
+
+
 def affordable(
     budget: float, target: Slice, price_per_chip_hour: float, goodput: float | None = None
 ) -> list[dict[str, Any]]:
@@ -30,7 +37,10 @@ def affordable(
     own = {row["recipe"]: row for row in rows if row["slice"].partition(":")[0] == target.chip}
     if not own:
         known = ", ".join(dict.fromkeys(row["slice"] for row in rows))
-        raise InputError(f"--topology={target.name}: no costs are known for its chips; {known} are")
+        raise InputError(
+            f"--topology={target.name}: no costs are known for its chips; {known} "
+            "are; plan one recipe with --config=RECIPE"
+        )
     found: list[dict[str, Any]] = []
     for row in own.values():
         chip_hours = float(row["chip_hours"]) / (goodput or 1.0)
