@@ -273,7 +273,8 @@ def test_help(command, capsys):
     of_jobs = ("train", "evaluate", "doctor", "certify")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
-    of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "keys")
+    of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "certify",
+                  "keys")  # fmt: skip
     assert ("--print_config" in out) == (command in of_configs)
     assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check"))
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
