@@ -488,8 +488,10 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_lost_checkpoints_are_said(tmp_path, caplog):
-    check_rows(types.SimpleNamespace(workdir=tmp_path), [{"step": 40}], {})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 40}\n')
+    check_rows(types.SimpleNamespace(workdir=epath.Path(tmp_path)), [{"step": 40}], {})
     assert "has rows up to step 40, but" in caplog.text and "has no checkpoint" in caplog.text
+    assert (tmp_path / "metrics_before.jsonl").read_text() == '{"step": 40}\n'
 
 
 def test_other_images_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ class _Found(NamedTuple):
 
 
 _CLASSES = _Found("classes", "class", "name", "probability", "{:.1%}")
-_NEIGHBOURS = _Found("neighbours", "neighbour", "file", "similarity", "{:.3f}")
+_NEIGHBOURS = _Found("neighbours", "neighbour", "file", "similarity", "{:.4f}")
 
 
 def _print_rows(
@@ -185,7 +185,8 @@ def _print_rows(
                 table.add_row(Text(row["file"]), "none", "")
             for i, one in enumerate(found):
                 file = Text(row["file"] if i == 0 else "")
-                table.add_row(file, Text(shown(one[what.name])), what.form.format(one[what.value]))
+                name = Text(shown(one[what.name]), overflow="fold")  # the end of a path counts
+                table.add_row(file, name, what.form.format(one[what.value]))
     if format == "table":
         Console().print(table)
     return num_errors

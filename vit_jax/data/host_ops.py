@@ -20,13 +20,11 @@ _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
 _CROP = "share of each side that a later crop of `size` keeps"
 _ANTIALIAS = "smooth the sides that shrink"
-
-
 _THIN = 16  # images of this many times the pixels of the crop that follows
 
 
 class Decode(HostOp):
-    """Decode JPEG or PNG bytes to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
+    """Decode an image file to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
 
     takes_encoded = decodes = True
 

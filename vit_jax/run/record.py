@@ -37,6 +37,8 @@ from vit_jax.run.writers import MetricWriter, values_at
 
 logger = logging.getLogger("vit_jax")
 
+BEFORE = "metrics_before.jsonl"  # rows of a run whose checkpoints are gone
+
 T = TypeVar("T")
 
 _STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
@@ -213,10 +215,11 @@ def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, A
         if (run.workdir / "diverged.json").exists():
             remedy = "it diverged then, as diverged.json says, and will again with equal settings"
         logger.warning(
-            "%s: has rows up to step %d, but %s has no checkpoint: the run starts from scratch and "
-            "drops these rows; %s",
-            run.workdir / ROWS, last, run.workdir / "checkpoints", remedy,
+            "%s: has rows up to step %d, but %s has no checkpoint: the run starts from scratch, "
+            "and %s keeps these rows; %s",
+            run.workdir / ROWS, last, run.workdir / "checkpoints", BEFORE, remedy,
         )  # fmt: skip
+        (run.workdir / ROWS).copy(run.workdir / BEFORE, overwrite=True)
     if jax.process_index() == 0 and last < logged:
         logger.warning(
             "%s: ends at step %d, but has had rows up to step %d; restore it from a copy if you "

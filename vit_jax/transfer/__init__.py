@@ -152,8 +152,10 @@ def read_pretrained(
 def check_workdir(path: str | os.PathLike) -> None:
     """Raise InputError, for the flag --workdir, if `path` is not the workdir of a run."""
     if not workdir.recognises(Source(path := absolute(path))):
+        parts = [name for name in ("config.json", "checkpoints") if not (path / name).exists()]
+        lacks = f"; it lacks {' and '.join(parts)}" * bool(parts)
         what = "not the workdir of a run, with config.json and checkpoints/"
-        raise InputError(f"--workdir={path}: {what}")
+        raise InputError(f"--workdir={path}: {what}{lacks}")
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:
