@@ -162,8 +162,8 @@ class EncoderBlock(BlockFields, nn.Module):
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
         x_BND, relative = self.place(x_BND, shared)
-        norm = choose_norm(self.norm, self.ops)
-        norm = partial(norm, epsilon=self.norm_eps, dtype=self.dtype)
+        norm_class = choose_norm(self.norm, self.ops)
+        norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
         mlp = partial(self.mlp_branch, train=train)
