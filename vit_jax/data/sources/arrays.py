@@ -253,8 +253,8 @@ class Arrays(DataSet):
         try:
             parts = parts_of(request.split, sizes, "the given data")
         except InputError as e:
-            remedy = f"give data[{request.split!r}] too, or read another split, as evals.val.split"
-            raise InputError(f"{e}; {remedy}") from None
+            remedy = f"give data[{request.split!r}] too, or set data.split or evals.NAME.split"
+            raise InputError(f"{str(e).rstrip('.')}; {remedy}") from None
         if len({name for name, _, _ in parts}) > 1:
             raise InputError(f"data.split={request.split!r}: needs one split, or parts of one")
         split = data.splits[parts[0][0]]

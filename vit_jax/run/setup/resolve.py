@@ -197,7 +197,9 @@ def continue_run(
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints
     same = keep_resolved(asked, stored)
     decided_by |= {
-        key: stored.decided_by[key] for key in same if key in stored.decided_by and key not in anew
+        key: stored.decided_by[key]
+        for key in same
+        if key in stored.decided_by and (has_devices or key != "model.kernels")
     }
     kept = {key: value for key, value in same.items() if key not in anew}
     return config_lib.with_values(asked, kept), decided_by
