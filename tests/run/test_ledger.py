@@ -3,13 +3,15 @@
 import datetime
 import json
 import logging
-import subprocess
-import sys
+import os
+import pathlib
 import time
 
+import psutil
 import pytest
 from etils import epath
 
+from vit_jax.job.age import process_age, started_at
 from vit_jax.run.watch import ledger
 
 ROWS = [
@@ -78,8 +80,10 @@ def test_a_clock_that_was_set_back_takes_nothing_away(tmp_path):
     assert past.wall_s == 20.0 + 4.0 and past.seconds["restart"] == 0
 
 
-def test_the_age_of_a_process_counts_what_came_before_its_imports():
-    code = "import time; time.sleep(0.5); from vit_jax.job.age import process_age as a; print(a())"
-    before = time.monotonic()
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert 0.5 <= float(said) <= time.monotonic() - before + 0.1
+def test_the_age_of_a_process_counts_from_its_start():
+    stat = f"7 (py) 3 (x) {' '.join(['S', *['0'] * 18, '250', '0'])}"
+    assert started_at(stat, 100) == 2.5
+    own = started_at(pathlib.Path("/proc/self/stat").read_text(), os.sysconf("SC_CLK_TCK"))
+    boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert boot_s + own == pytest.approx(psutil.Process().create_time(), abs=1.5)
+    assert 0 < process_age() < time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -13,8 +13,13 @@ def process_age() -> float:
     On Linux by a clock that never jumps, to 0.01 s.
     """
     try:
-        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[19])  # from the boot; field 22 in proc(5)
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        stat = pathlib.Path("/proc/self/stat").read_text()
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at(stat, os.sysconf("SC_CLK_TCK"))
     except (OSError, AttributeError):  # another system
         return max(time.time() - psutil.Process().create_time(), 0.0)
+
+
+def started_at(stat: str, ticks_per_s: int) -> float:
+    """When a process started, in seconds from the boot, by its /proc/PID/stat."""
+    fields = stat.rpartition(")")[2].split()  # its name may hold spaces and brackets
+    return int(fields[19]) / ticks_per_s  # field 22 in proc(5)
