@@ -99,13 +99,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.planning.search import find_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
-    from vit_jax.run.setup.opener import Tables
-    from vit_jax.run.setup.resolve import resolve
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    settings = resolve(config, Tables()).settings
     may_compile = not (flags.no_compile or certificate)
     target = Target(slice_, flags.num_slices, may_compile=may_compile)
+    settings = _settle(config, target)
     start_planning(target)
     if flags.show_sharding:
         return _show(flags, show_sharding(settings, target), tables.sharding_table)
@@ -151,8 +149,6 @@ def plan(
       InputError: a ValueError that names the key or the argument.
     """
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.run.setup.opener import Tables
-    from vit_jax.run.setup.resolve import resolve
     from vit_jax.run.setup.validation import load_config, validate
 
     certificate = _read_measured(measured)
@@ -164,7 +160,21 @@ def plan(
     validate(config, [], "config")
     known = _read_known(price_per_chip_hour, goodput_of)
     start_planning(target)
-    return _plan(resolve(config, Tables()).settings, target, known, certificate)
+    return _plan(_settle(config, target), target, known, certificate)
+
+
+def _settle(config: ConfigDict, target: Any) -> Settings:
+    """The resolved settings. On a CPU, which has a certificate, a run may take microbatches."""
+    from vit_jax.devices.mesh import AXES, make_mesh
+    from vit_jax.planning.targets import describe_devices
+    from vit_jax.run.setup.opener import Tables
+    from vit_jax.run.setup.resolve import resolve
+
+    mesh = None
+    if target.chip.platform == "cpu":
+        axes = {axis: config.mesh[axis] for axis in AXES}
+        mesh = make_mesh(**axes, devices=describe_devices(target))
+    return resolve(config, Tables(mesh)).settings
 
 
 def _read_known(

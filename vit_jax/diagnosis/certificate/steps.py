@@ -26,8 +26,6 @@ from vit_jax.planning.targets import target_of
 from vit_jax.run.setup.validation import load_config
 from vit_jax.run.teachers import planned_experiment
 
-_STEPS_ON_CPU = 3
-
 
 def measure_steps(context: Context) -> dict[str, Any]:
     """The step of each model that fits, and of the user's config: seconds, memory, their plan.
@@ -89,8 +87,7 @@ def _measure_if_it_fits(context: Context, config: ConfigDict) -> dict[str, Any]:
 
 
 def _measure(context: Context, settings: Settings, mesh: Mesh) -> dict[str, Any]:
-    on_cpu = jax.default_backend() == "cpu"
-    found = measure_step(settings, mesh, num_steps=_STEPS_ON_CPU if on_cpu else None)
+    found = measure_step(settings, mesh)
     size = settings.run.global_batch_size
     experiment = planned_experiment(settings, mesh)
     with jax.set_mesh(mesh):
