@@ -167,7 +167,7 @@ def check_devices(platform: str | None = None) -> Finding:
     start_backend(platform)
     devices = jax.devices()
     text = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    if limit := (devices[0].memory_stats() or {}).get("bytes_limit"):
+    if limit := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"):
         text += f", {format_bytes(limit)} each"
     unused = accelerators_on_host() if devices[0].platform == "cpu" else []
     if unused and platform != "cpu":
@@ -366,7 +366,7 @@ def estimate_time(run: "Run") -> Finding:
     from vit_jax.diagnosis.benchmarks.step import compile_steps
     from vit_jax.run.loop import Batches
 
-    number, device = run.experiment.total_steps, run.mesh.devices.flat[0]
+    number, device = run.experiment.total_steps, run.mesh.local_devices[0]
     with jax.set_mesh(run.mesh), Batches(run, 0) as batches:
         take_steps, _, memory = compile_steps(run.experiment, run.settings.data.num_classes)
         free = (device.memory_stats() or {}).get("bytes_limit")

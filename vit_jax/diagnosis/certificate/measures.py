@@ -43,7 +43,8 @@ def measure_devices(context: Context) -> dict[str, Any]:
     product_s = _seconds(functools.partial(jax.jit(jnp.matmul), a, a))
     x = jnp.ones(_COPIED_MIB * _MIB, jnp.uint8)
     copy_s = _seconds(functools.partial(jax.jit(lambda x: x + 1), x))
-    limit = (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit") or psutil.virtual_memory().total
     flops, copied = 2 * size**3 / product_s, 2 * x.size / copy_s
     kind = device.device_kind
     return {
