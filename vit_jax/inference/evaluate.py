@@ -243,7 +243,7 @@ class _OfSource:
         """`config` with the source's settings where it has its defaults; see `evaluate_model`."""
         self._by_user = by_user
         config = config.copy_and_resolve_references()
-        faults, run = Faults(), self._pretrained.run
+        faults = Faults()
         d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
         faults.check(check_convention, config.init_resize, "init_resize")
         if d.image_size is None:
@@ -253,28 +253,7 @@ class _OfSource:
             f"data.image_size=None: {self.source} takes images of any size; choose one with "
             "--config.data.image_size",
         )
-        stated = {"data.exif": spec.exif is not False, "data.pixel_range": spec.pixel_range,
-                  "data.decoding": spec.decoding, "data.mean": spec.mean,
-                  "data.std": spec.std}  # fmt: skip
-        if run is not None:
-            config_lib.add_plugins(config, run["config"]["plugins"])
-            stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
-            stated["data.multi_label"] = run["config"]["data"]["multi_label"]
-        several = [n for n, e in config.evals.items() if EVALUATORS.find(e.type).multi_label]
-        faults.need(
-            not several or (model.num_classes or 0) > 1,
-            f"evals.{several and several[0]}.type='multilabel': {self.source} has no classes; "
-            "train some on its features first: --config=finetune:multilabel,head_only",
-        )
-        if several and (model.num_classes or 0) > 1:
-            loss = stated.setdefault("loss.name", spec.loss or "sigmoid")
-            stated["data.multi_label"] = True
-            faults.need(
-                not LOSSES.find(loss).excludes or "loss.name" in by_user,
-                f"evals.{several[0]}.type='multilabel': {self.source} was trained with "
-                f"loss.name={loss!r}, by which the classes of an image compete; evaluate it with "
-                "classification, or with --config.loss.name=sigmoid",
-            )
+        stated = self._find_stated(config, by_user, faults)
         default, found = map(config_lib.flatten, (config_lib.default_config(), config))
         config = with_values(config, {
             key: value
@@ -301,6 +280,36 @@ class _OfSource:
             )
         collect_faults(faults)
         return config
+
+    def _find_stated(
+        self, config: ConfigDict, by_user: Collection[str], faults: Faults
+    ) -> dict[str, Any]:
+        """{key: value} that the source states; its plug-ins are added to `config`."""
+        run, spec = self._pretrained.run, self._pretrained.spec
+        num_classes = self._pretrained.model.num_classes or 0
+        stated = {"data.exif": spec.exif is not False, "data.pixel_range": spec.pixel_range,
+                  "data.decoding": spec.decoding, "data.mean": spec.mean,
+                  "data.std": spec.std}  # fmt: skip
+        if run is not None:
+            config_lib.add_plugins(config, run["config"]["plugins"])
+            stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
+            stated["data.multi_label"] = run["config"]["data"]["multi_label"]
+        several = [n for n, e in config.evals.items() if EVALUATORS.find(e.type).multi_label]
+        faults.need(
+            not several or num_classes > 1,
+            f"evals.{several and several[0]}.type='multilabel': {self.source} has no classes; "
+            "train some on its features first: --config=finetune:multilabel,head_only",
+        )
+        if several and num_classes > 1:
+            loss = stated.setdefault("loss.name", spec.loss or "sigmoid")
+            stated["data.multi_label"] = True
+            faults.need(
+                not LOSSES.find(loss).excludes or "loss.name" in by_user,
+                f"evals.{several[0]}.type='multilabel': {self.source} was trained with "
+                f"loss.name={loss!r}, by which the classes of an image compete; evaluate it with "
+                "classification, or with --config.loss.name=sigmoid",
+            )
+        return stated
 
     def make_mesh(self, config: ConfigDict) -> Mesh:
         return check_mesh(config)

@@ -23,8 +23,8 @@ def estimate(
     roofline, one after the other.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
     are those of the steps, divided by `goodput`, the share of steps in the time of a run like it;
-    None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`, the
-    time is that of `at_utilisation` with it.
+    None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
+    `at_utilisation` takes this share and decides the time.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)

@@ -144,7 +144,7 @@ def _read(kept: epath.Path | None, names: Collection[str]) -> str | None:
 def _measure(
     model: nn.Module, mesh: Mesh, images: int, names: Sequence[str], kept: epath.Path | None
 ) -> str:
-    """The fastest form of `names`, the last of which is the calculated one; writes it to `kept`."""
+    """The fastest form of `names`, which end with the calculated one; writes it to `kept`."""
     began, kind = time.monotonic(), mesh.devices.flat[0].device_kind
     found, faults = measure_forms(model, mesh, images, names)
     for name, fault in faults.items():
