@@ -2,10 +2,10 @@
 
 python tools/gpu_exchanges.py RECIPE [KEY=VALUE...] [-- OPTION=VALUE...]
 
-One row for XLA's defaults and, with OPTIONs, one for them; RECIPE must give unrolled layers. Each
-kernel takes its time by the roofline, an exchange that of the bytes that a device sends by the ring
-algorithm and 10 us to start. One exchange runs at a time, beside the kernels. It needs JAX's plugin
-for CUDA, and no GPU.
+It prints one row for XLA's defaults and, if OPTIONs are given, one row for these. RECIPE must give
+unrolled layers. A kernel takes its roofline time. An exchange takes 10 us to start, and then the
+time to send a device's bytes by the ring algorithm. One exchange runs at a time, beside the
+kernels. The tool needs JAX's plugin for CUDA, and no GPU.
 """
 
 import json

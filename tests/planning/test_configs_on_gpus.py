@@ -69,7 +69,7 @@ def shared_kernels(pytestconfig):
 def test_a_step_compiles(name, words, axes, scan, shared_kernels):
     """Every array of the state keeps its place; nothing goes to the host; products are narrow.
 
-    They are those of the jaxpr.
+    The compiled program has the jaxpr's products.
     """
     experiment, settings, mesh = on_gpus(name, words, axes, scan)
     with jax.set_mesh(mesh):

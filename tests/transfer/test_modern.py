@@ -51,7 +51,7 @@ def assert_parity(ours, expected, name, tolerance=TOLERANCE):
     assert distance < tolerance, f"{name}: {distance:.1e} of the largest value"
 
 
-# Positions of each kind, resampled as each library does; the others have those of one of these.
+# Positions of each kind, resampled as each library does; other models share one of these kinds.
 RESAMPLED = ("timm_clip", "timm_deit3", "timm_dinov2", "timm_dinov3", "timm_eva02", "timm_siglip",
              "vit5", "hf_dinov2_with_registers", "hf_dinov3", "hf_siglip")  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_parity_at_both_sizes(golden, name, suffix):
         compared = [key for key in found if key + suffix in expected]
         assert {"tokens", "features"} <= {*compared}
         for key in compared:
-            # On another machine sums have other roundings than those of the table.
+            # On another machine sums round differently than in the table.
             assert_parity(found[key], expected[key + suffix], key + suffix, 4 * PARITY[name])
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("vit_jax")
 
 ENDINGS = (".html", ".png", ".csv")
 _CURVES = 4  # panels, unless metrics are chosen
-# What a run is, in a line above its results where all runs have it in common.
+# Keys that say what a run is; where all runs have one value, a line above the results has it.
 _COMMON = ("model.name", "data.name", "objective.name", "duration", "global_batch_size")
 _KEYS = 20  # rows of the table of differences
 _NAME, _EDGE = 24, 3  # characters of a run's name before it is folded, and of a column's edges

@@ -195,9 +195,7 @@ class PositionEmbedding:
 
     def init(self, key: jax.Array) -> Any:
         """The tables, float32: an array or {name: array}."""
-        raise NotImplementedError(
-            f"{type(self).__name__} needs a method init, which makes its tables"
-        )
+        raise InputError(f"{type(self).__name__} needs a method init, which makes its tables")
 
     def build(self, tables: Any = None) -> Any:
         """The input of the layers, by `acts_on`.
@@ -205,7 +203,7 @@ class PositionEmbedding:
         tokens: (1, P + S, D), added to the tokens. logits: a `flax.struct` with a method `logits`,
         see `Relative`. turns: (1, P + S, K), see `rotary.turn`. nothing: None.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method build, see acts_on")
+        raise InputError(f"{type(self).__name__} needs a method build, see `PositionEmbedding`")
 
     def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         """The tables for another grid; raises InputError if there are none."""

@@ -22,7 +22,7 @@ def estimate(
     Beside it, `by_kernel` is the time of a program that is compiled for GPUs: each kernel by the
     roofline, one after the other.
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
-    are those of the steps, divided by `goodput`, the share of steps in the time of a run like it;
+    are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
     None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
     `at_utilisation` takes this share and decides the time.
     """

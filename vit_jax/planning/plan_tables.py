@@ -136,7 +136,7 @@ def work_table(figures: dict[str, Any], per: str) -> Table:
 
 
 def _kernel_rows(kernels: list[dict[str, Any]]) -> dict[str, str]:
-    """Rows of the kernels of a GPU, the longest first; those of little time in one."""
+    """Rows of the kernels of a GPU, the longest first; one row has all that take little."""
     whole = sum(row["roofline_s"] for row in kernels)
     large = [row for row in kernels if row["roofline_s"] >= _SMALL * whole]
     rows = {

@@ -1,4 +1,4 @@
-"""What the parts of a certificate are given."""
+"""The context in which the parts of a certificate run."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 
 class Context(NamedTuple):
-    """What a part is given.
+    """The arguments of a part.
 
     output: folder of the certificate.
     models: whose steps are measured.

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from vit_jax.diagnosis.settled import open_training_data, settle_step
 from vit_jax.job.software import software
 from vit_jax.models import model_of
 from vit_jax.run.teachers import planned_experiment
-from vit_jax.run.watch.kernel_choice import measure_forms
+from vit_jax.run.watch.kernel_choice import measure_forms, median_seconds
 
 _ROUNDS = 5
 _MIB, _GB = 2**20, 1e9
@@ -70,13 +69,12 @@ def _without_values(text: str) -> str:
 
 def _seconds(run: Callable[[], Any]) -> float:
     """The median of several runs, after one that is not counted."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(_ROUNDS):
-        since = time.perf_counter()
+
+    def wait():
         jax.block_until_ready(run())
-        times.append(time.perf_counter() - since)
-    return statistics.median(times)
+
+    wait()
+    return median_seconds(wait, _ROUNDS)
 
 
 def measure_kernels(context: Context) -> dict[str, Any]:

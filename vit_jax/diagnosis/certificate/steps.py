@@ -30,7 +30,7 @@ from vit_jax.run.teachers import planned_experiment
 def measure_steps(context: Context) -> dict[str, Any]:
     """The step of each model that fits, and of the user's config: seconds, memory, their plan.
 
-    What is measured is kept after each step, as there may be no time for all.
+    Each row is written at once, as there may be no time for all of them.
     """
     rows = list[dict[str, Any]]()
     for name in context.models:

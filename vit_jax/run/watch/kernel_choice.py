@@ -174,7 +174,10 @@ def measure_forms(
       one}.
     """
     runs, faults = _compile_forms(model, mesh, images, names)
-    rounds = [{name: _time(run) for name, (run, _) in runs.items()} for _ in range(_ROUNDS)]
+    rounds = [
+        {name: median_seconds(run, _RUNS) for name, (run, _) in runs.items()}
+        for _ in range(_ROUNDS)
+    ]
     return {
         name: Timed([each[name] for each in rounds], temporaries)
         for name, (_, temporaries) in runs.items()
@@ -219,10 +222,10 @@ def _compile(model: nn.Module, mesh: Mesh, images: int) -> tuple[Callable[[], An
     return lambda: jax.block_until_ready(program(*arrays)), memory.temporaries
 
 
-def _time(run: Callable[[], Any]) -> float:
-    """The median seconds of a run."""
+def median_seconds(run: Callable[[], Any], number: int) -> float:
+    """The median of the seconds that so many calls of `run` take."""
     times = []
-    for _ in range(_RUNS):
+    for _ in range(number):
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)
