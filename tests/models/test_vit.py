@@ -71,23 +71,6 @@ def test_patches_are_in_raster_order():
     np.testing.assert_array_equal(extract_patches(IMAGES, PATCH_SIZE), expected)
 
 
-def test_shapes_of_the_worked_example():
-    # CIFAR-10 with 4 x 4 patches and width 128.
-    model = create_model("ViT-mu/4", 10, 32, width=128)
-    images = jnp.zeros((1, 32, 32, 3))
-    assert extract_patches(images, model.patch_size).shape == (1, 64, 48)
-    params = random_params(model, images)
-
-    def intermediates():
-        _, kept = model.apply({"params": params}, images, capture_intermediates=True)
-        return kept["intermediates"]
-
-    shapes = jax.eval_shape(intermediates)
-    assert shapes["embedding"]["__call__"][0].shape == (1, 64, 128)
-    assert shapes["embedding_dropout"]["__call__"][0].shape == (1, 65, 128)
-    assert params["pos_embedding"].shape == (1, 65, 128)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
