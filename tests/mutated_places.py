@@ -220,7 +220,8 @@ MUTATIONS = [
       "experiment/test_optimizers.py::test_weight_decay_moves_by_half_a_cosine_and_the_patch_"
       "embedding_learns_slowly"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",
-      "enumerate(reversed(layers), 0)", "experiment/test_optimizers.py::test_layer_decay"),
+      "enumerate(reversed(layers), 0)",
+      "experiment/test_optimizers.py::test_rates_and_decays_of_layers_and_of_the_patch_embedding"),
     M("vit_jax/experiment/optimizers/optimizers.py",
       "optax.scale_by_adam(b1, self.b2,", "optax.scale_by_adam(self.b2, b1,",
       "experiment/test_optimizers.py::test_equation"),

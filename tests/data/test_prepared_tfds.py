@@ -58,14 +58,6 @@ def test_subset_splits_add_up(shared_data):
     assert read(both, 0) == read(last, 0) and read(both, 1) == read(first, 0)
 
 
-def test_array_record_holds_the_same(shared_data):
-    ours = source("cifar10", shared_data / "array_record", "test[:5]")
-    theirs = source("cifar10", shared_data, "test[:5]")
-    for record in range(5):
-        np.testing.assert_array_equal(read(ours, record)[0], read(theirs, record)[0])
-    assert ours.fingerprint == theirs.fingerprint
-
-
 def test_imagenet_sample_stays_encoded(shared_data):
     sample = source("imagenet_sample", shared_data, "train[:5]", num_classes=1000, num_examples=5)
     assert sample.encoded and sample.image_shape is None

@@ -74,7 +74,7 @@ def test_patches_are_in_raster_order():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"pool": "token", "hidden_head": True},
+        {"pool": "token", "hidden_head": True, "depth": 2},
         {"pool": "gap", "gelu": "exact"},
         {"pool": "map", "gelu": "exact", "hidden_head": True},
         {"pool": "token", "pos_embed_class_token": False},
@@ -87,7 +87,7 @@ def test_patches_are_in_raster_order():
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 def test_model_follows_the_equations(fields):
-    model = small(**fields)
+    model = small(**{"depth": 1} | fields)
     params = random_params(model, IMAGES)
     expected = [numpy_vit.vit(model, params, image) for image in IMAGES]
     for method, ours in evaluate(model, params).items():

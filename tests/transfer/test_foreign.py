@@ -44,6 +44,7 @@ GOLDENS = {
 
 
 RESNETS = ("hybrid_root", "hybrid_resnet", "bit")  # compared in test_resnet.py
+RESAMPLED = ("hf_vit", "hf_deit", "timm_vit")  # compared at another size
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -58,10 +59,11 @@ def assert_close(ours, expected, tolerance=1e-4):
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
-        *((name, "") for name in GOLDENS if name not in RESNETS),
-        *((name, "_resampled") for name in ("hf_vit", "hf_deit", "timm_vit")),
+        *((name, "") for name in GOLDENS if name not in (*RESNETS, *RESAMPLED)),
+        *((name, "_resampled") for name in RESAMPLED),
         *(pytest.param(name, "_resampled", marks=pytest.mark.slow)
           for name in ("hf_vit_backbone", "timm_vit_gap")),
+        *(pytest.param(name, "", marks=pytest.mark.slow) for name in RESAMPLED),
     ],
 )  # fmt: skip
 def test_goldens(golden, name, suffix):
