@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -31,13 +32,11 @@ from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
 from vit_jax.run import loop, record, writers
-from vit_jax.run.build import prepare
 from vit_jax.run.record import check_rows
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.workdir import clone_state
 from vit_jax.run.summary import write_summary
 from vit_jax.run.teachers import compare_classes, read_teachers
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import ledger, speed
 from vit_jax.run.watch.guards import NonFiniteError, check_finite
 

@@ -1,6 +1,5 @@
 """A study of every combination of values, from results as members leave them."""
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -11,12 +10,12 @@ from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of,
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel, plugins
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
 from vit_jax.studies.engine import Found, Result
+from vit_jax.studies.preparation import make_sweep
 from vit_jax.studies.sweep import parse_sweep
 from vit_jax.studies.tables import DIVERGED
 
@@ -81,7 +80,7 @@ def test_without_a_metric_it_is_the_first_accuracy_of_an_evaluator_that_is_alway
         c = base_config()
         c.evals.perhaps = classification(split="test?", every="1 epochs")
         c.evals.val = entry
-        _make_sweep(c, argparse.Namespace(sweep=["seed=0,1"], overrides=[], config="mine"))
+        make_sweep(c, running.Call("mine", [], pathlib.Path(), None, False), ["seed=0,1"])
         assert (c.study.name, c.study.sweep, c.study.metric) == ("sweep", ("seed=0,1",), metric)
 
 

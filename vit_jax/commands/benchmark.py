@@ -32,6 +32,7 @@ from vit_jax.commands.flags import (
     positive_int,
     require_flags,
 )
+from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -44,7 +45,7 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
     from vit_jax.diagnosis.benchmarks import input as input_benchmark
     from vit_jax.diagnosis.settled import open_training_data
 
-    settings, source = open_training_data(config)
+    settings, source = open_training_data(Settings.of(config))
     return input_benchmark.measure_input(settings, source, num_rounds=flags.repeat)
 
 
@@ -53,7 +54,7 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     from vit_jax.diagnosis.benchmarks import step
     from vit_jax.diagnosis.settled import settle_step
 
-    settings, mesh = settle_step(config)
+    settings, mesh = settle_step(Settings.of(config))
     return step.measure_step(settings, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
@@ -84,7 +85,7 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
     from vit_jax.diagnosis.settled import open_training_data
 
-    settings, source = open_training_data(config)
+    settings, source = open_training_data(Settings.of(config))
     draw_contact_sheet(settings.data, settings.run.seed, source, flags.output)
     logger.info("drawn: %s", flags.output)
 

@@ -265,7 +265,7 @@ class Study(Part):
                 faults.need(evals[name].every == finder.every, f"{where}: evals.{name}.every="
                             f"{evals[name].every!r} must be {finder.every!r}, as of the metric "
                             "that finds the best step, so that it is known there")  # fmt: skip
-            settings, _ = Settings.read_open(metric.config)
+            settings = Settings.of(metric.config)
             splits = {*eval_splits(settings.data, settings.evals[name]).values()}
             found.append((metric, where, splits))
         for chooser, where, splits in found:

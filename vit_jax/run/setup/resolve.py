@@ -325,7 +325,7 @@ def freeze_layers(config: ConfigDict) -> Changes:
     last = config.optimizer.last_layers
     if last is None:
         return {}
-    settings, _ = Settings.read_open(config)
+    settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
     params, freeze = tree.unflatten_names(abstract_params(model)), config.optimizer.freeze
     try:

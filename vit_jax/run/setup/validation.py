@@ -166,8 +166,8 @@ def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 def load_run(
     workdir: epath.Path, overrides: Sequence[tuple[str, str]]
-) -> tuple[ConfigDict, ConfigDict]:
-    """The config of the run in `workdir` with `overrides`, (key, text), validated; and as it is.
+) -> tuple[ConfigDict, Settings]:
+    """The config of the run in `workdir` with `overrides`, (key, text), validated; and as it ran.
 
     A mesh that the run's devices decided is open again, as these devices may be others.
 
@@ -180,7 +180,7 @@ def load_run(
     validate(config, config_text.apply_overrides(config, overrides), f"{workdir}/config.json")
     if not config.evals:
         raise InputError(f"--workdir={workdir}: its config lists no evaluators (evals)")
-    return config, stored.resolved
+    return config, Settings.of(stored.resolved)
 
 
 def check_evaluates_any(config: ConfigDict, where: str) -> None:
