@@ -10,6 +10,7 @@ import pytest
 from etils import epath
 
 from vit_jax.base.errors import InputError
+from vit_jax.devices.chips import CHIPS
 from vit_jax.diagnosis import certificate
 from vit_jax.diagnosis.certificate import measures, page, steps
 from vit_jax.diagnosis.certificate.context import Context
@@ -50,6 +51,7 @@ def test_a_plan_by_a_certificate(made, capsys):
     made.write_text(made.read_text().replace(": 1.5}", ": 1.0}"))
     calculated = planned(capsys, f"--measured={made}", *words)["memory_bytes"]["temporaries"]
     assert memory["temporaries"] == pytest.approx(1.5 * calculated, rel=1e-6)
+    assert "cpu" not in CHIPS  # the chip is known to plans by this certificate only
 
 
 @pytest.mark.parametrize(
