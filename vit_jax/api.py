@@ -43,11 +43,11 @@ from vit_jax.studies.preparation import prepare_study
 from vit_jax.studies.running import Call, conduct_study
 from vit_jax.transfer import Pretrained, read_pretrained
 
-Config = ConfigDict | str | os.PathLike
+ConfigLike = ConfigDict | str | os.PathLike
 
 
 def train(
-    config: Config | None,
+    config: ConfigLike | None,
     workdir: epath.PathLike,
     overrides: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -102,7 +102,7 @@ def train(
 
 def evaluate(
     source: epath.PathLike,
-    config: Config | None = None,
+    config: ConfigLike | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
     best: bool = False,
@@ -144,7 +144,7 @@ def evaluate(
 
 
 def plan(
-    config: Config,
+    config: ConfigLike,
     topology: str,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -287,7 +287,7 @@ def figures(
 
 
 def _load(
-    config: Config, overrides: Mapping[str, Any] | None, required: Sequence[str] = REQUIRED
+    config: ConfigLike, overrides: Mapping[str, Any] | None, required: Sequence[str] = REQUIRED
 ) -> ConfigDict:
     """`load_config`, and a check of the whole config."""
     loaded = load_config(config, overrides)
