@@ -88,12 +88,10 @@ def train(
     limit_arenas()
     if config is None:
         config = read_asked(files.absolute(workdir))
+    faults = [f"callbacks={callbacks!r}: needs a list of functions"]
     with give(data) as chosen:
         made = load_config(load_config(config, chosen), overrides)
-        faults = [] if isinstance(callbacks, list | tuple) else [
-            f"callbacks={callbacks!r}: needs a list of functions"
-        ]  # fmt: skip
-        validate(made, faults, "config")
+        validate(made, faults * (not isinstance(callbacks, list | tuple)), "config")
         start_backend(made.mesh.platform)
         return train_and_evaluate(
             Settings.of(made), workdir, choose_layout=choose_layout, callbacks=callbacks
