@@ -91,8 +91,8 @@ def draw_augmentations(asked: Settings, flags: argparse.Namespace) -> None:
     logger.info("drawn: %s", flags.output)
 
 
-# Name given by --what -> function of the settings and the flags. It returns the figures to print, or
-# None if it has written --output itself.
+# Name given by --what -> function of the settings and the flags. It returns the figures to print,
+# or None if it has written --output itself.
 BENCHMARKS: dict[str, Callable[[Settings, argparse.Namespace], dict[str, Any] | None]] = {
     "input": measure_input,
     "step": measure_step,
