@@ -4,6 +4,7 @@ import os
 import pytest
 from etils import epath
 
+from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import LiteralPath, cache_folder, check_folder, replaced, write_whole
 
