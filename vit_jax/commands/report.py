@@ -79,6 +79,8 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
+    if not found and not studies:
+        raise InputError("no run is left to report")
     found = runs.best_first(found)
     said = _compared(found)
     names, config, last = said.values()
@@ -105,6 +107,8 @@ def main(flags: argparse.Namespace) -> int:
         logger.info("written: %s", output)
     if flags.format == "json":
         print(json.dumps(said, indent=2, default=str))
+        return exit_codes.DONE
+    if not found:  # a study that waits
         return exit_codes.DONE
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
