@@ -88,7 +88,7 @@ def run(case: Case, workdir: pathlib.Path, restart_s: float, until: float) -> di
         place, wait_s = int(case.seed) % int(case.processes), round(float(case.every) * restart_s)
         times = f"every={max(wait_s, 1)}s:seed={case.seed}"
         command.append(f"--config.job.inject=kill:process={place}:{times}")
-    path = workdir.with_suffix(".txt")
+    path = workdir.with_name(f"{workdir.name}.txt")
     with open(path, "w") as output:
         job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -171,10 +171,12 @@ def draw(rows: list[dict]) -> None:
         axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=9)
         axis.set_xticks(range(len(places)), places)
+        axis.set_xlim(-0.2, len(places) - 0.8)
         axis.set_xlabel("restart times between two faults", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    axes[0].legend(frameon=False, fontsize=8)
+    labelled = axes[0].get_legend_handles_labels()
+    figure.legend(*labelled, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(TABLE.with_suffix(".png"), dpi=110)
 
 
