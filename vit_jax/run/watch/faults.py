@@ -99,7 +99,8 @@ def _parse(word: str) -> Fault:
         if match := re.fullmatch(form, plain, re.ASCII):
             place, step, *seconds = match.groups()
             kind = re.sub(r":(device|process)=.*", "", example)
-            fault = Fault(word, kind, int(place), int(step), *map(float, seconds))
+            wait_s = float(seconds[0]) if seconds else 0.0
+            fault = Fault(word, kind, int(place), int(step), wait_s)
             return fault._replace(every=float(times[2]), seed=times[3]) if times else fault
     kind = word.partition(":")[0]
     same = [example for example in FAULTS if example.startswith(f"{kind}:")]
