@@ -25,7 +25,7 @@ from vit_jax.data.images.given import open_images
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.main import main
-from vit_jax.models.vit import extract_patches
+from vit_jax.models.patches import extract_patches
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.fit import unstack_layers
 

@@ -16,7 +16,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.models.patches import extract_patches
+from vit_jax.models.vit import ViT
 from vit_jax.transfer.fit import merge_head_norm
 
 IMAGE_SIZE, PATCH_SIZE = (4, 12), (2, 4)  # a grid of 2 x 3

@@ -26,9 +26,9 @@ from vit_jax.experiment.schedules import schedule_of
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
 from vit_jax.main import main
+from vit_jax.models.patches import row_keys
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.patches import row_keys
 from vit_jax.run import loop
 from vit_jax.run.setup.branch import branch
 from vit_jax.run.train import train_and_evaluate

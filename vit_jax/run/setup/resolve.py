@@ -58,7 +58,7 @@ DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.str
 # Fields of `config.model` that are no property of a source.
 _NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
               "stochastic_depth", "head_bias", "lora_rank", "rotary_shift", "rotary_jitter",
-              "rotary_rescale"}  # fmt: skip
+              "rotary_rescale", "keep_tokens"}  # fmt: skip
 _OF_PIXELS = ("channels", "mean", "std", "exif", "pixel_range")  # keys of `data`
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 
