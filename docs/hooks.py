@@ -234,7 +234,7 @@ def goodput() -> str:
         found = [float(row[column]) for row in runs if row[column]]
         return format(statistics.mean(found), form) if found else ""
 
-    lines, ends = [], {(row["processes"], row["bits"]) for row in rows}
+    lines = []
     for kind in dict.fromkeys((r["processes"], r["memory"], r["every"]) for r in rows):
         runs = [row for row in rows if (row["processes"], row["memory"], row["every"]) == kind]
         faults = sum(int(row["faults"]) for row in runs)
@@ -242,9 +242,10 @@ def goodput() -> str:
                       mean("lost_s", ".1f"), mean("to_next_step_s", ".1f")))  # fmt: skip
     heads = ("processes", "copies in memory", "restart times between faults", "runs", "faults",
              "goodput", "seconds lost", "seconds to the next step")  # fmt: skip
-    same = len(ends) == len({row["processes"] for row in rows})
-    verdict = "All runs ended" if same else "NOT all runs ended"
-    return f"{_table(heads, lines)}\n\n{verdict} with the bits of the run without faults.\n"
+    whole = {row["processes"]: row["bits"] for row in rows if row["every"] == "none"}
+    same = sum(row["bits"] == whole[row["processes"]] for row in rows)
+    verdict = f"{same} of {len(rows)} runs ended with the bits of the run without faults."
+    return f"{_table(heads, lines)}\n\n{verdict}\n"
 
 
 def notebook() -> str:

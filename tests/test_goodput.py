@@ -28,7 +28,8 @@ def tool(tmp_path, monkeypatch):
     tool.bits = {"2": "a", "4": "b"}
     monkeypatch.setattr(tool, "run", run)
     monkeypatch.setattr(tool, "time", types.SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(tool, "TABLE", tmp_path / "goodput.csv")
+    monkeypatch.setattr(tool, "TABLE", tmp_path / "docs/explanation/goodput.csv")
+    tool.TABLE.parent.mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["goodput.py", str(tmp_path / "work"), "--minutes=10"])
     return tool
 
@@ -47,12 +48,17 @@ def test_it_stops_in_time_and_goes_on(tool, tmp_path, capsys):
     assert capsys.readouterr().out.count("left out:") == 53 - 10
     assert tool.main() == 0
     assert [case for case, _ in tool.started] == tool.cases()[:20]
-    rows = [*csv.DictReader((tmp_path / "goodput.csv").read_text().splitlines())]
+    rows = [*csv.DictReader(tool.TABLE.read_text().splitlines())]
     assert {row["to_next_step_s"] for row in rows} == {"", "13.0"}
-    assert (tmp_path / "goodput.png").stat().st_size > 1000
+    assert tool.TABLE.with_suffix(".png").stat().st_size > 1000
 
 
-def test_other_bits_are_an_error(tool):
+def test_other_bits_are_an_error_and_the_page_says_so(tool, tmp_path, monkeypatch):
+    hooks = load_module(notebooks.ROOT / "docs/hooks.py")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
     assert tool.main() == 0
+    assert "| 2 | no | none | 1 | 0 | 50% | 1.0 |  |\n" in hooks.goodput()
+    assert "\n10 of 10 runs ended with the bits" in hooks.goodput()
     tool.bits["2"] = "c"
     assert tool.main() == 1
+    assert "\n17 of 20 runs ended with the bits" in hooks.goodput()

@@ -38,11 +38,11 @@ WORDS = (
     "--config=quickstart", f"--config.duration={STEPS} steps", "--config.log.every=5 steps",
     "--config.evals.test=None", f"--config.checkpoint.every={STEPS // 4} steps",
 )  # fmt: skip
-STYLES = {  # (processes, memory): colour, line
-    ("2", "no"): ("#1b6ca8", "--"),
-    ("2", "yes"): ("#1b6ca8", "-"),
-    ("4", "no"): ("#c0392b", "--"),
-    ("4", "yes"): ("#c0392b", "-"),
+STYLES = {  # (processes, memory): colour, line, mark
+    ("2", "no"): ("#1b6ca8", "--", "x"),
+    ("2", "yes"): ("#1b6ca8", "-", "o"),
+    ("4", "no"): ("#c0392b", "--", "x"),
+    ("4", "yes"): ("#c0392b", "-", "o"),
 }
 
 
@@ -157,14 +157,14 @@ def draw(rows: list[dict]) -> None:
     }
     places = ("none", *EVERY)
     for axis, (column, (factor, title)) in zip(axes, panels.items(), strict=True):
-        for kind, (colour, line) in STYLES.items():
+        for kind, (colour, line, mark) in STYLES.items():
             points: dict[int, list[float]] = {}
             for row in rows:
                 if _kind(row) == kind and row["every"] in places and row[column] not in ("", None):
                     place = places.index(row["every"])
                     points.setdefault(place, []).append(factor * float(row[column]))
             for place, values in points.items():
-                axis.plot([place] * len(values), values, ".", color=colour, alpha=0.4)
+                axis.plot([place] * len(values), values, mark, color=colour, alpha=0.4, ms=4)
             means = [statistics.mean(points[place]) for place in sorted(points)]
             label = f"{kind[0]} processes" + ", copies in host memory" * (kind[1] == "yes")
             axis.plot(sorted(points), means, line, color=colour, label=label)
