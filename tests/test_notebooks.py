@@ -51,13 +51,14 @@ def test_a_notebook_runs_on_a_cpu(path, shared_data, tmp_path, monkeypatch):
         subprocess.run(words, shell=True, check=True)
 
     small = {
-        "MINUTES": 9, "MODELS": "ViT-Ti/16", "CONFIG": "cifar10:small", "DURATION": "20 steps",
+        "MINUTES": 15, "MODELS": "ViT-Ti/16", "CONFIG": "cifar10:small", "DURATION": "20 steps",
         "DTYPE": "float32", "DATA": str(shared_data),
     }  # fmt: skip
     notebooks.run(path, small, shell)
     assert json.loads((tmp_path / "certificate/certificate.json").read_text())["held"]
     assert json.loads((tmp_path / "runs/cifar10/summary.json").read_text())["step"] == 20
-    assert [path.rpartition("/")[2] for path in shown] == ["curves.png", "filters.png"]
+    names = ["curves", "filters", "positions", "rollout"]
+    assert [path.rpartition("/")[2] for path in shown] == [f"{name}.png" for name in names]
     assert (tmp_path / "exported/model.safetensors").exists()
 
 
