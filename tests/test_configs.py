@@ -9,6 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from asked import prepare
 from etils import epath
 from opened import open_all, with_known_facts
 from PIL import Image
@@ -38,7 +39,6 @@ from vit_jax.models.variants import Variant
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
-from vit_jax.run.build import prepare
 from vit_jax.run.setup.recipes import hyper_rule, make_tiny
 from vit_jax.run.setup.sources import check_images, find_absent
 from vit_jax.run.setup.validation import find_faults

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from images import encode, smooth_image
 
@@ -16,7 +17,6 @@ from vit_jax.data import count_labels, image_batch, make_source, match_classes, 
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
-from vit_jax.run.build import prepare
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CSV = "file,label\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"

@@ -7,6 +7,7 @@ import logging
 
 import jax
 import pytest
+from asked import prepare, train_and_evaluate
 from at_fault import at_fault
 
 import vit_jax
@@ -15,8 +16,6 @@ from vit_jax.devices import kernels
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.dot_product import plain_attention
-from vit_jax.run.build import prepare
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("never_with_checks")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -30,13 +31,11 @@ from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
 from vit_jax.run import loop, record, writers
-from vit_jax.run.build import prepare
 from vit_jax.run.record import check_rows
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.workdir import clone_state
 from vit_jax.run.summary import write_summary
 from vit_jax.run.teachers import compare_classes, read_teachers
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import ledger, speed
 from vit_jax.run.watch.guards import NonFiniteError, check_finite
 
@@ -695,6 +694,10 @@ def test_more_memory_than_there_is_is_said_with_what_saves_some(
     remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
     assert [name in caplog.text for name in remedies] == [said] * 4
     experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
+    caplog.clear()
+    run = types.SimpleNamespace(mesh=mesh, experiment=experiment)
+    loop.warn_of_memory(run, 99 << 30, warned_of=gib << 30)
+    assert ("expected to take" in caplog.text) == (platform != "other" and not said)
     caplog.clear()
     loop.warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
     assert [name in caplog.text for name in remedies] == [said, False, False, False]
