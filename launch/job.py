@@ -191,7 +191,8 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     jobs = []
     for member, own in zip(waiting, configs, strict=True):
         job = Job(tuple(running.member_words(call, member)), flags.config,
-                  f"{workdir}/{member.name}", (), typed, needed_extras(own, workdir))  # fmt: skip
+                  f"{workdir}/{member.name}", (), typed, needed_extras(own, workdir),
+                  find_data_sets(own))  # fmt: skip
         jobs.append(job)
     return workdir, jobs
 

@@ -274,6 +274,8 @@ MUTATIONS = [
       "job/test_processes.py::test_where_the_processes_come_from"),
     M("vit_jax/run/watch/faults.py", "1 <= fault.step <= steps", "1 <= fault.step",
       "job/test_chaos.py::test_a_fault_that_the_run_does_not_meet_is_refused"),
+    M("vit_jax/run/watch/faults.py", "now >= self.times[-1] + wait", "now >= self.times[0] + wait",
+      "job/test_chaos.py::test_a_fault_of_a_process_is_made_by_the_clock_or_by_chance"),
     M("vit_jax/checkpoints/seal.py", "found != entry:", "found[0] != entry[0]:",
       "checkpoints/test_checkpoint.py::test_a_shorter_file_and_one_flipped_bit_in_any_file_are_noticed"),
     M("vit_jax/checkpoints/restore.py", 'if meta["checksums"][name] != found:',

@@ -395,6 +395,8 @@ def test_keys_by_the_words_of_other_libraries(refused, capsys):
     for word, key in (
         ("warmup-epochs", "schedule.warmup"), ("drop_path", "model.stochastic_depth"),
         ("epochs", "duration"), ("blr", "optimizer.peak_lr"), ("threeaugment", "data.ops"),
+        ("recount", "data.ops"), ("remode", "data.ops"), ("rand-m9-mstd0.5-inc1", "data.ops"),
+        ("color-jitter", "data.ops"), ("vflip", "data.ops"),
     ):  # fmt: skip
         assert {*keys_of(capsys, word)} == {key}
     assert main(["keys", "wd"]) == 0

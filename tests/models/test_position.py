@@ -1,6 +1,7 @@
 """Position embeddings: each kind, at each place, against plain NumPy."""
 
 import functools
+import re
 
 import flax
 import jax
@@ -12,6 +13,7 @@ from at_fault import at_fault
 from numpy_vit import random_params
 
 from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIONS
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
@@ -278,6 +280,36 @@ class ShutForGood(Shut):
 
     def build(self, tables=None):
         return Constant(-1e9)
+
+
+def built_as(acts_on, gives):
+    class Mine(PositionEmbedding):
+        collection = ""
+
+        def build(self, tables=None):
+            return gives
+
+    Mine.acts_on = acts_on
+    return Mine
+
+
+@pytest.mark.parametrize(
+    ("acts_on", "gives", "got"),
+    [
+        ("tokens", jnp.zeros((1, 1, 16)), "(1, 1, 16); needs (1, 7, 16)"),  # would broadcast
+        ("tokens", jnp.zeros((1, 7, 1)), "(1, 7, 1); needs (1, 7, 16)"),
+        ("tokens", None, "None; needs (1, 7, 16)"),
+        ("turns", jnp.zeros((1, 1, 8)), "(1, 1, 8); needs (1, 7, 8)"),
+        ("logits", jnp.zeros((1, 7, 16)), "(1, 7, 16); needs (2, 2, 7, 7) as logits of 2 images"),
+        ("nothing", jnp.zeros((1, 7, 16)), "(1, 7, 16); needs None"),
+    ],
+)
+def test_build_of_another_shape_is_refused(acts_on, gives, got, monkeypatch):
+    monkeypatch.setitem(POSITIONS, "mine", built_as(acts_on, gives))
+    with pytest.raises(
+        InputError, match=re.escape(f"Mine.build, which acts on {acts_on}, gave {got}")
+    ):
+        jax.eval_shape(make(pos_embed="mine").init, jax.random.key(0), IMAGES)
 
 
 @pytest.fixture

@@ -615,6 +615,7 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     "changes",
     [
         {"model.remat": "full"},
+        {"model.remat": "full", "model.remat_layers": 1},
         pytest.param({"optimizer.freeze": r"encoder/layer_0/.*"}, marks=pytest.mark.slow),
     ],
     ids=str,

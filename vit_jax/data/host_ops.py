@@ -18,6 +18,7 @@ from vit_jax.data import augment
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import decode_jpeg, decode_window, scaled_for, to_pixels
 from vit_jax.data.ops import HostOp, Hw, SizedOp
+from vit_jax.data.order import fold_in
 
 _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
@@ -142,7 +143,7 @@ class ResizeSmall(Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
     An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
-    image only what a central crop after it keeps is made, as the whole may take gigabytes.
+    image only what a crop after it keeps is made, as the whole may take gigabytes.
     """
 
     cut: ClassVar[Crop | None] = None  # the central crop after it
@@ -164,11 +165,18 @@ class ResizeSmall(Resize):
         def whole():
             return _bilinear(image, resized, self.antialias)
 
+<<<<<<< HEAD
         if cut is None:
+=======
+        if not isinstance(cut, Crop):
+>>>>>>> w-B
             return whole()
+        own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
         grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))
         is_thin = tf.reduce_prod(resized) > _THIN * cut.hw[0] * cut.hw[1]
-        return tf.cond(grows & is_thin, lambda: _enlarged_window(image, resized, cut), whole)
+        return tf.cond(
+            grows & is_thin, lambda: _enlarged_window(image, resized, cut, own_seed), whole
+        )
 
 
 class TorchvisionResize(SizedOp):
@@ -332,9 +340,11 @@ def _before_crop(size: Hw, crop: float) -> Hw:
     return round(size[0] / crop), round(size[1] / crop)
 
 
-def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, cut: Crop) -> tf.Tensor:
+def _enlarged_window(
+    image: tf.Tensor, resized: tf.Tensor, cut: Crop, seed: tf.Tensor | None
+) -> tf.Tensor:
     """What `cut` keeps of `_bilinear` to the larger size `resized`, by the same operations."""
-    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, None)
+    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, seed)
 
     def neighbours(axis):
         scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)

@@ -84,7 +84,7 @@ def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
     tables = {"stem": next(iter(found.values()), None)}
     if model.positions_at == "layers":
         tables = {f"layer {i}": found[f"encoder/layer_{i}/"] for i in range(model.depth)}
-    build, prefix = model.positions(image_size).build, model.num_prefix_tokens
+    build, prefix = model.positions(image_size).built, model.num_prefix_tokens
     return {name: np.asarray(build(given))[0, prefix:] for name, given in tables.items()}
 
 
@@ -205,34 +205,36 @@ _OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 
 def needs_images(names: Iterable[str]) -> bool:
     """Whether any of the figures `names` shows what a model does with images."""
-    return any(name not in _OF_PARAMETERS for name in names)
+    return any(name.partition(".")[0] not in _OF_PARAMETERS for name in names)
 
 
 def write_figures(
     subject: Subject, names: Iterable[str], output: epath.Path
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Write the figures `names` into the folder `output`.
+    """Write the figures `names` into the folder `output`, as PNGs unless a name has an ending.
 
     Returns:
       ({figure: names of its files}, {figure left out: reason}).
     """
     no_attention = about(subject.pretrained.model).why_no_weights
     written, reasons = {}, {}
-    for name in names:
+    for chosen in names:
+        name, _, form = chosen.partition(".")
+        form = form or "png"
         if name in _OF_ATTENTION and no_attention:
-            reasons[name] = no_attention
+            reasons[chosen] = no_attention
             continue
         if needs_images([name]) and subject.seen is None:
-            reasons[name] = "needs images; give files, folders or --data=NAME:SPLIT"
+            reasons[chosen] = "needs images; give files, folders or --data=NAME:SPLIT"
             continue
         with plots.paper_style():
             made = FIGURES[name](subject)
             if isinstance(made, str):
-                reasons[name] = made
+                reasons[chosen] = made
                 continue
             drawn, numbers = made
             named = drawn if isinstance(drawn, dict) else {name: drawn}
-            contents = {f"{file}.png": plots.as_png(figure) for file, figure in named.items()}
+            contents = {f"{n}.{form}": plots.as_file(figure, form) for n, figure in named.items()}
         if isinstance(numbers, list):
             contents[f"{name}.csv"] = as_csv(numbers)
         else:
@@ -240,7 +242,7 @@ def write_figures(
         with files.whole_folder(output):
             for file, content in contents.items():
                 files.write_whole(output / file, content)
-        written[name] = sorted(contents)
+        written[chosen] = sorted(contents)
     return written, reasons
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from vit_jax.base import files
+from vit_jax.base import files, latex
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
 from vit_jax.checkpoints.history import check_summary, read_history
 from vit_jax.config.metric_names import guess_direction
@@ -362,6 +362,20 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
         steps = sorted({run.step for run in measured})
         groups.append(Group(name, members, values, len(measured), steps))
     return groups
+
+
+def as_latex(runs: Sequence[Run], metrics: Sequence[str] = ()) -> str:
+    """A table with a row for each group of seeds: its name, number of runs and last values.
+
+    `metrics`: of evaluators; () takes all but counts.
+    """
+    names = list(metrics) or by_use(runs)
+    rows = [
+        (group.name, str(group.num_measured), *(group.values.get(name, "-") for name in names))
+        for group in group_seeds(runs)
+    ]
+    note = "The number after ± is the sample standard deviation over the n runs of a row."
+    return latex.as_latex([("run", "n", *names), *rows], note)
 
 
 def mean_curve(group: Group, metric: str) -> np.ndarray:

@@ -27,6 +27,7 @@ from vit_jax import config as config_lib
 from vit_jax.base.addresses import reveal
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import read_json, write_whole
+from vit_jax.base.latex import as_latex
 from vit_jax.checkpoints.history import check_summary
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
@@ -293,14 +294,20 @@ def find_extended(study: Study, call: Call, members: Iterable[Member]) -> list[s
 
 
 def _write_report(study: Study, call: Call, results: Results) -> Report:
-    """Write study.json, study.md and study.csv with the results so far."""
+    """Write study.json, study.md, study.csv and study.tex with the results so far."""
     found = Found(study, results)
     report = study.report(found)
     ended = [member for member in found.members if member.name in results]
     warnings = find_differences(call.workdir, results) + find_extended(study, call, ended)
     values = {**report.values, "warnings": warnings}
+<<<<<<< HEAD
     files = {"study.csv": found.csv().encode(), **report.files}
     values["winner"] = _describe_winner(found, call, report.best) if report.best.names else None
+=======
+    table = as_latex([report.columns, *report.texts], report.note)
+    files = {"study.csv": found.csv().encode(), "study.tex": table.encode(), **report.files}
+    values["winner"] = _describe_winner(found, call, report.best) if report.best else None
+>>>>>>> w-B
     report = report._replace(values=values, files=files)
     members = {
         member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
@@ -323,10 +330,11 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
+    noted = f"{report.note}.\n\n" * bool(report.note)
     warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
     best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best.names else ""
     text = (
-        f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{best}{warned}"
+        f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{noted}{best}{warned}"
         f"The members:\n\n```sh\n{commands}\n```\n"
     )
     as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"

@@ -74,6 +74,14 @@ class Best(NamedTuple):
     near: Sequence[Mapping[str, Any]] = ()
 
 
+def say_deviations(cells: Iterable[Any]) -> str:
+    """The meaning of ± in the texts of `cells`; "" if none has it."""
+    counts = {len(cell.known) for cell in cells if isinstance(cell, Measured)} - {0, 1}
+    if not counts:
+        return ""
+    return f"± is the sample standard deviation over n={', '.join(map(str, sorted(counts)))} seeds"
+
+
 class Report(NamedTuple):
     """Results of a study so far.
 
@@ -98,6 +106,11 @@ class Report(NamedTuple):
     def texts(self) -> list[list[str]]:
         """The rows as they are shown."""
         return [[str(row.get(column, "-")) for column in self.columns] for row in self.rows]
+
+    @property
+    def note(self) -> str:
+        """A sentence about the deviations; "" if there are none."""
+        return say_deviations(cell for row in self.rows for cell in row.values())
 
     @property
     def is_complete(self) -> bool:
