@@ -226,18 +226,12 @@ def test_bad_command_line(refused, tmp_path, words):
     assert said.removeprefix("error: ").strip() == golden_page(PAGE)[words]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--num_processes=two"], "--num_processes: invalid int value: 'two'"),
-    ],
-)
-def test_wrong_flags_are_answered_with_all_flags(words, says, tmp_path, capsys):
+def test_wrong_flags_are_answered_with_all_flags(tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
-        main([QUICKSTART, f"--workdir={tmp_path / 'workdir'}", *words])
+        main([QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--num_processes=two"])
     assert e.value.code == 2
     err = capsys.readouterr().err
-    assert says in err.splitlines()[-1]
+    assert "--num_processes: invalid int value: 'two'" in err.splitlines()[-1]
     assert all(f"[--{flag}" in err for flag in ("workdir DIR", "config NAME", "config.KEY VALUE"))
     assert not (tmp_path / "workdir").exists()
 

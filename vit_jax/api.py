@@ -21,7 +21,7 @@ from vit_jax.data.images.given import open_images
 from vit_jax.data.sources.arrays import give
 from vit_jax.devices.mesh import start_backend
 from vit_jax.inference.evaluate import StoredModel, evaluate_model
-from vit_jax.insight.figures import FIGURES, draw_figures
+from vit_jax.insight.figures import FIGURES, NAMES, draw_figures
 from vit_jax.insight.runs import best_first, read_all, read_goodput
 from vit_jax.insight.runs import compare as compare_runs
 from vit_jax.job import exit_codes
@@ -251,15 +251,16 @@ def figures(
     batch_size: int = 32,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Draw what a model learned, each figure as a PNG with its numbers beside it.
+    """Draw what a model learned, each figure with its numbers beside it.
 
-        vit_jax.figures("runs/mine", "figures", "IMAGES", names=["filters", "distance"])
+        vit_jax.figures("runs/mine", "figures", "IMAGES", names=["filters", "distance.pdf"])
 
     Args:
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: folder to write to.
       images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `insight.figures.FIGURES`.
+      names: of the figures, any of `insight.figures.FIGURES`; PNGs, unless the name ends in .pdf
+        or .svg.
       compare_to: a second source, for "similarity" between both.
       examples: images to average over.
       shown: images to draw maps of.
@@ -274,7 +275,7 @@ def figures(
     """
     faults = Faults()
     for name in names:
-        faults.need_known("names", name, FIGURES)
+        faults.need_known("names", name, NAMES)
     collect_faults(faults)
     pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     if not isinstance(images, Source | None):

@@ -120,12 +120,6 @@ def test_soft_labels_count_partly_for_several_classes():
     np.testing.assert_array_equal(count_labels(source), [1.75, 1.25])
 
 
-def test_missing_images_are_counted_by_split(root):
-    path = write(root, "file,label\n" + "".join(f"gone_{i}.jpg,{'ab'[i % 2]}\n" for i in range(8)))
-    with at_fault("data.data_dir"):
-        make_source("list", split="train", data_dir=path, image_size=(16, 16))
-
-
 def test_all_missing_files_of_a_list_are_named(root):
     rows = [f"gone_{i}.jpg,{'ab'[i]}\n" for i in range(2)]
     path = write(root, CSV + "".join(rows))

@@ -702,8 +702,8 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
 
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
-    words = (TINY, "--topology=H100:8", "--config.model.depth=8", AS_IT_IS)
-    words += ("--config.global_batch_size=12000000",)
+    words = (TINY, "--topology=H100:8", "--config.model.depth=3", AS_IT_IS)
+    words += ("--config.model.mlp_dim=256", "--config.global_batch_size=13600000")
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0

@@ -17,6 +17,7 @@ from vit_jax.run.watch import blame
 from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.replay import name_places
 
+pytestmark = pytest.mark.usefixtures("never_with_checks", "experiments_made_once")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 

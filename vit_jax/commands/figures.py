@@ -88,69 +88,6 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.FAILED if faults else exit_codes.DONE
 
 
-<<<<<<< HEAD
-=======
-def figures(
-    source: "epath.PathLike | Pretrained",
-    output: epath.PathLike,
-    images: Any = None,
-    *,
-    names: Sequence[str] = NAMES,
-    compare_to: str | None = None,
-    examples: int = 128,
-    shown: int = 3,
-    batch_size: int = 32,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Draw what a model learned, each figure with its numbers beside it.
-
-        vit_jax.figures("runs/mine", "figures", "IMAGES", names=["filters", "distance.pdf"])
-
-    Args:
-      source: a source of `load_pretrained`, or a model from `read_pretrained`.
-      output: folder to write to.
-      images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `commands.figures.NAMES`; PNGs, unless the name ends in .pdf
-        or .svg.
-      compare_to: a second source, for "similarity" between both.
-      examples: images to average over.
-      shown: images to draw maps of.
-      batch_size: images at once, on all devices.
-      progress: show a line of progress.
-
-    Returns:
-      {"figures": {name: files}, "left_out": {name: the reason}}.
-
-    Raises:
-      InputError: a ValueError that names the argument.
-    """
-    faults = Faults()
-    for name in names:
-        faults.need_known("names", name, _KNOWN)
-    collect_faults(faults)
-    from vit_jax.data import Source
-    from vit_jax.data.images.given import open_images
-    from vit_jax.insight.figures import Subject, write_figures
-    from vit_jax.insight.measured import measure
-    from vit_jax.transfer import Pretrained, read_pretrained, with_image_size
-
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
-    if not isinstance(images, Source | None):
-        images = open_images(images, pretrained.spec.reading)
-    subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
-    how |= {"batch_size": batch_size, "progress": progress}
-    if images is not None:
-        subject.seen = measure(pretrained, images, **how)
-        if compare_to is not None and "similarity" in str(names):
-            other = read_pretrained(compare_to)
-            if other.spec.image_size is None:
-                other = with_image_size(other, pretrained.spec.image_size)
-            subject.other, subject.other_name = measure(other, images, **how), compare_to
-    written, reasons = write_figures(subject, names, files.absolute(output))
-    return {"figures": written, "left_out": reasons}
-
-
->>>>>>> w-B
 def _check_flags(flags: argparse.Namespace) -> list[str]:
     """The names of the figures to draw; raises InputError that lists all faults of the flags."""
     found = Faults()

@@ -165,11 +165,7 @@ class ResizeSmall(Resize):
         def whole():
             return _bilinear(image, resized, self.antialias)
 
-<<<<<<< HEAD
-        if cut is None:
-=======
         if not isinstance(cut, Crop):
->>>>>>> w-B
             return whole()
         own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
         grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))

@@ -199,6 +199,8 @@ FIGURES: dict[str, Callable[[Subject], Made | str]] = {
     "norms": _norms,
     "similarity": _similarity,
 }
+# With the ending of a name; without one it is a PNG.
+NAMES = (*FIGURES, *(f"{name}.{form}" for name in FIGURES for form in ("png", "pdf", "svg")))
 _OF_PARAMETERS = ("filters", "positions")
 _OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 
@@ -262,7 +264,7 @@ def draw_figures(
     subject = Subject(pretrained)
     if images is not None:
         subject.seen = measure(pretrained, images, **how)
-        if compare_to is not None and "similarity" in names:
+        if compare_to is not None and "similarity" in str(names):
             other = read_pretrained(compare_to)
             if other.spec.image_size is None:
                 other = with_image_size(other, pretrained.spec.image_size)

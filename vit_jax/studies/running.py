@@ -300,14 +300,9 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     ended = [member for member in found.members if member.name in results]
     warnings = find_differences(call.workdir, results) + find_extended(study, call, ended)
     values = {**report.values, "warnings": warnings}
-<<<<<<< HEAD
-    files = {"study.csv": found.csv().encode(), **report.files}
-    values["winner"] = _describe_winner(found, call, report.best) if report.best.names else None
-=======
     table = as_latex([report.columns, *report.texts], report.note)
     files = {"study.csv": found.csv().encode(), "study.tex": table.encode(), **report.files}
-    values["winner"] = _describe_winner(found, call, report.best) if report.best else None
->>>>>>> w-B
+    values["winner"] = _describe_winner(found, call, report.best) if report.best.names else None
     report = report._replace(values=values, files=files)
     members = {
         member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
