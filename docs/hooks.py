@@ -6,11 +6,13 @@ the two, to be checked in; a test holds it equal to the code.
 """
 
 import argparse
+import csv
 import importlib
 import inspect
 import json
 import pathlib
 import re
+import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -223,6 +225,29 @@ def faults() -> str:
     return _table(("fault", "before step 12"), rows)
 
 
+def goodput() -> str:
+    """A row for each kind of run of docs/explanation/goodput.csv: means over its runs."""
+    with open(ROOT / "docs/explanation/goodput.csv") as file:
+        rows = [*csv.DictReader(file)]
+
+    def mean(column: str, form: str) -> str:
+        found = [float(row[column]) for row in runs if row[column]]
+        return format(statistics.mean(found), form) if found else ""
+
+    lines = []
+    for kind in dict.fromkeys((r["processes"], r["memory"], r["every"]) for r in rows):
+        runs = [row for row in rows if (row["processes"], row["memory"], row["every"]) == kind]
+        faults = sum(int(row["faults"]) for row in runs)
+        lines.append((*kind, f"{len(runs)}", f"{faults}", mean("goodput", ".0%"),
+                      mean("lost_s", ".1f"), mean("to_next_step_s", ".1f")))  # fmt: skip
+    heads = ("processes", "copies in memory", "restart times between faults", "runs", "faults",
+             "goodput", "seconds lost", "seconds to the next step")  # fmt: skip
+    whole = {row["processes"]: row["bits"] for row in rows if row["every"] == "none"}
+    same = sum(row["bits"] == whole[row["processes"]] for row in rows)
+    verdict = f"{same} of {len(rows)} runs ended with the bits of the run without faults."
+    return f"{_table(heads, lines)}\n\n{verdict}\n"
+
+
 def notebook() -> str:
     """The cells of the tutorial's notebook; headings of the page's title are left out."""
     cells = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text())["cells"]
@@ -304,7 +329,7 @@ def certificates() -> str:
 
 _MADE = (
     certificates, commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
-    flags_of_others, host_ops, launchers, metrics, notebook, recipe_costs,
+    flags_of_others, goodput, host_ops, launchers, metrics, notebook, recipe_costs,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -9,6 +9,7 @@ from unittest.mock import create_autospec
 
 import jax
 import jax.numpy as jnp
+import notebooks
 import numpy as np
 import pytest
 from at_fault import at_fault
@@ -17,14 +18,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import vit_jax
-from vit_jax import create_model, load_image, predict, read_pretrained
+from vit_jax import api, create_model, load_image, predict, read_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
-from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.main import main
-from vit_jax.models.vit import extract_patches
+from vit_jax.models.patches import extract_patches
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer.fit import unstack_layers
 
@@ -236,11 +236,11 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
     rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    monkeypatch.setattr(evaluation, "evaluate_model", lambda *args, **_: args)
+    monkeypatch.setattr(api, "evaluate_model", lambda *args, **_: args)
     overrides = {"global_batch_size": 40}
-    config, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
-    assert config.global_batch_size == 40
-    assert list(config.evals) == ["knn"] and model.source == str(tmp_path / "run")
+    asked, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
+    assert asked.run.global_batch_size == 40
+    assert list(asked.evals) == ["knn"] and model.source == str(tmp_path / "run")
 
 
 def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):
@@ -296,29 +296,14 @@ def test_models_as_nnx_modules_and_back(source):
     np.testing.assert_allclose(found, by_hand, rtol=1e-4, atol=1e-5)
 
 
-NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/tutorials/notebook.ipynb"
-
-
 @pytest.fixture
 def run_notebook(tmp_path, monkeypatch):
-    """Run every code cell, with the values of the cell of parameters made tiny; give its names."""
+    """Runs the tutorial with the values of its cell of parameters made tiny; gives its names."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     monkeypatch.chdir(tmp_path)
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "outputs" in cell]
-    assert not any(cell["outputs"] for cell in cells)  # cleared: the file stays small
-    parameters, *others = cells
-    assert parameters["metadata"] == {"tags": ["parameters"]}
-
-    def run():
-        names = {}
-        exec("".join(parameters["source"]), names)
-        names |= {"CONFIG": "quickstart:debug", "STEPS": 4, "TUNING_STEPS": 10}
-        for cell in others:
-            exec("".join(cell["source"]), names)
-        return names
-
-    return run
+    small = {"CONFIG": "quickstart:debug", "STEPS": 4, "TUNING_STEPS": 10}
+    return lambda: notebooks.run(notebooks.TUTORIAL, small)
 
 
 def test_the_notebook_calls_what_there_is(run_notebook, monkeypatch):
@@ -364,7 +349,7 @@ def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
     for name in ("train", "evaluate", "branch", "compare", "plan", "study", "export", "figures"):
         result = {"side_effect": note} if name == "train" else {"return_value": found}
         monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
-    text = (NOTEBOOK.parents[1] / "how_to/python.md").read_text()
+    text = (notebooks.ROOT / "docs/how_to/python.md").read_text()
     *blocks, _, _, _, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
     for block in blocks:

@@ -7,6 +7,7 @@ import re
 import shlex
 import string
 
+import notebooks
 import pytest
 import yaml
 from loaded_file import load_module
@@ -81,10 +82,11 @@ def test_the_tour_of_the_code_names_every_room():
 
 
 def documented_commands():
-    """(page, words) of each command of the shell blocks, with the variables of its page."""
-    for page in PAGES:
+    """(page, words) of each command, with the variables of its page."""
+    for page in [*PAGES, *notebooks.FREE]:
         known = {"W": "W"}
-        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+        blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+        for block in blocks if page in PAGES else notebooks.commands(page):
             for line in block.replace("\\\n", " ").splitlines():
                 line = re.sub(r"(^|\s)#.*", "", line).replace("$(", "$$(")
                 words = shlex.split(string.Template(line).safe_substitute(known))

@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path
     )
     words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=my_adan"
     assert main([f"--workdir={tmp_path}", *words, "--config.optimizer.b3=0.8"]) == 0
-    assert (seen[0].plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
+    assert (seen[0].run.plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
 
 
 def test_parts_that_no_other_process_finds_are_named(config, monkeypatch, tmp_path, caplog):

@@ -53,12 +53,6 @@ def test_decode_agrees_with_pil(encoded):
     np.testing.assert_array_equal(image, pil_rgb(encoded))
 
 
-def test_decode_keeps_the_high_byte_of_16_bit():
-    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
-    image = apply("decode", encode(grey, "PNG"))
-    np.testing.assert_allclose(image.astype(int), np.repeat(grey[..., None] / 257, 3, -1), atol=1)
-
-
 def test_decode_leaves_pixels_alone():
     np.testing.assert_array_equal(apply("decode", smooth_image()), smooth_image())
 

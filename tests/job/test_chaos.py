@@ -1,11 +1,16 @@
 """Faults by `job.inject`: their forms, and one job of two processes that meets most of them."""
 
 import re
+import types
 
 import chaos
+import numpy as np
 import pytest
+from etils import epath
+from fake_clock import FakeClock
 
 from vit_jax.base.errors import InputError
+from vit_jax.run.watch import injected, watchers
 from vit_jax.run.watch.faults import FAULTS, check_places, parse_faults
 
 
@@ -13,10 +18,68 @@ def test_every_fault_is_read_as_it_is_written():
     faults = parse_faults(" , ".join(FAULTS))
     assert [fault.text for fault in faults] == [*FAULTS]
     assert {fault.step for fault in faults} == {12}
-    assert [fault.place for fault in faults] == [3] * 3 + [1] * 6 + [0] * 3
-    assert [fault.seconds for fault in faults if fault.seconds] == [5, -3600, 0.2]
+    assert [fault.place for fault in faults] == [3] * 3 + [1] * 8 + [0] * 3
+    assert [fault.seconds for fault in faults if fault.seconds] == [5, 5, -3600, 0.2]
     kinds = {fault.kind for fault in faults if not fault.is_flip}
-    assert kinds == chaos.KINDS.keys() | {"hang"}  # in schedules a long stop ends in the same way
+    # In schedules a long stop ends as a hang does.
+    assert kinds == chaos.KINDS.keys() | {"hang", "slow", "lose"}
+
+
+def test_a_fault_of_a_process_is_made_by_the_clock_or_by_chance():
+    text = "kill:process=1:every=60s,slow:process=0:every=8s:seed=3:seconds=0.5"
+    by_clock, by_chance = parse_faults(text)
+    assert (by_clock.kind, by_clock.place, by_clock.every, by_clock.seed) == ("kill", 1, 60, None)
+    assert (by_chance.kind, by_chance.every, by_chance.seconds) == ("slow", 8, 0.5)
+    check_places(text, 4, 2, {"duration": 40})
+    by_clock = by_clock._replace(times=[1000, 1070])
+    assert [by_clock.is_due(1, now) for now in (1129.9, 1130)] == [False, True]
+    waits = []
+    for seed in range(300):
+        later = by_chance._replace(seed=f"{seed}", times=[0])
+        due = [later.is_due(1, now) for now in np.arange(0, 80, 0.1)]
+        assert due == [later.is_due(9, now) for now in np.arange(0, 80, 0.1)] == sorted(due)
+        waits.append(due.count(False) / 10)
+    assert 7 < np.mean(waits) < 9 and 7 < np.std(waits) < 9  # both are the mean if exponential
+    again = [by_chance._replace(times=[0] * n).is_due(1, 8) for n in range(1, 21)]
+    assert 0 < sum(again) < 20  # each time has its own wait
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("kill:process=1:every=60", "write kill:process=1:every=60s:seed=3"),
+        ("kill:process=1:every=0s", "write kill:process=1:every=60s:seed=3"),
+        ("kill:process=1:every=60s:seed=x", "write kill:process=1:every=60s:seed=3"),
+        ("kill:process=1:step=3:every=60s", "write kill:process=1:every=60s:seed=3"),
+        ("slow:process=1:every=60s", "write slow:process=1:every=60s:seed=3:seconds=5"),
+        ("flip:weight:device=3:every=60s", "write flip:weight:device=3:step=12 or flip:"),
+        ("kill:process=1", "write kill:process=1:step=12"),
+    ],
+)
+def test_a_wrong_form_is_refused(text, hint):
+    with pytest.raises(InputError, match=re.escape(f"job.inject={text!r}: no such fault; {hint}")):
+        parse_faults(text)
+
+
+def test_a_repeated_fault_goes_on_after_a_restart(tmp_path, monkeypatch):
+    """The run is started at 1000 s, and again at 1100 s; each step takes 20 s."""
+    clock, made = FakeClock(), []
+    monkeypatch.setattr(watchers, "time", types.SimpleNamespace(time=clock))
+    monkeypatch.setattr(injected.time, "sleep", lambda s: made.append((clock.now, s)))
+    monkeypatch.setattr(injected, "began_at", lambda _: (1000, -1))
+    text = "slow:process=0:every=50s:seconds=7,slow:process=0:step=2:seconds=3"
+    job = types.SimpleNamespace(inject=text, compile_deadline_s=1)
+    run = types.SimpleNamespace(
+        workdir=epath.Path(tmp_path), settings=types.SimpleNamespace(job=job)
+    )
+    for _ in range(2):
+        step = watchers.inject(run, injected.faults_left(run))(lambda *args: args)
+        for number in range(1, 6):
+            clock.now += 20
+            assert step(number, "state", "batch") == (number, "state", "batch")
+    assert made == [(1040, 3), (1060, 7), (1120, 7), (1180, 7)]
+    first, _ = text.split(",")
+    assert (tmp_path / "injected" / first).read_text().split() == ["1060.0", "1120.0", "1180.0"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(vit_jax.__file__).parent
 OURS = [FAMILIES.find(start) for start in FAMILIES]
 CLASSES, FILES = {f.__name__ for f in OURS}, {f.__module__ for f in OURS}
 # What other rooms may take from the file of a family; the rest of it is its own.
-SHARED = {"extract_patches", "take_once", "find_variant"}
+SHARED = {"find_variant"}
 
 
 class Plain(nn.Module):

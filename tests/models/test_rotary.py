@@ -146,13 +146,16 @@ def test_every_parameter_has_its_place():
     assert rule_of("encoder/layer_0/mlp/gate/kernel") == ("fsdp", "tensor")
 
 
-@pytest.mark.parametrize("fields", [ALL | {"lora_rank": None}, {"pool": "token_gap"}])
+@pytest.mark.parametrize(
+    "fields", [ALL | {"lora_rank": None}, {"pool": "token_gap", "keep_tokens": 0.5}]
+)
 def test_flops_by_sizes_are_those_of_the_program(fields):
     model = make(**fields)
     params = {name: leaf for name, leaf in random_params(model, IMAGES).items()}
+    rngs = {"dropout": jax.random.key(0)}
 
     def loss(params, images):
-        return model.apply({"params": params}, images).sum()
+        return model.apply({"params": params}, images, train=True, rngs=rngs).sum()
 
     assert count_flops(jax.grad(loss), params, IMAGES[:1]) == model.flops_by_sizes
 

@@ -25,8 +25,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
-from vit_jax.models.vit import extract_patches, take_once
-from vit_jax.objectives import patches
+from vit_jax.models.patches import extract_patches, row_keys, take, take_once
 from vit_jax.objectives.contract import RunFacts, as_it_is
 from vit_jax.objectives.mae import Mae, _Mae
 from vit_jax.objectives.masked_patches import (
@@ -183,7 +182,7 @@ def test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper():
 
     @jax.jit
     def corrupted(key):
-        found = draw_corruption(patches.row_keys(key, 8), 1000)
+        found = draw_corruption(row_keys(key, 8), 1000)
         return found, corrupt(x, found, jnp.zeros((1, 1, 1)), 500)
 
     found, y = jax.device_get(corrupted(jax.random.key(0)))
@@ -330,7 +329,7 @@ def test_patches_that_are_taken_once_have_gradients_without_sums():
     def total(take):
         return lambda x_BND: jnp.square(take(x_BND, which_BM)).sum()
 
-    found, expected = (jax.grad(total(take)) for take in (take_once, patches.take))
+    found, expected = (jax.grad(total(f)) for f in (take_once, take))
     np.testing.assert_array_equal(found(x_BND), expected(x_BND))
     eqns = jax.make_jaxpr(found)(x_BND).jaxpr.eqns
     (scatter,) = [eqn for eqn in eqns if eqn.primitive.name == "scatter-add"]

@@ -18,6 +18,7 @@ from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import skip_step
+from vit_jax.models.patches import row_keys
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring
 from vit_jax.objectives.block_masks import block_mask, draw_hidden
@@ -25,7 +26,6 @@ from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, resize_tokens
-from vit_jax.objectives.patches import row_keys
 from vit_jax.objectives.prototypes import cross_entropies, patch_entropies
 from vit_jax.objectives.self_distillation import (
     SelfDistillation,

@@ -66,7 +66,7 @@ def test_table_has_means_deviations_and_what_is_not_there():
         ["1-D", "40.00 (1 of 2)", "diverged"],  # the best first
         ["no positions", "31.00 ± 1.41", "-"],
     ]
-    assert report.best == ["1-D__stem__seed_5"]
+    assert report.best.names == ["1-D__stem__seed_5"]
     assert not report.is_complete and {*report.files} == {"study.png", "study.pdf"}
     rows = csv_of(config, results)
     assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [

@@ -46,6 +46,11 @@ _SAID_WITHIN_S = 600
 Region = tuple[tuple[int, int], ...]  # (start, stop) of each axis of a leaf
 
 
+def folder_here(run: str, folder: str) -> pathlib.Path:
+    """Where this process keeps its steps; `run` and `folder` as of `Memory`."""
+    return pathlib.Path(folder, f"vit_jax-{os.getuid()}", run, f"process-{jax.process_index()}")
+
+
 class Memory:
     """The kept steps of one run; all processes make it, and call its methods, together.
 
@@ -55,8 +60,8 @@ class Memory:
     """
 
     def __init__(self, run: str, folder: str):
-        self._run = pathlib.Path(folder, f"vit_jax-{os.getuid()}", run)
-        self._folder = self._run / f"process-{jax.process_index()}"
+        self._folder = folder_here(run, folder)
+        self._run = self._folder.parent
         self._distance = _distance_to_next_host()
 
     def __str__(self) -> str:

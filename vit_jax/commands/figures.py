@@ -18,10 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-from etils import epath
 from rich.console import Console
 
 from vit_jax.base import files
@@ -36,9 +33,6 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.transfer import Pretrained
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
@@ -70,7 +64,7 @@ def main(flags: argparse.Namespace) -> int:
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.images.given import search_images
-    from vit_jax.insight.figures import needs_images
+    from vit_jax.insight.figures import draw_figures, needs_images
 
     paths, faults = search_images(flags.images)
     if faults and not paths:
@@ -81,7 +75,7 @@ def main(flags: argparse.Namespace) -> int:
         source = open_source(flags, pretrained, paths)
     how = {name: getattr(flags, name) for name in ("examples", "batch_size", "shown")}
     how |= {"compare_to": flags.compare_to, "progress": not flags.quiet}
-    said = figures(pretrained, flags.output, source, names=names, **how)
+    said = draw_figures(pretrained, flags.output, source, names, **how)
     if flags.format == "json":
         print(json.dumps({"output": os.fspath(flags.output), **said}))
     else:
@@ -92,66 +86,6 @@ def main(flags: argparse.Namespace) -> int:
     for path, fault in faults.items():
         print(f"error: {path}: {fault}", file=sys.stderr)
     return exit_codes.FAILED if faults else exit_codes.DONE
-
-
-def figures(
-    source: "epath.PathLike | Pretrained",
-    output: epath.PathLike,
-    images: Any = None,
-    *,
-    names: Sequence[str] = NAMES,
-    compare_to: str | None = None,
-    examples: int = 128,
-    shown: int = 3,
-    batch_size: int = 32,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Draw what a model learned, each figure with its numbers beside it.
-
-        vit_jax.figures("runs/mine", "figures", "IMAGES", names=["filters", "distance.pdf"])
-
-    Args:
-      source: a source of `load_pretrained`, or a model from `read_pretrained`.
-      output: folder to write to.
-      images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `commands.figures.NAMES`; PNGs, unless the name ends in .pdf
-        or .svg.
-      compare_to: a second source, for "similarity" between both.
-      examples: images to average over.
-      shown: images to draw maps of.
-      batch_size: images at once, on all devices.
-      progress: show a line of progress.
-
-    Returns:
-      {"figures": {name: files}, "left_out": {name: the reason}}.
-
-    Raises:
-      InputError: a ValueError that names the argument.
-    """
-    faults = Faults()
-    for name in names:
-        faults.need_known("names", name, _KNOWN)
-    collect_faults(faults)
-    from vit_jax.data import Source
-    from vit_jax.data.images.given import open_images
-    from vit_jax.insight.figures import Subject, write_figures
-    from vit_jax.insight.measured import measure
-    from vit_jax.transfer import Pretrained, read_pretrained, with_image_size
-
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
-    if not isinstance(images, Source | None):
-        images = open_images(images, pretrained.spec.reading)
-    subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
-    how |= {"batch_size": batch_size, "progress": progress}
-    if images is not None:
-        subject.seen = measure(pretrained, images, **how)
-        if compare_to is not None and "similarity" in str(names):
-            other = read_pretrained(compare_to)
-            if other.spec.image_size is None:
-                other = with_image_size(other, pretrained.spec.image_size)
-            subject.other, subject.other_name = measure(other, images, **how), compare_to
-    written, reasons = write_figures(subject, names, files.absolute(output))
-    return {"figures": written, "left_out": reasons}
 
 
 def _check_flags(flags: argparse.Namespace) -> list[str]:

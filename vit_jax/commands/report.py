@@ -21,9 +21,7 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 import argparse
 import json
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -33,9 +31,6 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, shown_lines
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.insight.runs import Run
 
 logger = logging.getLogger("vit_jax")
 
@@ -82,7 +77,7 @@ def main(flags: argparse.Namespace) -> int:
     if not found and not studies:
         raise InputError("no run is left to report")
     found = runs.best_first(found)
-    said = _compared(found)
+    said = runs.compare(found)
     names, config, last = said.values()
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
@@ -124,37 +119,6 @@ def main(flags: argparse.Namespace) -> int:
     elif len(names) > 1:
         print("The configs are the same.")
     return exit_codes.DONE
-
-
-def compare(workdirs: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, Any]:
-    """Compare runs by their configs and their last metrics.
-
-        found = vit_jax.compare(["runs/a", "runs/b"])
-        pandas.DataFrame(found["metrics"], index=found["runs"])
-
-    Args:
-      workdirs: of runs, which may still be training, and of studies, or folders that hold them,
-        which stand for their runs.
-
-    Returns:
-      {"runs": their names, the best first, "config": {key in which they differ: its values},
-      "metrics": {name: its last values}}, with a value for each run, None where it has none; as
-      `report --format=json`.
-
-    Raises:
-      InputError: a ValueError that names each workdir that holds neither.
-    """
-    from vit_jax.insight import runs
-
-    found, _ = runs.read_all([workdirs] if isinstance(workdirs, str | os.PathLike) else workdirs)
-    return _compared(runs.best_first(found))
-
-
-def _compared(found: "Sequence[Run]") -> dict[str, Any]:
-    from vit_jax.insight import runs
-
-    names, config = [run.name for run in found], runs.differences(found)
-    return {"runs": names, "config": config, "metrics": runs.last_values(found)}
 
 
 def print_runs(

@@ -41,6 +41,7 @@ FLAGS = (
     Flag("model.stochastic_depth", "drop_path", "drop_path", "drop_path", "",
          "the rate of the last layer; it grows linearly from 0"),
     Flag("model.dropout", "drop", "drop", "", "model.dropout"),
+    Flag("model.keep_tokens", "patch_drop_rate", "", "", "", "the share that is kept: 1 - rate"),
     Flag("model.pool", "gp", "", "global_pool cls_token", "model.pool_type",
          "token, gap or map"),
     Flag("model.remat", "grad_checkpointing", "", "", "model.remat_policy"),

@@ -10,6 +10,9 @@ is an error, unless `pad=True` adds a black border.
 
 from __future__ import annotations
 
+import copy
+from typing import ClassVar
+
 from vit_jax.config.parts import key
 from vit_jax.data import augment
 from vit_jax.data.host_tf import tf
@@ -143,12 +146,21 @@ class ResizeSmall(Resize):
     image only what a crop after it keeps is made, as the whole may take gigabytes.
     """
 
+    cut: ClassVar[Crop | None] = None  # the central crop after it
+
+    def before(self, after):
+        if not isinstance(after, Crop) or isinstance(after, RandomCrop):
+            return self
+        own = copy.copy(self)
+        object.__setattr__(own, "cut", after)
+        return own
+
     def __call__(self, image, seed):
         sides, size = tf.shape(image)[:2], self.gives
         # The larger of the two scales size[i] / sides[i] covers both sides.
         i = tf.cast(size[1] * sides[0] > size[0] * sides[1], tf.int32)
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
-        resized, cut = (sides * wanted + side // 2) // side, self.next
+        resized, cut = (sides * wanted + side // 2) // side, self.cut
 
         def whole():
             return _bilinear(image, resized, self.antialias)

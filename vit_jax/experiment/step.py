@@ -15,6 +15,7 @@ from vit_jax.experiment.optimizers import lower_rate
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.schedules import Keep
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.patches import row_keys
 from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
@@ -134,9 +135,8 @@ def make_inputs(
     def inputs_of(state, batch):
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)
-        rows = jnp.arange(batch["mask"].shape[0])
-        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
-        return transform(batch, row_keys), model_key
+        keys_B = row_keys(transform_key, batch["mask"].shape[0])
+        return transform(batch, keys_B), model_key
 
     return inputs_of
 

@@ -14,12 +14,21 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import files
+from vit_jax.data import Source
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
-from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
+from vit_jax.insight.measured import (
+    MIN_IMAGES,
+    Measured,
+    alignment,
+    measure,
+    norm_table,
+    with_size,
+)
 from vit_jax.insight.tables import as_csv
 from vit_jax.models.contract import about
+from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.fit import position_tables
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -190,6 +199,8 @@ FIGURES: dict[str, Callable[[Subject], Made | str]] = {
     "norms": _norms,
     "similarity": _similarity,
 }
+# With the ending of a name; without one it is a PNG.
+NAMES = (*FIGURES, *(f"{name}.{form}" for name in FIGURES for form in ("png", "pdf", "svg")))
 _OF_PARAMETERS = ("filters", "positions")
 _OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 
@@ -235,6 +246,31 @@ def write_figures(
                 files.write_whole(output / file, content)
         written[chosen] = sorted(contents)
     return written, reasons
+
+
+def draw_figures(
+    pretrained: Pretrained,
+    output: epath.Path,
+    images: Source | None,
+    names: Iterable[str],
+    *,
+    compare_to: str | None = None,
+    **how: int,
+) -> dict[str, Any]:
+    """Measure a model over images and write the figures `names`; see `api.figures`.
+
+    `how`: the arguments of `measure`.
+    """
+    subject = Subject(pretrained)
+    if images is not None:
+        subject.seen = measure(pretrained, images, **how)
+        if compare_to is not None and "similarity" in str(names):
+            other = read_pretrained(compare_to)
+            if other.spec.image_size is None:
+                other = with_image_size(other, pretrained.spec.image_size)
+            subject.other, subject.other_name = measure(other, images, **how), compare_to
+    written, reasons = write_figures(subject, names, output)
+    return {"figures": written, "left_out": reasons}
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:

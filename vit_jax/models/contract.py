@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import collect_faults
 from vit_jax.config.parts import find_wrong, keys_of_fields
 from vit_jax.models.fields import WITHOUT, field_names
+from vit_jax.models.patches import draw_kept
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 
@@ -66,6 +67,7 @@ class Model(nn.Module):
     remat_layers = WITHOUT["remat_layers"]
     scan = WITHOUT["scan"]
     channels = WITHOUT["channels"]
+    keep_tokens = WITHOUT["keep_tokens"]
 
     # (regular expression for the end of a parameter's name, mesh axis of each of its last axes) for
     # names that no other family has; see `devices.sharding.RULES`.
@@ -141,6 +143,15 @@ class Model(nn.Module):
         """Whether its parameters fit images of other sizes once `pos_embedding` is resampled."""
         return False
 
+    def draw_keep(self, rows: int, patches: int, *, train: bool) -> jax.Array | None:
+        """The patches of each image that a pass keeps, by `keep_tokens`; None: all.
+
+        Objectives that call "embed" and "encode" of a ViT give it to the latter as `keep`.
+        """
+        if not train or self.keep_tokens == 1:
+            return None
+        return draw_kept(self.make_rng("dropout"), rows, patches, self.keep_tokens)
+
     @property
     def draws_rows_apart(self) -> bool:
         """Whether a row of a batch, its random draws included, depends on no other row.
@@ -154,7 +165,7 @@ class Model(nn.Module):
     def is_random(self) -> bool:
         """Whether training draws random values."""
         rates = ("dropout", "attention_dropout", "stochastic_depth")
-        return any(getattr(self, rate, 0.0) for rate in rates)
+        return any(getattr(self, rate, 0.0) for rate in rates) or self.keep_tokens < 1
 
     @property
     def attention_shape(self) -> AttentionShape | str:

@@ -39,6 +39,7 @@ STOCHASTIC_DEPTH: Declaration = {
 # The behaviour of a model that lacks one of these fields.
 WITHOUT: dict[str, Any] = {
     "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
+    "keep_tokens": 1.0,
 }  # fmt: skip
 _NOTHING = object()  # equals no value
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from vit_jax.base.errors import collect_faults
 from vit_jax.config import key
@@ -24,6 +23,7 @@ from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
+from vit_jax.models.patches import count_kept, extract_patches, take_after
 from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
@@ -31,27 +31,6 @@ from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "token_gap", "map")
-
-
-def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
-    """The entries `which_BM` of each row, none of them twice: (B, N, ...) -> (B, M, ...).
-
-    Its gradient adds nothing up, for which GPUs would have no fixed order.
-    """
-
-    def take(x_N, which_M):
-        return x_N.at[which_M].get(mode="promise_in_bounds", unique_indices=True)
-
-    return jax.vmap(take)(x_BN, which_BM)
-
-
-def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
-    """Cut images into flattened patches, in raster order; a patch is (row, column, channel).
-
-    Shapes: (B, H, W, C) -> (B, HW / (p q), p q C) for patches of p x q pixels.
-    """
-    p, q = patch_size
-    return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
 
 
 class ViT(BlockFields, RotaryFields, PositionChoice, Model):
@@ -83,6 +62,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
       parallel, qk_norm, layer_scale, lora_rank, gated_mlp, mlp_norm: options of the encoder blocks
         (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`, `Mlp`), off by default;
         the pooling head has none of them.
+      keep_tokens: the share of the patches that pass through the encoder in training, drawn for
+        each image and step (Liu et al. 2022, arXiv:2208.07220); evaluation sees all.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
       ops: how the blocks compute; see `block_ops.BlockOps`.
@@ -113,6 +94,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     pos_embed_class_token: bool = key(True, "False: only patches have positions")
     stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
     uniform_depth: bool = key(False, "all layers have the rate stochastic_depth")
+    keep_tokens: float = key(1.0, "share of the patches that training encodes", within="(0, 1]")
     scan: bool = key(False, **fields.SCAN)
     remat: str = key("none", **fields.REMAT)
     remat_layers: int | None = key(None, "so many first layers recompute; None: all")
@@ -190,8 +172,9 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     def tokens(self, images, *, train=False):
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
-        image_size = self.image_size or images.shape[1:3]
-        return self.encode(self.embed(images), image_size=image_size, train=train)
+        x_BND, image_size = self.embed(images), self.image_size or images.shape[1:3]
+        keep = self.draw_keep(*x_BND.shape[:2], train=train)
+        return self.encode(x_BND, keep=keep, image_size=image_size, train=train)
 
     def embed(self, images):
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
@@ -237,7 +220,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if acts_on == "turns":
             turns, shared = shared, None
         if keep is not None:
-            x_BND, shared, turns = (self._take(x, keep) for x in (x_BND, shared, turns))
+            x_BND, shared, turns = (
+                x if x is None else take_after(self.num_prefix_tokens, x, keep)
+                for x in (x_BND, shared, turns)
+            )
         if self.pre_norm:
             x_BND = self.embedding_norm(x_BND)
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
@@ -255,20 +241,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return self.turns(grid, self.num_prefix_tokens, self.registers, head_width, rng)
 
     @nn.nowrap
-    def _take(self, x_BND, keep_BM):
-        """The prefix tokens and the patches `keep_BM` of tokens (B or 1, N, D); None of None."""
-        if x_BND is None:
-            return None
-        prefix = self.num_prefix_tokens
-        x_BND = jnp.broadcast_to(x_BND, (len(keep_BM), *x_BND.shape[1:]))
-        patches_BMD = take_once(x_BND[:, prefix:], keep_BM)
-        return jnp.concatenate([x_BND[:, :prefix], patches_BMD], axis=1)
-
-    @nn.nowrap
     def find_keep_faults(self) -> list[str]:
         """The fields for which `encode` needs all patches of an image."""
         if self.block_class is not EncoderBlock:
-            return [f"keep: the layers of a {type(self).__name__} need all patches of an image"]
+            return [f"the layers of a {type(self).__name__} need all patches of an image"]
         if self.has_positions_in_layers:
             return [
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
@@ -371,8 +347,13 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return math.prod(self.grid) + self.num_prefix_tokens
 
     @property
+    def num_tokens_in_training(self) -> int:
+        """Of these, the number that passes through the encoder in training."""
+        return count_kept(math.prod(self.grid), self.keep_tokens) + self.num_prefix_tokens
+
+    @property
     def attention_shape(self) -> AttentionShape | str:
-        tokens = None if self.image_size is None else self.num_tokens
+        tokens = None if self.image_size is None else self.num_tokens_in_training
         head, relative = self.width // self.num_heads, self.position_class.acts_on == "logits"
         return AttentionShape(self.num_heads, head, tokens, self.attention_dropout, relative)
 
@@ -388,7 +369,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     @property
     def block_bytes(self) -> int:
         hidden = self.mlp_dim * (1 + self.gated_mlp)
-        return 4 * self.num_tokens * (hidden + self.num_heads * self.num_tokens)
+        tokens = self.num_tokens_in_training
+        return 4 * tokens * (hidden + self.num_heads * tokens)
 
     @property
     def flops_by_sizes(self) -> int | None:
@@ -400,7 +382,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         """
         if self.position_class.acts_on == "logits":
             return None
-        tokens, d, f = self.num_tokens, self.width, self.mlp_dim
+        tokens, d, f = self.num_tokens_in_training, self.width, self.mlp_dim
         values = math.prod(self.patch_size) * self.channels
         embedding = 2 * math.prod(self.grid) * values * d
         matrices = 4 * d + (2 + self.gated_mlp) * f
@@ -414,7 +396,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         recomputed = self.depth if self.remat_layers is None else self.remat_layers
-        values = (self.num_tokens if tokens is None else tokens) * self.width
+        values = (self.num_tokens_in_training if tokens is None else tokens) * self.width
         recomputed *= self.remat != "none"
         return split_blocks(self.depth, recomputed, values, self.sums_of_block)
 
@@ -428,6 +410,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
                 "pool='token_gap': it gives 2 D values, which norm_pooled and hidden_head do not "
                 "take; set them to False"
             )
+        if 0 < self.keep_tokens < 1:
+            faults += [f"keep_tokens={self.keep_tokens}: {f}" for f in self.find_keep_faults()]
         if self.num_heads > 0:
             faults += self.find_rotary_faults(self.width // self.num_heads, self.registers)
         if self.lora_rank is not None and not 1 <= self.lora_rank <= self.width:

@@ -24,11 +24,14 @@ class Outputs:
     tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
     layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D). A hybrid's layers
       are those of its Transformer.
+    keep: int32 (B, M), the patches that tokens and layers hold, by the model's `keep_tokens`; None:
+      all patches.
     """
 
     pooled: jax.Array | None = None
     tokens: jax.Array | None = None
     layers: list[jax.Array] = dataclasses.field(default_factory=list)
+    keep: jax.Array | None = None
 
 
 @contextlib.contextmanager
@@ -51,6 +54,8 @@ def watch() -> Iterator[Outputs]:
             outputs.layers.append(output)
         elif module.path == () and method == "tokens":
             outputs.tokens = output
+        elif module.path == () and method == "draw_keep":
+            outputs.keep = output
         elif module.path == () and method == "features":
             outputs.pooled = output
         elif module.path == () and method == "_representations":  # of a DeiT, one for each head

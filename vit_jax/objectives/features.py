@@ -16,6 +16,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import ModelState, Params
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.patches import take_once
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
 
@@ -93,22 +94,32 @@ class Features:
         found: dict[str, Any] = {}
         for i, pair in enumerate(self.pairs):
             x = _choose(outputs, pair.student, "the student", self.model)
-            x = x if pair.student == "pooled" else as_map(self.model, x, self.image_size)
+            keep = None if pair.student == "pooled" else outputs.keep
+            if keep is not None:
+                x = x[:, about(self.model).num_prefix_tokens :]
+            elif pair.student != "pooled":
+                x = as_map(self.model, x, self.image_size)
             found[pair.name] = sum(
-                teacher.weight * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher)
+                teacher.weight
+                * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher, keep)
                 for j, ((_, its), teacher) in enumerate(zip(taught, self.teachers, strict=True))
             )
         return found
 
-    def _distance(self, adapter, x, outputs, pair, teacher):
-        """(B,), for the student's pooled features (B, D) or map (B, rows, columns, D)."""
+    def _distance(self, adapter, x, outputs, pair, teacher, keep):
+        """(B,), for the student's pooled features (B, D), map (B, rows, columns, D), or the patches
+        `keep` (B, M, D).
+        """
         y = _choose(outputs, pair.teacher, teacher.source, teacher.model)
         y = y.astype(jnp.float32)
         if pair.teacher != "pooled":
             size = teacher.model.image_size or self.image_size
             y = as_map(teacher.model, y, size)
-            if y.shape[1:3] != x.shape[1:3]:
-                y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
+            grid = x.shape[1:3] if keep is None else about(self.model).grid
+            if y.shape[1:3] != grid:
+                y = jax.image.resize(y, (len(y), *grid, y.shape[-1]), "bilinear", antialias=True)
+            if keep is not None:
+                y = take_once(y.reshape(len(y), -1, y.shape[-1]), keep)
         layer = nn.Dense(y.shape[-1], dtype=x.dtype)
         x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
         each = cosine_distance(x, y) if self.distance == "cosine" else smooth_l1(x, y)

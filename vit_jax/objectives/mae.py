@@ -19,8 +19,8 @@ from vit_jax.config import POSITIVE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.layers import BlockFields, Encoder, split_blocks
+from vit_jax.models.patches import as_images, extract_patches, random_order, row_keys, take
 from vit_jax.models.position import sincos_2d
-from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     InForm,
@@ -125,7 +125,13 @@ class Mae(ObjectivePart):
 
     def bind(self, model, loss, facts):
         model = patches.check_patches(model, "mae")
-        collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
+        faults = Faults(f"objective.name='mae': {fault}" for fault in model.find_keep_faults())
+        faults.need(
+            model.keep_tokens == 1,
+            f"model.keep_tokens={model.keep_tokens}: objective.name='mae' hides patches from the "
+            "encoder by objective.mask_ratio; set it to 1",
+        )
+        collect_faults(faults)
         bound, prefix = _Mae(model, self, facts.in_form), model.num_prefix_tokens
         return Objective(
             bound.loss,
@@ -193,8 +199,8 @@ class _Mae:
         """The sums over a batch; the patches of row i are drawn by fold_in(key, i)."""
         order_key, dropout_key = jax.random.split(rng)
         images = batch["image"]
-        keys_B = patches.row_keys(order_key, images.shape[0])
-        order_BN = patches.random_order(keys_B, self.num_patches)
+        keys_B = row_keys(order_key, images.shape[0])
+        order_BN = random_order(keys_B, self.num_patches)
         loss_B, _ = self.predict(params, images, order_BN, dropout_key)
         sums = sums_of_rows(loss_B, batch["mask"])
         return ObjectiveOutput(**sums, model_state=state.model_state)
@@ -225,7 +231,7 @@ class _Mae:
     def _targets(self, images, hidden_BH):
         """(targets (B, H, P), their mean, their standard deviation, each (B, H, 1) or a number)."""
         patches_BNP = extract_patches(images.astype(jnp.float32), self.model.patch_size)
-        wanted_BHP = patches.take(patches_BNP, hidden_BH)
+        wanted_BHP = take(patches_BNP, hidden_BH)
         if not self.keys.norm_pixels:
             return wanted_BHP, 0.0, 1.0
         mean_BH1 = wanted_BHP.mean(axis=2, keepdims=True)
@@ -235,16 +241,16 @@ class _Mae:
     def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
         """`Objective.reconstruct`: normalised patches get the mean and deviation of their own."""
         grid, patch_size, visible = self.model.grid, self.model.patch_size, self.count_visible()
-        order_BN = patches.random_order(keys_B, self.num_patches)
+        order_BN = random_order(keys_B, self.num_patches)
         loss_B, found_BHP = self.predict(params, images, order_BN)
         _, mean, std = self._targets(images, order_BN[:, visible:])
         patches_BNP = extract_patches(images, patch_size)
-        seen_BVP = patches.take(patches_BNP, order_BN[:, :visible])
+        seen_BVP = take(patches_BNP, order_BN[:, :visible])
         back_BN = jnp.argsort(order_BN, axis=1)
 
         def image_of(hidden_BHP):
             joined_BNP = jnp.concatenate([seen_BVP, hidden_BHP], axis=1)
-            return patches.as_images(patches.take(joined_BNP, back_BN), grid, patch_size)
+            return as_images(take(joined_BNP, back_BN), grid, patch_size)
 
         restored_BHP = found_BHP * std + mean
         return Reconstruction(loss_B, image_of(0 * found_BHP), image_of(restored_BHP))

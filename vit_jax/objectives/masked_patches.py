@@ -18,7 +18,15 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import key
 from vit_jax.models.contract import Model
-from vit_jax.models.vit import extract_patches, take_once
+from vit_jax.models.patches import (
+    as_images,
+    extract_patches,
+    put_back,
+    random_order,
+    row_keys,
+    take,
+    take_once,
+)
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     Objective,
@@ -55,7 +63,7 @@ def draw_corruption(keys_B: jax.Array, num: int) -> Corruption:
     kind = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(kind_key)
     steps = jax.vmap(lambda key: jax.random.randint(key, (num,), 1, num))(other_key)
     other = (jnp.arange(num)[None] + steps) % num
-    return Corruption(patches.random_order(order_key, num), kind, other)
+    return Corruption(random_order(order_key, num), kind, other)
 
 
 def corrupt(
@@ -68,7 +76,7 @@ def corrupt(
     changed_BND = jnp.where(
         kind_BN1 < _TO_MASK,
         token_11D.astype(x_BND.dtype),
-        jnp.where(kind_BN1 < _TO_MASK + _TO_OTHER, patches.take(x_BND, corruption.other), x_BND),
+        jnp.where(kind_BN1 < _TO_MASK + _TO_OTHER, take(x_BND, corruption.other), x_BND),
     )
     return jnp.where(is_corrupt_BN1, changed_BND, x_BND)
 
@@ -95,7 +103,7 @@ class MaskedPatches(ObjectivePart):
     the learned mask token with probability 0.8, the embedding of another patch with 0.1, and stays
     with 0.1. The loss of an image is the mean over its corrupted patches. The other patch is one of
     the same image, so that no row depends on another. The mask token and a linear head are the
-    objective's own parameters.
+    objective's own parameters. Patches that `model.keep_tokens` leaves out count nowhere.
 
     Targets: "mean_colour": the mean colour in 3 bits per channel, 512 classes. "small_patch": the
     patch resized to 4 x 4 by means, 16 such colours. "pixels": all values, by their mean squared
@@ -165,10 +173,10 @@ class _MaskedPatches:
         """The sums over a batch; the corruption of row i is drawn by fold_in(key, i)."""
         corruption_key, dropout_key = jax.random.split(rng)
         images = batch["image"]
-        keys_B = patches.row_keys(corruption_key, images.shape[0])
+        keys_B = row_keys(corruption_key, images.shape[0])
         corruption = draw_corruption(keys_B, self.num_patches)
-        found = self.predict(params, images, corruption, dropout_key)
-        loss_B, metrics = self.compare(found, images, corruption)
+        found, seen_BM = self.predict(params, images, corruption, dropout_key)
+        loss_B, metrics = self.compare(found, images, corruption, seen_BM)
         sums = sums_of_rows(loss_B, batch["mask"], **metrics)
         return ObjectiveOutput(**sums, model_state=state.model_state)
 
@@ -178,38 +186,55 @@ class _MaskedPatches:
         images: jax.Array,
         corruption: Corruption,
         dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The head's output for the corrupted patches, float32 (B, M, outputs).
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(the head's output for the corrupted patches, float32 (B, M, outputs); which are seen).
 
+        The latter is 1.0 for a patch that the encoder has seen, (B, M); None: it has seen all.
         `dropout_key`: None leaves out the dropout.
         """
         own, options = cast(Any, params[OBJECTIVE]), patches.dropout_options(dropout_key)
 
         def encode(model, images, corruption, token, train):
             x_BND = corrupt(model.embed(images), corruption, token, self.num_corrupt)
-            return model.encode(x_BND, train=train)
+            keep = model.draw_keep(*x_BND.shape[:2], train=train)
+            x_BND = model.encode(x_BND, keep=keep, train=train)
+            return x_BND[:, model.num_prefix_tokens :], keep
 
-        tokens_BND = self.model.apply(
+        found: Any = self.model.apply(
             {"params": params}, images, corruption, own["mask_token"], method=encode, **options
         )
-        x_BND = cast(jax.Array, tokens_BND)[:, self.model.num_prefix_tokens :]
-        x_BMD = take_once(x_BND, corruption.order[:, : self.num_corrupt])
-        return cast(jax.Array, self.head.apply({"params": own["head"]}, x_BMD)).astype(jnp.float32)
+        (x_BND, keep), seen_BM = found, None
+        corrupt_BM = corruption.order[:, : self.num_corrupt]
+        if keep is not None:
+            x_BND, seen_BN1 = (
+                put_back(x, keep, self.num_patches) for x in (x_BND, jnp.ones((*keep.shape, 1)))
+            )
+            seen_BM = take_once(seen_BN1, corrupt_BM)[:, :, 0]
+        x_BMD = take_once(x_BND, corrupt_BM)
+        found = self.head.apply({"params": own["head"]}, x_BMD)
+        return found.astype(jnp.float32), seen_BM
 
     def compare(
-        self, found: jax.Array, images: jax.Array, corruption: Corruption
+        self,
+        found: jax.Array,
+        images: jax.Array,
+        corruption: Corruption,
+        seen_BM: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(loss (B,), {metric: (B,)}) of predictions (B, M, outputs) for the corrupted patches."""
+        """(loss (B,), {metric: (B,)}) of predictions (B, M, outputs) for the corrupted patches.
+
+        `seen_BM`: as of `predict`.
+        """
         corrupt_BM = corruption.order[:, : self.num_corrupt]
         if self.target == "pixels":
             patches_BNP = extract_patches(images.astype(jnp.float32), self.model.patch_size)
-            errors = jnp.square(found - patches.take(patches_BNP, corrupt_BM))
-            return errors.mean(axis=(1, 2)), {}
-        wanted_BMS = patches.take(self._colours(images), corrupt_BM)
+            errors = jnp.square(found - take(patches_BNP, corrupt_BM))
+            return _mean(errors, seen_BM), {}
+        wanted_BMS = take(self._colours(images), corrupt_BM)
         scores_BMSK = rearrange(found, "b m (s k) -> b m s k", s=wanted_BMS.shape[2])
         loss = optax.losses.softmax_cross_entropy_with_integer_labels(scores_BMSK, wanted_BMS)
         right = (scores_BMSK.argmax(axis=-1) == wanted_BMS).astype(jnp.float32)
-        return loss.mean(axis=(1, 2)), {"colour_top1": right.mean(axis=(1, 2))}
+        return _mean(loss, seen_BM), {"colour_top1": _mean(right, seen_BM)}
 
     def _colours(self, images):
         """The colours to predict for every patch, int32 (B, N, S)."""
@@ -223,7 +248,7 @@ class _MaskedPatches:
     def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
         """`Objective.reconstruct`: colours are drawn at the middle of their range."""
         model, corruption = self.model, draw_corruption(keys_B, self.num_patches)
-        found = self.predict(params, images, corruption)
+        found, _ = self.predict(params, images, corruption)
         loss_B, _ = self.compare(found, images, corruption)
         if self.target != "pixels":
             found = self._values(found)
@@ -231,11 +256,11 @@ class _MaskedPatches:
         is_corrupt_BN1 = (place_BN < self.num_corrupt)[:, :, None]
         patches_BNP = extract_patches(images, model.patch_size)
         padding = ((0, 0), (0, self.num_patches - self.num_corrupt), (0, 0))
-        found_BNP = patches.take(jnp.pad(found, padding), place_BN)
+        found_BNP = take(jnp.pad(found, padding), place_BN)
 
         def image_of(hidden_BNP):
             joined_BNP = jnp.where(is_corrupt_BN1, hidden_BNP, patches_BNP)
-            return patches.as_images(joined_BNP, model.grid, model.patch_size)
+            return as_images(joined_BNP, model.grid, model.patch_size)
 
         return Reconstruction(loss_B, image_of(0 * found_BNP), image_of(found_BNP))
 
@@ -249,3 +274,10 @@ class _MaskedPatches:
         values = (pixels / 255 - mean) / std
         values = values.repeat(p // side, axis=2).repeat(q // side, axis=3)
         return rearrange(values, "b m p q c -> b m (p q c)")
+
+
+def _mean(x_BMS: jax.Array, seen_BM: jax.Array | None) -> jax.Array:
+    """The mean over the seen patches of each row, (B,); 0 of a row without any."""
+    if seen_BM is None:
+        return x_BMS.mean(axis=(1, 2))
+    return (x_BMS.mean(axis=2) * seen_BM).sum(axis=1) / jnp.maximum(seen_BM.sum(axis=1), 1)

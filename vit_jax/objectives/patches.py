@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from vit_jax.base.errors import InputError
 from vit_jax.models.contract import Model, about
@@ -45,34 +44,10 @@ def check_patches(model: nn.Module, name: str) -> Model:
     return model
 
 
-def row_keys(rng: jax.Array, num_rows: int) -> jax.Array:
-    """A key for each row of the global batch, the same on every mesh."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, jnp.arange(num_rows))
-
-
-def random_order(keys_B: jax.Array, num: int) -> jax.Array:
-    """A random order of `num` patches for each row, int32 (B, num)."""
-    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(keys_B)
-    return jnp.argsort(noise_BN, axis=1)
-
-
-def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
-    """The patches `which_BM` of each row: (B, M, D)."""
-    return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
-
-
 def dropout_options(dropout_key: jax.Array | None) -> dict[str, Any]:
     """The options of `model.apply` in training; None leaves out the dropout."""
     options: dict[str, Any] = {"train": dropout_key is not None}
     return options if dropout_key is None else options | {"rngs": {"dropout": dropout_key}}
-
-
-def as_images(
-    patches_BNP: jax.Array, grid: tuple[int, int], patch_size: tuple[int, int]
-) -> jax.Array:
-    """Patches (B, N, P) as images (B, H, W, channels): the inverse of `extract_patches`."""
-    (rows, columns), (p, q) = grid, patch_size
-    return rearrange(patches_BNP, "b (h w) (p q c) -> b (h p) (w q) c", h=rows, w=columns, p=p, q=q)
 
 
 def as_pixels(values: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:

@@ -17,6 +17,7 @@ Sources: Caron et al. 2021 (arXiv:2104.14294); Zhou et al. 2021 (arXiv:2111.0783
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -27,7 +28,7 @@ from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
-from vit_jax.models.vit import take_once
+from vit_jax.models.patches import put_back, row_keys, take_once
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -259,7 +260,7 @@ class _SelfDistillation:
         hidden_key, dropout_key = jax.random.split(rng)
         num_global, hidden = images.shape[1], None
         if self.hides:
-            keys_B, masked = patches.row_keys(hidden_key, len(images)), k.masked_views * num_global
+            keys_B, masked = row_keys(hidden_key, len(images)), k.masked_views * num_global
             shares = k.mask_min, k.mask_max
             hidden = draw_hidden(keys_B, self.model.grid, num_global, round(masked), shares)
         teacher = jax.lax.stop_gradient(self._see(state.ema, images, hidden, None))
@@ -277,7 +278,7 @@ class _SelfDistillation:
             patch_targets, centres["patches"] = self._targets(
                 teacher["patches"], weights, centres.get("patches"), state.step
             )
-            terms["patches"] = self._patch_term(student, patch_targets, hidden, mask_B, num_global)
+            terms["patches"] = self._patch_term(student, patch_targets, mask_B, num_global)
         if k.koleo_weight:
             each_GB = [
                 koleo(student["features"][:, g], mask_B, _fit(k.koleo_group, len(mask_B)))
@@ -333,8 +334,9 @@ class _SelfDistillation:
           learns: whether gradients flow to the prototypes.
 
         Returns:
-          {"features": (B, V, D), "tokens": (B, V, N, D) of the patches, "views": logits (B, V, K),
-          and with `hidden` "patches": logits (B, U, M, K)}.
+          {"features": (B, V, D), "tokens": (B, V, N, D) of the patches, "keep": (B, V, N) their
+          raster indices (None: all), "views": logits (B, V, K), and with `hidden` "patches": logits
+          (B, U, M, K), "counts": (B, U, M), 0 where the encoder has not seen the patch}.
         """
         model, own = model or self.model, cast(Any, params[OBJECTIVE])
         options = patches.dropout_options(dropout_key)
@@ -344,17 +346,28 @@ class _SelfDistillation:
             if hides and hidden is not None:
                 masked = _masked_patches(hidden, images.shape[0])
                 x = jnp.where(masked[:, :, None], own["mask_token"].astype(x.dtype), x)
-            x = model.encode(x, image_size=images.shape[1:3], train=train)
-            return model.represent(x), x[:, model.num_prefix_tokens :]
+            keep = model.draw_keep(*x.shape[:2], train=train)
+            x = model.encode(x, keep=keep, image_size=images.shape[1:3], train=train)
+            return model.represent(x), x[:, model.num_prefix_tokens :], keep
 
         rows, views = images.shape[:2]
         flat = images.reshape(rows * views, *images.shape[2:])
         found: Any = model.apply({"params": params}, flat, method=encode, **options)
-        features, tokens = (x.reshape(rows, views, *x.shape[1:]) for x in found)
-        found = {"features": features, "tokens": tokens}
+        found = jax.tree.map(lambda x: x.reshape(rows, views, *x.shape[1:]), found)
+        features, tokens, keep = found
+        found = {"features": features, "tokens": tokens, "keep": keep}
         found["views"] = self.head.apply({"params": own["head"]}, features, learns)
         if hidden is not None:
-            chosen = jax.vmap(take_once)(take_once(tokens, hidden.views), hidden.which)
+
+            def choose(x):
+                return jax.vmap(take_once)(take_once(x, hidden.views), hidden.which)
+
+            found["counts"] = hidden.counts
+            if keep is not None:
+                put = jax.vmap(partial(put_back, num=hidden.mask.shape[2]))
+                found["counts"] *= choose(put(jnp.ones((*keep.shape, 1)), keep))[..., 0]
+                tokens = put(tokens, keep)
+            chosen = choose(tokens)
             head = own.get("patch_head", own["head"])
             found["patches"] = self.head.apply({"params": head}, chosen, learns)
         return found
@@ -379,11 +392,10 @@ class _SelfDistillation:
         rise = jnp.minimum(step / warmup, 1.0)
         return k.first_temperature + rise * (k.teacher_temperature - k.first_temperature)
 
-    def _patch_term(self, student, targets, hidden, mask_B, num_global):
+    def _patch_term(self, student, targets, mask_B, num_global):
         """The mean over all global views; those without hidden patches count as 0."""
-
         each_BU = patch_entropies(
-            student["patches"], targets, hidden.counts, self.keys.student_temperature
+            student["patches"], targets, student["counts"], self.keys.student_temperature
         )
         sum_B = mask_B * each_BU.sum(axis=1)
         return Term(sum_B.sum(), mask_B.sum() * num_global, self.keys.patch_weight)
@@ -407,7 +419,9 @@ class _SelfDistillation:
         tokens: Any = model.apply({"params": resampled}, flat, method="tokens")
         tokens = jax.lax.stop_gradient(tokens[:, model.num_prefix_tokens :])
         tokens = resize_tokens(tokens, model.grid, self.model.grid)
-        tokens = tokens.reshape(student["tokens"].shape)
+        tokens = tokens.reshape(*images.shape[:2], *tokens.shape[1:])
+        if student["keep"] is not None:
+            tokens = jax.vmap(take_once)(tokens, student["keep"])
         group = _fit(k.gram_group, len(mask_B))
         counts_R = mask_B.reshape(-1, group).min(axis=1)
         each_GR = [

@@ -16,7 +16,7 @@ from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
-from vit_jax.models.contract import Model, about
+from vit_jax.models.contract import Model, about, with_known
 from vit_jax.objectives.contract import TokenPass
 from vit_jax.planning.targets import Target
 
@@ -223,7 +223,7 @@ def _add_activations(exchanges: _Exchanges, own: TokenPass, examples: int, still
     Raises:
       InputError: the model does not say what its layers exchange.
     """
-    model = about(own.model)
+    model = about(own.model if own.learns else with_known(own.model, keep_tokens=1.0))
     layers = model.split_layers(own.tokens)
     if layers is None:
         raise InputError(

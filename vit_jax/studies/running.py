@@ -39,7 +39,7 @@ from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import readable
 from vit_jax.run.watch.guards import DIVERGED_FILE
 from vit_jax.studies.engine import Found, Member, Result, Results, Study, without_seed
-from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Measured, Report
+from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Best, Measured, Report
 
 logger = logging.getLogger("vit_jax")
 
@@ -302,7 +302,7 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     values = {**report.values, "warnings": warnings}
     table = as_latex([report.columns, *report.texts], report.note)
     files = {"study.csv": found.csv().encode(), "study.tex": table.encode(), **report.files}
-    values["winner"] = _describe_winner(found, call, report.best) if report.best else None
+    values["winner"] = _describe_winner(found, call, report.best) if report.best.names else None
     report = report._replace(values=values, files=files)
     members = {
         member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
@@ -317,7 +317,7 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
         "columns": report.columns,
         "rows": report.texts,
         "table": report.rows,
-        "best": report.best,
+        "best": report.best.names,
         **values,
         "members": members,
     }
@@ -327,7 +327,7 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     commands = "\n".join(member["command"] for member in members.values())
     noted = f"{report.note}.\n\n" * bool(report.note)
     warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
-    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best else ""
+    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best.names else ""
     text = (
         f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{noted}{best}{warned}"
         f"The members:\n\n```sh\n{commands}\n```\n"
@@ -345,8 +345,9 @@ def _read_command(call: Call, member: Member) -> str:
     return shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)])
 
 
-def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str, Any]:
+def _describe_winner(found: Found, call: Call, best: Best) -> dict[str, Any]:
     """The best members, by seeds: their place, mean metrics, workdirs, and the next commands."""
+    names = best.names
     rows = [found.study.numbers_of(found.results[name]) for name in names]
     metrics = [name for name in rows[0] if "/" in name
                and all(row.get(name) is not None for row in rows)]  # fmt: skip
@@ -365,7 +366,7 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
         longer["longer"] = " ".join([command, *map(shlex.quote, of_plugins)])
     return {
         "place": {key: value for key, value in place.items() if value != ""},
-        "near": found.near_best,
+        "near": best.near,
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
         "workdirs": [str(call.workdir / name) for name in names],
         "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best, *of_plugins]),
@@ -399,7 +400,7 @@ def print_table(report: Report, title: str | None = None) -> None:
 def _conclude(report: Report, call: Call, results: Results) -> int:
     """Print the results of a study; return the exit code."""
     print_table(report)
-    if report.best:
+    if report.best.names:
         print("\n".join(_say_winner(report.values["winner"])))
     for name, result in results.items():
         if result.state in (FAILED, DIVERGED):

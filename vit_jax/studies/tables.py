@@ -63,6 +63,17 @@ class Measured:
         return {"mean": mean, "std": std, "values": known, "note": self.note}
 
 
+class Best(NamedTuple):
+    """The best place of a study.
+
+    names: the members there that have finished, by seeds; (): no places are compared.
+    near: the places that are within one standard deviation of it.
+    """
+
+    names: Sequence[str] = ()
+    near: Sequence[Mapping[str, Any]] = ()
+
+
 def say_deviations(cells: Iterable[Any]) -> str:
     """The meaning of ± in the texts of `cells`; "" if none has it."""
     counts = {len(cell.known) for cell in cells if isinstance(cell, Measured)} - {0, 1}
@@ -78,14 +89,14 @@ class Report(NamedTuple):
     values: further content of study.json.
     complete: whether all planned results are there; None: if no `Measured` lacks one.
     files: {name: content} of additional files.
-    best: the best members, by seeds, as `Found.best_of` gives them; () if none are compared.
+    best: the best members, from `Found.best_of`.
     """
 
     rows: Sequence[Mapping[str, Any]]
     values: Mapping[str, Any] = {}
     complete: bool | None = None
     files: Mapping[str, bytes] = {}
-    best: Sequence[str] = ()
+    best: Best = Best()
 
     @property
     def columns(self) -> list[str]:

@@ -58,7 +58,7 @@ DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.str
 # Fields of `config.model` that are no property of a source.
 _NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
               "stochastic_depth", "head_bias", "lora_rank", "rotary_shift", "rotary_jitter",
-              "rotary_rescale"}  # fmt: skip
+              "rotary_rescale", "keep_tokens"}  # fmt: skip
 _OF_PIXELS = ("channels", "mean", "std", "exif", "pixel_range")  # keys of `data`
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 
@@ -327,7 +327,7 @@ def freeze_layers(config: ConfigDict) -> Changes:
     last = config.optimizer.last_layers
     if last is None:
         return {}
-    settings, _ = Settings.read_open(config)
+    settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
     params, freeze = tree.unflatten_names(abstract_params(model)), config.optimizer.freeze
     try:

@@ -1,11 +1,15 @@
 """Faults on purpose, by `job.inject`, to test what must find or survive them.
 
-Each is made once in a workdir, before a step; "," separates several. A flipped bit is the highest
-of the mantissa of an array's first number. `run.watch.injected` makes the faults of processes.
+Each is made once in a workdir, before a step; "," separates several. With `every=60s` in the place
+of `step=12`, a fault of a process is made 60 s after the run's first start, and again 60 s after
+each time. With `every=60s:seed=3` these times are drawn from an exponential distribution with a
+mean of 60 s. A flipped bit is the highest of the mantissa of an array's first number.
+`run.watch.injected` makes the faults of processes.
 """
 
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -24,6 +28,9 @@ FAULTS = {  # example: meaning
     "term:process=1:step=12": "process 1 is told to save and end (SIGTERM), as by a preemption",
     "stop:process=1:step=12:seconds=5": "process 1 is stopped (SIGSTOP) for 5 seconds",
     "hang:process=1:step=12": "process 1 waits for ever, while its other threads go on",
+    "slow:process=1:step=12:seconds=5": "process 1 takes 5 seconds more for the step",
+    "lose:process=1:step=12": "process 1 is killed and its copies of steps in host memory are "
+                              "removed, as when its host is lost",
     "cut:process=1:step=12": "all TCP connections of process 1 are shut down",
     "clock:process=1:step=12:seconds=-3600": "`time.time` of process 1 goes back an hour; file "
                                              "times do not",
@@ -43,7 +50,11 @@ class Fault(NamedTuple):
     text: as the user writes it.
     kind: the words before the place.
     place: number of a device in the mesh if the kind is a flip, else of a process; from 0.
-    seconds: that a stop, a jump of the clock, or the delay of each write takes.
+    step: 0 if the fault is made again and again.
+    seconds: that a stop, a jump of the clock, a slow step, or the delay of each write takes.
+    every: seconds of wall time between two times, or their mean.
+    seed: of the times; None: they are equally far apart.
+    times: of the run's first start, and of each time the fault was made, by `time.time`.
     """
 
     text: str
@@ -51,6 +62,9 @@ class Fault(NamedTuple):
     place: int
     step: int
     seconds: float = 0.0
+    every: float = 0.0
+    seed: str | None = None
+    times: Sequence[float] = ()
 
     @property
     def is_flip(self) -> bool:
@@ -60,6 +74,15 @@ class Fault(NamedTuple):
     def is_for_replay(self) -> bool:
         return self.kind in ("flip:activation", "flip:gradient")
 
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether the fault is made before `step`, at the time `now`."""
+        if not self.every:
+            return step == self.step
+        wait = self.every
+        if self.seed is not None:  # the same at each start of the run
+            wait = random.Random(f"{self.seed} {len(self.times)}").expovariate(1 / self.every)
+        return now >= self.times[-1] + wait
+
 
 def parse_faults(text: str | None) -> list[Fault]:
     """The faults that `job.inject` asks for. Raises InputError if one is unknown."""
@@ -67,16 +90,22 @@ def parse_faults(text: str | None) -> list[Fault]:
 
 
 def _parse(word: str) -> Fault:
+    times = re.match(r"\w+:process=\d+:(every=([1-9]\d{0,8})s(?::seed=(\d{1,9}))?)", word, re.ASCII)
+    plain = word.replace(times[1], "step=0") if times else word
     for example in FAULTS:
         form = re.sub(r"seconds=[\d.]+", r"seconds=(\\d{1,6}(?:\\.\\d+)?)", example)
         form = re.sub(r"seconds=-[\d.]+", r"seconds=(-?\\d{1,9}(?:\\.\\d+)?)", form)
         form = re.sub(r"=\d+", r"=(\\d{1,9})", form)
-        if match := re.fullmatch(form, word, re.ASCII):
+        if match := re.fullmatch(form, plain, re.ASCII):
             place, step, *seconds = match.groups()
             kind = re.sub(r":(device|process)=.*", "", example)
-            return Fault(word, kind, int(place), int(step), *map(float, seconds))
+            wait_s = float(seconds[0]) if seconds else 0.0
+            fault = Fault(word, kind, int(place), int(step), wait_s)
+            return fault._replace(every=float(times[2]), seed=times[3]) if times else fault
     kind = word.partition(":")[0]
     same = [example for example in FAULTS if example.startswith(f"{kind}:")]
+    if "every=" in word:
+        same = [re.sub(r"(process=\d):step=12", r"\1:every=60s:seed=3", each) for each in same]
     hint = f"write {' or '.join(same)}" if same else nearest(word, [*FAULTS])
     raise InputError(f"job.inject={word!r}: no such fault; {hint}")
 
@@ -93,7 +122,8 @@ def check_places(
         key, most = f"job.inject={fault.text!r}", (devices if fault.is_flip else processes) - 1
         what = "devices" if fault.is_flip else "processes"
         faults.need(fault.place <= most, f"{key}: the run has {what} 0 to {most}; name one")
-        faults.need(1 <= fault.step <= steps, f"{key}: the run has steps 1 to {steps}; name one")
+        faults.need(fault.every or 1 <= fault.step <= steps,
+                    f"{key}: the run has steps 1 to {steps}; name one")  # fmt: skip
         if fault.is_for_replay:
             faults.need(every and fault.step % every == 0,
                         f"{key}: only a replay meets it; set job.replay_every so that step "

@@ -1,13 +1,14 @@
 """Makes the faults of `job.inject`: on a device, a process, its network, its clock, its disk.
 
-WORKDIR/injected/FAULT, an empty file, is written before a fault is made, so that a run which is
-started again goes on past it.
+WORKDIR/injected/FAULT, with a line for each time, is written before a fault is made, so that a run
+which is started again goes on past it.
 """
 
 import contextlib
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,12 +19,15 @@ import time
 import jax
 from etils import epath
 
+from vit_jax.checkpoints import memory
 from vit_jax.checkpoints.restore import saved_steps
 from vit_jax.checkpoints.seal import names_of_files
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import processes
 from vit_jax.run.build import Run
+from vit_jax.run.setup.workdir import run_name
 from vit_jax.run.watch.faults import Fault, flip_weight, parse_faults
+from vit_jax.run.watch.ledger import began_at
 
 logger = logging.getLogger("vit_jax")
 
@@ -31,17 +35,22 @@ FOLDER = "injected"  # in the workdir
 
 
 def faults_left(run: Run) -> list[Fault]:
-    """The faults that have not been made in the workdir; the same on all processes."""
+    """The faults that are still to be made in the workdir; the same on all processes."""
     faults = parse_faults(run.settings.job.inject)
     if not faults:
         return []
 
-    def find() -> list[str]:
-        folder = run.workdir / FOLDER
-        return [fault.text for fault in faults if not (folder / fault.text).exists()]
+    def find() -> dict[str, list[float]]:
+        (began, _), found = began_at(run.workdir), {}
+        for fault in faults:
+            path = run.workdir / FOLDER / fault.text
+            made = path.read_text().split() if path.exists() else None
+            if fault.every or made is None:
+                found[fault.text] = [began, *map(float, made or ())]
+        return found
 
     left = processes.say_to_all("the faults made", find, run.settings.job.compile_deadline_s)
-    return [fault for fault in faults if fault.text in left]
+    return [fault._replace(times=left[fault.text]) for fault in faults if fault.text in left]
 
 
 def is_here(run: Run, fault: Fault) -> bool:
@@ -51,10 +60,13 @@ def is_here(run: Run, fault: Fault) -> bool:
 
 
 def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
-    """Make the fault, in this process and its devices; return the state to go on with."""
+    """Make the fault, in this process and its devices; return the state to go on with.
+
+    The last of its `times` is now.
+    """
     logger.warning("job.inject: %s", fault.text)
     (run.workdir / FOLDER).mkdir(exist_ok=True)
-    (run.workdir / FOLDER / fault.text).write_text("")
+    (run.workdir / FOLDER / fault.text).write_text("\n".join(map(str, fault.times[1:])))
     me = os.getpid()
     match fault.kind:
         case "flip:weight":  # the replay makes the others
@@ -70,6 +82,12 @@ def make(run: Run, fault: Fault, state: TrainState) -> TrainState:
             os.kill(me, signal.SIGSTOP)
         case "hang":
             threading.Event().wait()
+        case "slow":
+            time.sleep(fault.seconds)
+        case "lose":
+            kept = memory.folder_here(run_name(run.workdir), run.settings.checkpoint.memory_dir)
+            shutil.rmtree(kept, ignore_errors=True)
+            os.kill(me, signal.SIGKILL)
         case "cut":
             _cut_connections()
         case "clock":

@@ -64,7 +64,7 @@ def read_past(
       start_s: since the time in the line of this start.
       choose_s: of these, what the measurement of kernels took.
     """
-    began, branched_at = _began(workdir)
+    began, branched_at = began_at(workdir)
     whole, kept, of_branch = _Sums(), _Sums(), _Sums()
     for row in history:
         if row.get("time/wall_s") is not None:
@@ -86,7 +86,7 @@ def read_past(
     return Past(wall_s, kept.seconds["input_wait"], seconds)
 
 
-def _began(workdir: epath.Path) -> tuple[float, int]:
+def began_at(workdir: epath.Path) -> tuple[float, int]:
     """When a run or a branch was trained for the first time, by `time.time`; the branch's step.
 
     The step is -1 of a run that is no branch.

@@ -5,6 +5,7 @@ before and after the step, add metrics, raise, or take its place. Others: `speed
 `replay.watch_replays`, `spikes.Spikes.watch`.
 """
 
+import time
 from collections.abc import Sequence
 
 import jax
@@ -63,9 +64,13 @@ def inject(run: Run, left: Sequence[Fault]) -> Watcher:
 
     def watch(step):
         def watched(number, state, batch):
-            for fault in [fault for fault in mine if fault.step == number]:
+            now = time.time()
+            for fault in [fault for fault in mine if fault.is_due(number, now)]:
                 mine.remove(fault)
-                state = make(run, fault, state)
+                made = fault._replace(times=(*fault.times, now))
+                if made.every:
+                    mine.append(made)
+                state = make(run, made, state)
             return step(number, state, batch)
 
         return watched

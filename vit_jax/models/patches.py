@@ -1,0 +1,81 @@
+"""Images as patches, and the choice of some of them by row.
+
+Axes: B images, N patches in raster order, M of them, D width, P values of a patch (row, column,
+channel).
+"""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+
+def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
+    """Cut images into flattened patches, in raster order; a patch is (row, column, channel).
+
+    Shapes: (B, H, W, C) -> (B, HW / (p q), p q C) for patches of p x q pixels.
+    """
+    p, q = patch_size
+    return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
+
+
+def as_images(
+    patches_BNP: jax.Array, grid: tuple[int, int], patch_size: tuple[int, int]
+) -> jax.Array:
+    """Patches (B, N, P) as images (B, H, W, channels): the inverse of `extract_patches`."""
+    (rows, columns), (p, q) = grid, patch_size
+    return rearrange(patches_BNP, "b (h w) (p q c) -> b (h p) (w q) c", h=rows, w=columns, p=p, q=q)
+
+
+def row_keys(rng: jax.Array, num_rows: int) -> jax.Array:
+    """A key for each row of the global batch, the same on every mesh."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, jnp.arange(num_rows))
+
+
+def random_order(keys_B: jax.Array, num: int) -> jax.Array:
+    """A random order of `num` patches for each row, int32 (B, num)."""
+    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(keys_B)
+    return jnp.argsort(noise_BN, axis=1)
+
+
+def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
+    """The patches `which_BM` of each row: (B, M, D)."""
+    return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
+
+
+def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
+    """The entries `which_BM` of each row, none of them twice: (B, N, ...) -> (B, M, ...).
+
+    Its gradient adds nothing up, for which GPUs would have no fixed order.
+    """
+
+    def take(x_N, which_M):
+        return x_N.at[which_M].get(mode="promise_in_bounds", unique_indices=True)
+
+    return jax.vmap(take)(x_BN, which_BM)
+
+
+def take_after(prefix: int, x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
+    """The first `prefix` tokens, then the patches `which_BM`: (B or 1, prefix + N, D)."""
+    x_BND = jnp.broadcast_to(x_BND, (len(which_BM), *x_BND.shape[1:]))
+    return jnp.concatenate([x_BND[:, :prefix], take_once(x_BND[:, prefix:], which_BM)], axis=1)
+
+
+def draw_kept(rng: jax.Array, rows: int, num: int, share: float) -> jax.Array:
+    """A share of `num` patches, drawn for each row: raster indices, rising, int32 (rows, M)."""
+    order_BN = random_order(row_keys(rng, rows), num)
+    return jnp.sort(order_BN[:, : count_kept(num, share)], axis=1)
+
+
+def count_kept(num: int, share: float) -> int:
+    """M: how many of `num` patches are kept, at least one."""
+    return max(round(num * share), 1)
+
+
+def put_back(x_BMD: jax.Array, kept_BM: jax.Array, num: int) -> jax.Array:
+    """The patches at their places `kept_BM` among `num`, zeros elsewhere: -> (B, N, D)."""
+
+    def put(x_MD, kept_M):
+        zeros_ND = jnp.zeros((num, x_MD.shape[-1]), x_MD.dtype)
+        return zeros_ND.at[kept_M].set(x_MD, mode="promise_in_bounds", unique_indices=True)
+
+    return jax.vmap(put)(x_BMD, kept_BM)
