@@ -131,7 +131,7 @@ def check_job(words: Sequence[str]) -> Job:
 
 def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     """The data sets that training and evaluators read from files, each once."""
-    settings, _ = Settings.read_open(config)
+    settings = Settings.of(config)
     keys = {config.data.data_dir: "data.data_dir"}
     found = {(split.data_name, split.data_dir): keys.get(split.data_dir, "data.mix")
              for split in mixed_keys(settings.data)}  # fmt: skip
@@ -149,7 +149,7 @@ def needed_extras(config: ConfigDict | None, workdir: str) -> tuple[str, ...]:
     """Extras of the package that a job needs, sorted; `config` None: it is in the workdir."""
     addresses, extras = [workdir], set()
     if config is not None:
-        training = mixed_keys(Settings.read_open(config)[0].data)
+        training = mixed_keys(Settings.of(config).data)
         places = (*training, *config.evals.values())
         addresses += [config.init_from, *(place.data_dir for place in places)]
         extras |= {"wandb"} if config.log.wandb is not None else set()
@@ -164,14 +164,14 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     Raises:
       InputError: it is no study that can run, or no member waits.
     """
-    from vit_jax.commands.study import prepare_study
+    from vit_jax.commands.study import read_study
     from vit_jax.studies import running
 
     flags = parse_flags("study", words[1:])
     if flags.launcher is not None:
         raise InputError(f"--launcher={flags.launcher}: this one takes the members; leave it out")
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
-        study, call = prepare_study(flags)
+        study, call = read_study(flags)
         waiting = running.waiting_members(study, call)
         configs = [study.config_of(member.overrides) for member in waiting]
     if not waiting:
@@ -191,7 +191,8 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     jobs = []
     for member, own in zip(waiting, configs, strict=True):
         job = Job(tuple(running.member_words(call, member)), flags.config,
-                  f"{workdir}/{member.name}", (), typed, needed_extras(own, workdir))  # fmt: skip
+                  f"{workdir}/{member.name}", (), typed, needed_extras(own, workdir),
+                  find_data_sets(own))  # fmt: skip
         jobs.append(job)
     return workdir, jobs
 

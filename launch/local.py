@@ -243,9 +243,7 @@ def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list
     try:
         log_path(job, 0).parent.mkdir(parents=True, exist_ok=True)
         for i in range(num_processes):
-            path = log_path(job, i)
-            before = [path.read_bytes()] if path.exists() else []
-            logs.append(files.open_for_append(path, before))
+            logs.append(files.open_for_append(log_path(job, i)))
             stack.callback(logs[-1].close)
     except OSError as e:
         raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another folder") from None

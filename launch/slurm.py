@@ -38,7 +38,7 @@ from command_line import (
     shell,
 )
 from environment import read_environment
-from job import Job, check_job, study_jobs
+from job import Job, check_data_travels, check_job, study_jobs
 
 from vit_jax.base import files
 from vit_jax.base.addresses import hide
@@ -94,6 +94,15 @@ def check(flags: argparse.Namespace) -> None:
             "too few to read the images of a GPU; e.g. 16 for each GPU",
             file=sys.stderr,
         )
+
+
+def may_have(folder: str) -> bool:
+    """Whether compute nodes may have `folder`; warns if this node lacks it, as with their disks."""
+    is_path = "://" not in folder
+    if is_path and not pathlib.Path(folder).expanduser().exists():
+        print(f"warning: {folder}: does not exist here; the job ends at its start if the compute "
+              "nodes have none either", file=sys.stderr)  # fmt: skip
+    return is_path
 
 
 _SCRIPT = """\
@@ -187,11 +196,14 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     if words[:1] == ["study"]:
         workdir, members = study_jobs(words)
         extras = {extra for member in members for extra in member.extras}
-        job = Job(tuple(words), None, workdir, extras=tuple(sorted(extras)))
+        data = dict.fromkeys(data for member in members for data in member.data)
+        job = Job(tuple(words), None, workdir, extras=tuple(sorted(extras)), data=tuple(data))
     else:
         job = check_job(words)
     script, logs = render(flags, job, members), [log_folder(job), *map(log_folder, members)]
     variables = read_environment(flags, job)
+    of_nodes = {"TFDS_DATA_DIR": "~/tensorflow_datasets"} | os.environ | variables.all
+    check_data_travels(job, "a compute node", of_nodes, may_have, "give a shared folder")
     if flags.dry_run:
         print(shell(["mkdir", "-p", *map(str, logs)]))
         say(f"{variables.shown}sbatch <<'END'\n{script}END")

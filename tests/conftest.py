@@ -72,6 +72,11 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 10, 10)
 
 
+def pytest_sessionfinish():
+    """Let pytest's last search for garbage, of all that the tests have left, find nothing to do."""
+    gc.freeze()
+
+
 def pytest_unconfigure():
     if "forked" in sys.modules:
         sys.modules["forked"].stop()

@@ -111,7 +111,7 @@ MUTATIONS = [
     M("vit_jax/models/layers.py", "max(self.depth - 1, 1)", "self.depth",
       "models/test_layers.py::test_stochastic_depth_grows_linearly_from_zero"),
     M("vit_jax/models/gelu.py", "z * math.sqrt(0.5)", "z * 0.8",
-      "models/test_layers.py::test_gelu"),
+      "models/test_layers.py::test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax"),
     M("vit_jax/models/gelu.py", "3 * _CUBIC", "_CUBIC",
       "models/test_layers.py::test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax"),
     M("vit_jax/models/attention.py", 'if self.qk_norm and name != "value"', "if self.qk_norm",
@@ -220,7 +220,8 @@ MUTATIONS = [
       "experiment/test_optimizers.py::test_weight_decay_moves_by_half_a_cosine_and_the_patch_"
       "embedding_learns_slowly"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",
-      "enumerate(reversed(layers), 0)", "experiment/test_optimizers.py::test_layer_decay"),
+      "enumerate(reversed(layers), 0)",
+      "experiment/test_optimizers.py::test_rates_and_decays_of_layers_and_of_the_patch_embedding"),
     M("vit_jax/experiment/optimizers/optimizers.py",
       "optax.scale_by_adam(b1, self.b2,", "optax.scale_by_adam(self.b2, b1,",
       "experiment/test_optimizers.py::test_equation"),

@@ -12,9 +12,9 @@ from vit_jax.run.setup.sources import find_absent, open_evaluated, open_training
 
 def open_all(config):
     """(config with the facts of the data, sources of training and evaluation)."""
-    config = with_values(config, find_absent(_open(config), training=True))
+    config = with_values(config, find_absent(Settings.of(config), training=True))
     divider = Divider(anew=True)
-    facts, sources = open_training(_open(config), divider=divider)
+    facts, sources = open_training(Settings.of(config), divider=divider)
     config = with_values(config, facts)
     evaluated = open_evaluated(
         *data_and_evals(config), divider=Divider(divider.settled()), opened=sources
@@ -24,11 +24,9 @@ def open_all(config):
 
 def with_known_facts(config):
     """`config` with the facts of its data set, which is not read."""
-    return decided(with_values(config, known_facts(_open(config).data, config.global_batch_size)))
-
-
-def _open(config):
-    return Settings.read_open(config)[0]
+    return decided(
+        with_values(config, known_facts(Settings.of(config).data, config.global_batch_size))
+    )
 
 
 def config_json(config):
@@ -41,4 +39,6 @@ def evaluate_run(config, workdir):
     from vit_jax.inference.evaluate import StoredModel, evaluate_model
 
     workdir = files.absolute(workdir)
-    return evaluate_model(config, StoredModel(workdir, read_config(workdir)))
+    return evaluate_model(
+        Settings.of(config), StoredModel(workdir, Settings.of(read_config(workdir)))
+    )

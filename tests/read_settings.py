@@ -26,7 +26,7 @@ def settings_of(config):
     config = decided(config)
     flat = flatten(config)
     is_open = any(k.decided and flat[name] is None for name, k in declared_keys(config).items())
-    return Settings.read_open(config)[0] if is_open else Settings.read(config)
+    return Settings.of(config) if is_open else Settings.read(config)
 
 
 def data_and_evals(config):

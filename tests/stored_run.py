@@ -13,6 +13,7 @@ import tempfile
 
 import jax
 import numpy as np
+from asked import prepare
 from finished_run import final_state
 
 from vit_jax import data
@@ -21,7 +22,6 @@ from vit_jax.base.files import write_whole
 from vit_jax.config.stored import read_asked
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.job.software import software
-from vit_jax.run.build import prepare
 from vit_jax.transfer import load_pretrained
 
 STORED = pathlib.Path(__file__).parent / "golden" / "run_0_2_0"

@@ -18,11 +18,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import vit_jax
-from vit_jax import create_model, load_image, predict, read_pretrained
+from vit_jax import api, create_model, load_image, predict, read_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
-from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.main import main
 from vit_jax.models.patches import extract_patches
@@ -237,11 +236,11 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
     rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    monkeypatch.setattr(evaluation, "evaluate_model", lambda *args, **_: args)
+    monkeypatch.setattr(api, "evaluate_model", lambda *args, **_: args)
     overrides = {"global_batch_size": 40}
-    config, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
-    assert config.global_batch_size == 40
-    assert list(config.evals) == ["knn"] and model.source == str(tmp_path / "run")
+    asked, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
+    assert asked.run.global_batch_size == 40
+    assert list(asked.evals) == ["knn"] and model.source == str(tmp_path / "run")
 
 
 def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):

@@ -1,12 +1,14 @@
 """The parts in docs/how_to/extend next to our own; test_wheel.py trains with all of them."""
 
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from at_fault import at_fault
+from etils import epath
 from finished_run import final_state
 from opened import config_json, open_all
 from read_settings import decided, make_loss, make_optimizer, make_schedule, settings_of
@@ -26,6 +28,7 @@ from vit_jax.config import (
     POSITIONS,
     SCHEDULES,
     SOURCES,
+    find_unrecorded,
     plugins,
 )
 from vit_jax.config.text import apply_overrides, load_config
@@ -43,6 +46,7 @@ from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe
 from vit_jax.planning.targets import Target
 from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.studies.engine import Member
 from vit_jax.studies.running import Call, member_words
 from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
@@ -134,7 +138,23 @@ def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path
     )
     words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=my_adan"
     assert main([f"--workdir={tmp_path}", *words, "--config.optimizer.b3=0.8"]) == 0
-    assert (seen[0].plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
+    assert (seen[0].run.plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
+
+
+def test_parts_that_no_other_process_finds_are_named(config, monkeypatch, tmp_path, caplog):
+    assert find_unrecorded(config) == []
+    monkeypatch.setitem(OPTIMIZERS, "my_cell", "__main__:Cell")
+    for registry, name in ((LOSSES, "softmax"), (FAMILIES, "ViT"), (OPS, "flip")):
+        cell = type("Cell", (registry.find(name),), {"__module__": "__main__"})
+        monkeypatch.setitem(registry, "MyCell" if registry is FAMILIES else "my_cell", cell)
+    assert find_unrecorded(config) == []  # it takes none of them
+    config.model.name, config.loss.name, config.optimizer.name = "MyCell-S/4", "my_cell", "my_cell"
+    config.data.ops += "|my_cell"
+    unrecorded = ["model.name=MyCell", "loss.name=my_cell", "optimizer.name=my_cell", "op=my_cell"]
+    assert find_unrecorded(config) == unrecorded
+    resolved = types.SimpleNamespace(config=config, asked=config, decided_by={})
+    write_workdir(epath.Path(tmp_path / "run"), resolved, types.SimpleNamespace(class_names=None))
+    assert f"{', '.join(unrecorded)}: this process registered" in caplog.text
 
 
 def test_keys_reach_the_part_alone(config):

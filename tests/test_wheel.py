@@ -80,22 +80,13 @@ def test_editable_install_is_a_path(source, tmp_path):
 
 
 @pytest.mark.slow
-def test_config_by_name(installed):
+def test_configs_are_found_by_name(installed, tmp_path):
     done = installed("--config=quickstart:debug", "--print_config")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["duration"] == load_config("quickstart:debug").duration
-
-
-@pytest.mark.slow
-def test_list_of_configs(installed):
     done = installed("configs")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "quickstart: A small ViT on scikit-learn's handwritten digits" in done.stdout
     assert done.stdout.count("    debug  ") == len(shipped_configs())
-
-
-@pytest.mark.slow
-def test_wrong_name(installed, tmp_path):
     done = installed("--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no file 'configs/quickstart.py', and no shipped config" in done.stderr

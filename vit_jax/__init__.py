@@ -26,22 +26,22 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "branch": "vit_jax.run.setup.branch",
-    "compare": "vit_jax.commands.report",
+    "compare": "vit_jax.api",
     "create_model": "vit_jax.models",
-    "evaluate": "vit_jax.inference.evaluate",
+    "evaluate": "vit_jax.api",
     "export": "vit_jax.transfer.export",
-    "figures": "vit_jax.commands.figures",
+    "figures": "vit_jax.api",
     "load_config": "vit_jax.run.setup.validation",
     "load_image": "vit_jax.transfer.pretrained",
     "load_predictor": "vit_jax.inference.predict",
     "load_pretrained": "vit_jax.transfer",
-    "plan": "vit_jax.commands.plan",
+    "plan": "vit_jax.api",
     "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
-    "study": "vit_jax.commands.study",
-    "train": "vit_jax.commands.train",
+    "study": "vit_jax.api",
+    "train": "vit_jax.api",
 }
 __all__ = [*_HOMES]
 

@@ -4,6 +4,7 @@ import os
 import pytest
 from etils import epath
 
+from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import LiteralPath, cache_folder, check_folder, replaced, write_whole
 
@@ -78,3 +79,18 @@ def test_a_link_to_no_folder_is_refused(tmp_path):
     for path in ("link", "link/below"):
         with pytest.raises(InputError, match="link is a link to nowhere, which does not exist"):
             check_folder(epath.Path(tmp_path / path), "--workdir")
+
+
+@pytest.mark.parametrize("kind", [files.LocalFile, files.StoredObject])
+@pytest.mark.parametrize("before", [b"", b"old\n"])
+def test_a_log_is_continued(tmp_path, monkeypatch, kind, before):
+    """On a disk the old lines, which may be gigabytes, are neither read nor written again."""
+    path = epath.Path(tmp_path / "log")
+    if before:
+        path.write_bytes(before)
+    if kind is files.LocalFile:
+        monkeypatch.setattr(files, "replaced", None)
+    log = kind(path, None)
+    log.write(b"new\n")
+    log.close()
+    assert path.read_bytes() == before + b"new\n"

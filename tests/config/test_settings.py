@@ -93,13 +93,22 @@ def functions_of(rooms):
                     yield f"{path.relative_to(PACKAGE)}:{node.name}", types
 
 
+def test_configs_are_taken_where_they_are_asked_for_and_resolved_only():
+    """No other file imports the type, so none has a parameter or a field of it."""
+    importing = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.alias) and node.name.endswith(("ConfigDict", "ml_collections"))
+    }
+    rooms = ("config/", "run/setup/", "commands/", "studies/")
+    assert {name for name in importing if not name.startswith(rooms)} == {"api.py"}
+
+
 def test_rooms_below_run_take_sections():
-    """None takes a config, and few take all of `Settings`; nor do watchers, plans and figures."""
+    """Few functions take all of `Settings`."""
     found = dict(functions_of(BELOW_RUN))
     assert len(found) > 1000
-    others = ("planning", "run/watch", "insight", "diagnosis/benchmarks")
-    all_found = found | dict(functions_of(others))
-    assert [n for n, types in all_found.items() if any("ConfigDict" in t for t in types)] == []
     whole = [name for name, types in found.items() if "Settings" in types]
     assert 0 < len(whole) <= 12, whole
 
@@ -148,7 +157,7 @@ def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, c
     for _ in range(2):
         keys = [fault.split("=")[0].split(":")[0] for fault in find_faults(config)]
         assert keys == ["objective.mode", "data.name"]
-    settings, _ = Settings.read_open(config)
+    settings = Settings.of(config)
     inputs = EvalInputs("test", settings, None, None, {}, (), (32, 32))
     assert inputs.config.data.name == "digits"
     said = [record.getMessage() for record in caplog.records]

@@ -4,6 +4,12 @@ from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.records import record_offsets
 
 
+def labelled_images(num_classes, **image):
+    """TFDS's features of images with one label each; `image`: the arguments of its Image."""
+    label = tfds.features.ClassLabel(num_classes=num_classes)
+    return {"image": tfds.features.Image(**image), "label": label}
+
+
 def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=100, **how):
     """Write the split `train` of a data set to root/name/version."""
     identity = tfds.core.dataset_info.DatasetIdentity(

@@ -8,9 +8,9 @@ import PIL.ImageEnhance
 import PIL.ImageOps
 import pytest
 import scipy.stats
-from images import pil_rgb, smooth_image
+from images import smooth_image
 
-from vit_jax.data import augment, make_source, parse_ops
+from vit_jax.data import augment, parse_ops
 from vit_jax.data.host_tf import tf
 
 GREY = (128, 128, 128)
@@ -100,26 +100,6 @@ def test_operation_agrees_with_pil(name):
             assert_as_pil(name, image, magnitude, sign)
     for magnitude, sign in ((7.5, -1), (15, 1)):
         assert_as_pil(name, IMAGES["noise"], magnitude, sign)
-
-
-@pytest.fixture(scope="module")
-def photographs(shared_data):
-    """Two images of ImageNet: one whole, one resized, and that in grey."""
-    source = make_source(
-        "imagenet_sample", split="train", data_dir=str(shared_data), image_size=(224, 224)
-    )
-    images = [pil_rgb(source.read(tf.constant(i, tf.int64))["image"].numpy()) for i in range(2)]
-    square = PIL.Image.fromarray(images[1]).resize((224, 224), PIL.Image.BILINEAR)
-    grey = square.convert("L").convert("RGB")
-    return [images[0], np.asarray(square), np.asarray(grey)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PIL_OPERATIONS)
-def test_operation_agrees_with_pil_on_photographs(name, photographs):
-    for image in photographs:
-        for magnitude, sign in WAYS:
-            assert_as_pil(name, image, magnitude, sign)
 
 
 def test_every_operation_is_tested_and_changes_what_it_should():

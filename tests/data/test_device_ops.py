@@ -83,17 +83,30 @@ def test_without_ops_only_the_images_change():
     assert after["label"].dtype == jnp.int32
 
 
-def test_flip_exchanges_left_and_right_in_half_of_the_rows():
-    before, after = transform("")(BATCH, row_keys()), transform("flip")(BATCH, row_keys())
+SQUARE = BATCH | {"image": RNG.integers(0, 256, (B, 5, 5, 3), dtype=np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("op", "batch", "axis", "turns"),
+    [
+        ("flip", BATCH, 2, (0,)),
+        ("vertical_flip", BATCH, 1, (0,)),
+        ("rotate90", BATCH, None, (0, 2)),
+        ("rotate90", SQUARE, None, (0, 1, 2, 3)),
+    ],
+)
+def test_images_are_flipped_or_turned_in_equal_shares(op, batch, axis, turns):
+    before, after = transform("")(batch, row_keys()), transform(op)(batch, row_keys())
     assert_same(before | {"image": 0}, after | {"image": 0})
-    images = list(zip(before["image"], after["image"], strict=True))
-    flipped = [not np.array_equal(b, a) for b, a in images]
-    assert 16 < sum(flipped) < 48
-    for (b, a), was_flipped in zip(images, flipped, strict=True):
-        np.testing.assert_array_equal(a, b[:, ::-1] if was_flipped else b)
+    images = np.asarray(before["image"])
+    forms = [np.rot90(images, turn, (1, 2)) for turn in turns]
+    forms += [] if axis is None else [np.flip(images, axis)]
+    found = [(form == np.asarray(after["image"])).all((1, 2, 3)) for form in forms]
+    assert np.sum(found, axis=0).tolist() == [1] * B  # each image is one of them
+    assert all(0.5 * B / len(forms) < of_form.sum() < 1.6 * B / len(forms) for of_form in found)
 
 
-@pytest.mark.parametrize("ops", ["flip", "erase(0.5)"])
+@pytest.mark.parametrize("ops", ["flip", "vertical_flip|rotate90", "erase(0.5)"])
 def test_what_a_row_gets_depends_on_its_key_only(ops):
     together = transform(ops)(BATCH, row_keys())
     reverse = transform(ops)(of_rows(BATCH, np.s_[::-1]), row_keys()[::-1])
@@ -320,7 +333,7 @@ def test_without_mixing_a_batch_need_not_be_made_of_pairs():
 
 # On several devices.
 
-EVERY_OP = "flip|erase(0.25)|mixup_or_cutmix(0.8, 1.0)"
+EVERY_OP = "flip|vertical_flip|rotate90|erase(0.25)|mixup_or_cutmix(0.8, 1.0)"
 COLLECTIVE = re.compile(r"= .* (?:all-reduce|all-gather|all-to-all|collective-permute|"
                         r"reduce-scatter)(?:-start)?\(")  # fmt: skip
 

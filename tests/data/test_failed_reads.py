@@ -6,13 +6,12 @@ import types
 import numpy as np
 import pytest
 from images import encode, make_folder, smooth_image
-from prepared import prepare
+from prepared import labelled_images, prepare
 from table_files import make_table, save_to_disk, write_parquet
 from tar_files import write_tar
 
 from vit_jax.base.errors import ReadError
 from vit_jax.data import image_batch, make_source, parse_ops, pipeline, retries
-from vit_jax.data.host_tf import tfds
 from vit_jax.data.sources import tables
 from vit_jax.data.sources.arrays import give
 from vit_jax.data.subset import keep_records
@@ -30,10 +29,7 @@ def write_list(root):
 
 
 def write_prepared(root, **how):
-    features = {
-        "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
-        "label": tfds.features.ClassLabel(num_classes=2),
-    }
+    features = labelled_images(2, shape=(None, None, 3), encoding_format="jpeg")
     examples = [{"image": smooth_image(12, 12, seed=i), "label": i % 2} for i in range(6)]
     prepare(root, "six", features, examples, **how)
 

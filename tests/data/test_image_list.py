@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from images import encode, smooth_image
 
@@ -16,7 +17,6 @@ from vit_jax.data import count_labels, image_batch, make_source, match_classes, 
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
-from vit_jax.run.build import prepare
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CSV = "file,label\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"
@@ -118,12 +118,6 @@ def test_soft_labels_count_partly_for_several_classes():
         has_label_vectors=True, num_examples=3, num_classes=2, read=lambda i: {"label": labels[i]}
     )
     np.testing.assert_array_equal(count_labels(source), [1.75, 1.25])
-
-
-def test_missing_images_are_counted_by_split(root):
-    path = write(root, "file,label\n" + "".join(f"gone_{i}.jpg,{'ab'[i % 2]}\n" for i in range(8)))
-    with at_fault("data.data_dir"):
-        make_source("list", split="train", data_dir=path, image_size=(16, 16))
 
 
 def test_all_missing_files_of_a_list_are_named(root):

@@ -7,7 +7,7 @@ import pytest
 from at_fault import at_fault
 from images import encode
 from opened import open_all
-from prepared import prepare
+from prepared import labelled_images, prepare
 from read_settings import settings_of
 from table_files import make_table, write_parquet
 from tar_files import write_tar
@@ -16,7 +16,7 @@ from vit_jax.config import SplitKey, train_split, with_values
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, image_batch, make_source, parse_mix, parse_ops, pipeline
-from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.host_tf import tf
 from vit_jax.data.mixture import Part, share_images
 from vit_jax.data.sources import tfds as tfds_data
 from vit_jax.run.setup import validation
@@ -142,10 +142,7 @@ def tiny(tmp_path_factory):
     """Two data sets of PNGs of one size; image i of one is i everywhere, of the other 100 + i."""
     root = tmp_path_factory.mktemp("tiny")
     for name, n, base in (("tens", 10, 0), ("sixes", 6, 100)):
-        features = {
-            "image": tfds.features.Image(shape=(8, 8, 3), encoding_format="png"),
-            "label": tfds.features.ClassLabel(num_classes=10),
-        }
+        features = labelled_images(10, shape=(8, 8, 3), encoding_format="png")
         images = [np.full((8, 8, 3), base + i, np.uint8) for i in range(n)]
         examples = [{"image": image, "label": i} for i, image in enumerate(images)]
         prepare(root, name, features, examples, examples_per_shard=4)
@@ -232,10 +229,7 @@ def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatc
 
 @pytest.mark.slow
 def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(tiny):
-    features = {
-        "image": tfds.features.Image(shape=(9, 8, 3), encoding_format="png"),
-        "label": tfds.features.ClassLabel(num_classes=10),
-    }
+    features = labelled_images(10, shape=(9, 8, 3), encoding_format="png")
     prepare(tiny, "tall", features, [{"image": np.zeros((9, 8, 3), np.uint8), "label": 0}])
     how = {"name": "tens", "data_dir": str(tiny), "mix": "tall=0.25"}
     config, sources = open_all(with_values(config_of(**how), {"evals.test": None}))

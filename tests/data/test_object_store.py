@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 from fake_store import served
 from images import encode, smooth_image
-from prepared import prepare
+from prepared import labelled_images, prepare
 from table_files import make_table, write_parquet
 
 from vit_jax.data import image_batch, make_order, make_source, parse_ops, pipeline
-from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.host_tf import tf
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
     root = tmp_path_factory.mktemp("local")
-    features = {
-        "image": tfds.features.Image(shape=(16, 16, 3), encoding_format="png"),
-        "label": tfds.features.ClassLabel(num_classes=3),
-    }
+    features = labelled_images(3, shape=(16, 16, 3), encoding_format="png")
     examples = [
         {"image": encode(smooth_image(16, 16, seed), "PNG"), "label": seed % 3} for seed in range(9)
     ]

@@ -8,7 +8,7 @@ import pytest
 from at_fault import at_fault
 from etils import epath
 from images import encode, pil_rgb, smooth_image
-from prepared import break_image, flip_a_byte, prepare
+from prepared import break_image, flip_a_byte, labelled_images, prepare
 
 from vit_jax.data import (
     Request,
@@ -23,7 +23,7 @@ from vit_jax.data import (
     read_labels,
     records,
 )
-from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.host_tf import tf
 from vit_jax.data.records import RecordFiles, stored_records, stretch_starts
 from vit_jax.data.sources.tfds import View, open_prepared
 
@@ -183,10 +183,7 @@ def corrupt(request, tmp_path_factory):
     (root / "4.jpg").write_bytes(encode(smooth_image(seed=4), mode="L"))
     images = {i: smooth_image(seed=i) for i in range(30)}
     images |= {3: str(root / "3.png"), 4: str(root / "4.jpg")}
-    features = {
-        "image": tfds.features.Image(shape=shape, encoding_format="jpeg"),
-        "label": tfds.features.ClassLabel(num_classes=30),
-    }
+    features = labelled_images(30, shape=shape, encoding_format="jpeg")
     examples = [{"image": images[i], "label": i} for i in range(30)]
     prepare(root, "pets", features, examples, examples_per_shard=10)
     shards = sorted((root / "pets/1.0.0").glob("*.tfrecord*"))
@@ -234,10 +231,7 @@ def broken(tmp_path_factory):
     contents = {2: encode(smooth_image())[:300], 5: b"text", 9: encode(smooth_image(20, 20), "PNG")}
     for record, content in contents.items():
         (root / f"{record}").write_bytes(content)
-    features = {
-        "image": tfds.features.Image(shape=(16, 16, 3), encoding_format="png"),
-        "label": tfds.features.ClassLabel(num_classes=3),
-    }
+    features = labelled_images(3, shape=(16, 16, 3), encoding_format="png")
     examples = [
         {"image": str(root / f"{i}") if i in BROKEN else smooth_image(16, 16, i), "label": i % 3}
         for i in range(12)

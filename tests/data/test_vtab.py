@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from asked import evaluate_model
 from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 
 import vit_jax
@@ -26,7 +27,6 @@ from vit_jax.data.sources.vtab import (
     position_label,
     vehicle_label,
 )
-from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.transfer import read_pretrained
 
 # The table once more: group, TFDS, the 200, test, its size, classes.

@@ -132,7 +132,7 @@ def cudnn_by_xla(monkeypatch):
 )
 def test_a_model_computes_the_same_by_cudnn(fields, called, cudnn_by_xla):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
-    model = small_model(**fields).clone(constrain=constrain)
+    model = small_model(depth=1, **fields).clone(constrain=constrain)
     by_cudnn = dataclasses.replace(model, dtype=jnp.bfloat16)
     by_cudnn = model.clone(ops=kernels.gpu_forms(by_cudnn, mesh)["cudnn"])
     expected, found = (loss_and_grads(each, mesh) for each in (model, by_cudnn))

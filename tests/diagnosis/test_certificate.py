@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.devices import chips
+from vit_jax.devices.chips import CHIPS
 from vit_jax.diagnosis import certificate
 from vit_jax.diagnosis.certificate import measures, page, steps
 from vit_jax.diagnosis.certificate.context import Context
@@ -26,14 +26,12 @@ STEP = {"model": "ViT-Ti/16", "flops": 2e10, "global_batch_size": 4, "step_s": 0
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch):
-    """The file of a certificate of a CPU; the chip "cpu" goes with the test."""
-    monkeypatch.setattr(chips, "CHIPS", chips.CHIPS)
+def made(tmp_path):
+    """The file of a certificate of a CPU."""
     path = epath.Path(tmp_path) / "certificate.json"
     parts = {"devices": DEVICES, "steps": {"rows": [STEP], "held": None, "said": "a step"}}
     path.write_text(json.dumps({"schema": 1, "parts": parts}))
-    yield path
-    chips.CHIPS.pop("cpu", None)
+    return path
 
 
 def planned(capsys, *words):
@@ -53,6 +51,7 @@ def test_a_plan_by_a_certificate(made, capsys):
     made.write_text(made.read_text().replace(": 1.5}", ": 1.0}"))
     calculated = planned(capsys, f"--measured={made}", *words)["memory_bytes"]["temporaries"]
     assert memory["temporaries"] == pytest.approx(1.5 * calculated, rel=1e-6)
+    assert "cpu" not in CHIPS  # the chip is known to plans by this certificate only
 
 
 @pytest.mark.parametrize(

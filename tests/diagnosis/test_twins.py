@@ -97,7 +97,7 @@ def test_a_twin_is_read_as_written(tmp_path, monkeypatch):
 def test_every_twin_is_valid_and_has_its_numbers():
     for name in twins.twin_names():
         twin = twins.read_twin(name)
-        twins.twin_config(twin, 0)
+        twins.twin_settings(twin, 0)
         assert {len(values) for values in twin.first_steps.values()} == {trace.FIRST_STEPS}, name
         assert {len(values) for values in twin.curve.values()} == {len(twins.SEEDS)}, name
 
@@ -165,8 +165,8 @@ def test_sabotages_leave_the_first_steps(monkeypatch, one_device):
     twin = twins.read_twin("pretrain")
 
     def first_steps(overrides=()):
-        config = twins.twin_config(twin, 0, overrides)
-        return trace.trace_runs([config], curve=False).first_steps
+        asked = twins.twin_settings(twin, 0, overrides)
+        return trace.trace_runs([asked], curve=False).first_steps
 
     # As limits, the numbers of one run: {name: its values at the steps in order}.
     values: dict[str, list[float]] = {}

@@ -1,21 +1,23 @@
 """Evaluation of models from anywhere, without training, against the model applied by hand."""
 
 import json
+import operator
 
 import jax
 import numpy as np
 import pytest
+from asked import evaluate_model
 from at_fault import at_fault
 from numpy_vit import random_params
 from sklearn.datasets import load_digits
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.config import REQUIRED_TO_EVALUATE
+from vit_jax.config import REQUIRED_TO_EVALUATE, Settings
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.main import main
+from vit_jax.run.setup.evaluation import complete_by_source
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
@@ -158,27 +160,27 @@ def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
     stated = {"exif": text != "true", "mean": (0.1, 0.2, 0.3), "std": (0.1, 0.1, 0.1)}
     spec = pretrained.spec._replace(**stated, pixel_range=(0.0, 10.0))
     run = {"config": {"plugins": (), "loss": {"name": "sigmoid"}, "data": {"multi_label": False}}}
-    of = evaluation._OfSource(pretrained._replace(spec=spec, run=run))
+    pretrained = pretrained._replace(spec=spec, run=run)
     config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
-    section, name = key.split(".")
-    expected = config[section][name]
-    assert of.complete(config, {key: text})[section][name] == expected
-    own = of.complete(evaluation_config("classification,debug"), ())
-    assert own[section][name] != expected
+    value = operator.attrgetter(key)
+    expected = value(Settings.of(config))
+    assert value(complete_by_source(config, pretrained, {key: text})) == expected
+    config = evaluation_config("classification,debug")
+    assert value(complete_by_source(config, pretrained, ())) != expected
 
 
 def test_the_multilabel_evaluator_follows_the_loss_of_the_model(published):
     pretrained, config = read_pretrained(published), evaluation_config("multilabel,list")
     for stated in ("sigmoid", None):
         spec = pretrained.spec._replace(loss=stated)
-        of = evaluation._OfSource(pretrained._replace(spec=spec)).complete(config, ())
+        of = complete_by_source(config, pretrained._replace(spec=spec), ())
         assert of.data.multi_label and of.loss.name == "sigmoid"
     spec = pretrained.spec._replace(loss="softmax")
-    of_softmax = evaluation._OfSource(pretrained._replace(spec=spec))
+    of_softmax = pretrained._replace(spec=spec)
     with at_fault("evals.multilabel.type"):
-        of_softmax.complete(config, ())
+        complete_by_source(config, of_softmax, ())
     by_user = evaluation_config("multilabel,list", loss__name="sigmoid")
-    assert of_softmax.complete(by_user, {"loss.name"}).data.multi_label
+    assert complete_by_source(by_user, of_softmax, {"loss.name"}).data.multi_label
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from asked import evaluate_model, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run, open_all
@@ -23,10 +24,8 @@ from vit_jax.data.division import hash_of, read_division
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main
-from vit_jax.run.build import prepare
 from vit_jax.run.setup.sources import open_evaluated
 from vit_jax.run.setup.workdir import write_workdir
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 
@@ -99,7 +98,7 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
     config = load_config("evaluate:classification,folder")
     config.data.data_dir = str(others(ant="cow", bee="zebra"))
     with at_fault("evals.classification.split"):
-        evaluation.evaluate_model(config, foreign)
+        evaluate_model(config, foreign)
     assert "assuming" not in caplog.text
 
 
@@ -180,7 +179,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     evaluate_run(config, run)
     words = load_config("evaluate:classification,knn,folder")
     words.data.data_dir, words.global_batch_size = str(root), 8
-    evaluation.evaluate_model(words, read_pretrained(str(run)))
+    evaluate_model(words, read_pretrained(str(run)))
     where = [f"--features={tmp_path}/f.npz", "--data=folder:val", f"--data_dir={root}"]
     assert main(["predict", f"--init_from={run}", *where]) == 0
     assert opened == [(split, held if split == "val" else train) for split, _ in opened]
@@ -219,7 +218,7 @@ def test_an_export_holds_out_what_its_run_did(run, others, opened, tmp_path, for
     config.data.data_dir, config.global_batch_size = str(root), 8
     exported = read_pretrained(str(output))
     assert exported.division.held_out() == {hash_of(name) for name in held}
-    evaluation.evaluate_model(config, exported)
+    evaluate_model(config, exported)
     assert opened == [("val", held)]
     ((tmp_path if format == "npz" else output) / hashes).unlink()
     assert not any(read_pretrained(str(output)).division)

@@ -151,9 +151,9 @@ def test_text_is_whole_and_legible():
             plots.draw_heads(images[0], RNG.random((24, 16, 6, 10)), where),
             plots.draw_rollouts(images, RNG.random((2, 6, 10)), where),
         ]
-        assert plots.as_png(drawn[3]).startswith(b"\x89PNG")
+        assert plots.as_file(drawn[3]).startswith(b"\x89PNG")
         for figure in drawn:
-            for _ in range(2):  # as in `as_png`
+            for _ in range(2):  # as in `as_file`
                 figure.draw_without_rendering()
             width, height = figure.get_size_inches()
             box = figure.get_tightbbox()  # in inches, of all that is drawn
@@ -189,7 +189,7 @@ def run(capsys, *words):
 
 
 def test_every_figure_of_a_deit(golden, images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plots, "as_png", lambda figure: b"drawn")  # which takes half the time
+    monkeypatch.setattr(plots, "as_file", lambda *_: b"drawn")  # which takes half the time
     source, output = golden / "hf_deit", tmp_path / "figures"
     words = (f"--init_from={source}", f"--output={output}", "--format=json", "--shown=2")
     code, out, _ = run(capsys, *words, f"--compare_to={golden / 'hf_vit'}", images)
@@ -217,9 +217,9 @@ def test_every_figure_of_a_deit(golden, images, tmp_path, capsys, monkeypatch):
 
 def test_what_a_model_lacks_is_said(golden, images, tmp_path, capsys):
     words = (f"--output={tmp_path}", "--image_size=48", f"--init_from={golden / 'bit.npz'}")
-    code, out, _ = run(capsys, *words, "--figures=filters,positions,rollout,norms", images)
-    assert code == 0
-    assert "filters: filters.npz, filters.png" in out and "norms: norms.csv" in out
+    code, out, _ = run(capsys, *words, "--figures=filters.pdf,positions,rollout,norms", images)
+    assert code == 0 and (tmp_path / "filters.pdf").read_bytes().startswith(b"%PDF")
+    assert "filters.pdf: filters.npz, filters.pdf" in out and "norms: norms.csv" in out
     assert "positions: left out: a BiT has no position embedding" in out
     assert "rollout: left out: a BiT has no attention" in out
     assert not (tmp_path / "rollout.png").exists()

@@ -29,7 +29,7 @@ TOP1 = 0.5, 0.75, 0.25
 def folder(tmp_path_factory):
     """A study of three runs with a figure and results by class; two differ only in the seed."""
     folder = tmp_path_factory.mktemp("report")
-    png = plots.as_png(plots.draw_confusion(np.eye(2, dtype=int), ["cat", "dog"]))
+    png = plots.as_file(plots.draw_confusion(np.eye(2, dtype=int), ["cat", "dog"]))
     study = folder / "study"
     for i, (name, top1) in enumerate(zip(("a_seed_0", "a_seed_1", HOSTILE), TOP1, strict=True)):
         rows = [{"step": s, "train/loss": 2.0 / s, "time/seconds": 3.0 * s, "time/save_s": 0.5,

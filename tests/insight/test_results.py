@@ -178,7 +178,7 @@ def test_names_that_fonts_and_formulas_dislike():
     pairs = [(name, names[0], 1) for name in names]
     for figure in (plots.draw_confusion(np.eye(5, dtype=int), names), plots.draw_pairs(pairs, 5),
                    plots.draw_pairs([], 0)):  # fmt: skip
-        assert plots.as_png(figure).startswith(b"\x89PNG")
+        assert plots.as_file(figure).startswith(b"\x89PNG")
 
 
 def test_examples_are_those_of_the_metrics_without_padding():

@@ -74,6 +74,12 @@ def test_tables_and_image(workdirs, tmp_path, capsys):
     assert table[0] == ["kind", "name", "b/run", "a/run"]
     assert ["config", "optimizer.peak_lr", "0.5", "0.0015"] in table
     assert ["metrics", "test/top1", "", "0.5"] in table
+    outputs = [f"--output={tmp_path / name}" for name in ("c.pdf", "c.svg", "t.tex")]
+    assert main([*words, *outputs]) == 0
+    assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
+    assert "<svg" in (tmp_path / "c.svg").read_text()
+    assert r"a/run & 1 & - & 50.00 \% \\" in (tmp_path / "t.tex").read_text()
+    capsys.readouterr()
     assert main([*words, "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["runs"] == ["b/run", "a/run"]
@@ -172,7 +178,7 @@ REFUSED = {
     "twice": (["run", "run"], "run, run"),
     "absent": (["no"], "no: no such folder"),
     "empty": (["x"], "holds no run or study, but a.txt"),
-    "endings": (["run", "--output=x.pdf", "--output=no/x.png"], "2 faults"),
+    "endings": (["run", "--output=x.eps", "--output=no/x.png"], "2 faults"),
     "figures": (["run", "--figures=no"], "--figures="),
     "metric": (["run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
 }

@@ -1,5 +1,6 @@
 """The table of runs."""
 
+import functools
 import json
 import os
 import time
@@ -93,6 +94,42 @@ def test_a_damaged_file_is_named_and_the_other_runs_are_shown(folder, caplog, na
     shown = [status.name for status in read_status([folder])]
     assert shown == [*"acde"] if name == "config.json" else [*"abcde"]
     assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [f"{folder}/b/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("resolved", "x"),
+        ("resolved.data", None),
+        ("asked.job", 7),
+        ("resolved.evals", {"test": 3}),
+        ("resolved.duration", 7),
+        ("resolved.global_batch_size", [None]),
+        ("resolved.data.num_examples", {}),
+        ("decided_by", 7),
+        ("decided_by.seed", {}),
+    ],
+)
+def test_a_damaged_value_of_a_config_is_one_line(folder, capsys, place, value):
+    path = folder / "b/config.json"
+    content = json.loads(path.read_text())
+    *above, last = place.split(".")
+    functools.reduce(dict.__getitem__, above, content)[last] = value
+    path.write_text(json.dumps(content))
+    assert [status.name for status in read_status([folder])] in ([*"acde"], [*"abcde"])
+    for command in ("status", "report"):
+        assert main([command, str(folder)]) == 0
+    for words in (["keys", f"--workdir={path.parent}"], [f"--workdir={path.parent}"]):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert "config.json" in err.splitlines()[0] and "Traceback" not in err
+
+
+def test_no_run_is_left_to_report(tmp_path, capsys):
+    write_run(tmp_path / "runs/a", [])
+    (tmp_path / "runs/a/config.json").write_text("{")
+    assert main(["report", str(tmp_path / "runs")]) == 2
+    assert "no run is left to report" in capsys.readouterr().err
 
 
 def test_the_plugins_of_a_run_are_not_run(folder):

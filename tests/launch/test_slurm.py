@@ -110,6 +110,21 @@ def test_a_study_is_one_array(slurm, call, tmp_path):
     ]  # fmt: skip
 
 
+def test_missing_data_are_said(slurm, call, tmp_path, monkeypatch):
+    monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--config=configs/folder.py:debug", f"--workdir={tmp_path}/w"]
+    for given, missing in ((tmp_path, None), (tmp_path / "no", tmp_path / "no")):
+        code, _, err = call(slurm, "--dry_run", "--", *words, f"--config.data.data_dir={given}")
+        said = f"warning: {missing}: does not exist here; " if missing else ""
+        assert code == 0 and err.startswith(said) and bool(err) == bool(said)
+    sweep = ["study", *words, "--config.study.metric=val/top1", "--sweep=seed=0,1"]
+    code, _, err = call(slurm, "--dry_run", "--", *sweep)
+    assert code == 2 and "data.data_dir=None: a compute node has no images there" in err
+    _, _, err = call(slurm, "--dry_run", "--", "--config=configs/cifar10.py", words[1])
+    assert err.startswith("warning: ~/tensorflow_datasets: does not exist here; ")
+
+
 def test_what_an_array_hands_over_is_not_handed_over_twice(slurm, call, tmp_path, monkeypatch):
     sbatch = tmp_path / "bin/sbatch"
     sbatch.parent.mkdir()

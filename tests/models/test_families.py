@@ -25,7 +25,7 @@ from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config import FAMILIES, base_config
-from vit_jax.devices.flops import count_flops, forward_macs
+from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
@@ -147,48 +147,6 @@ def test_a_step_is_traced_on_a_mesh(name, caplog):
     assert [r for r in caplog.records if "replicated over" in r.getMessage()] == []
 
 
-SMALL = {
-    "R26+ViT-mu/32": {"stages": (1,), "stem_width": 32, "patch_size": 8},
-    "BiT-R50x1": {"stages": (1, 2), "stem_width": 32},
-}
-
-
-@functools.cache
-def trained(name, devices):
-    """(losses, parameters) of two steps."""
-    split = 2 if devices == 8 else 1
-    mesh = make_mesh(
-        replica=1, data=split, fsdp=split, tensor=split, devices=jax.devices()[:devices]
-    )
-    experiment = make_experiment(settings_of(config_for(name, **SMALL[name])), mesh)
-    rng, losses = np.random.default_rng(0), []
-    with jax.set_mesh(mesh):
-        state = experiment.init()
-        for _ in range(3):
-            batch = {
-                key: jax.device_put(rng.integers(0, high, leaf.shape).astype(leaf.dtype),
-                                    leaf.sharding)
-                for (key, leaf), high in zip(
-                    sorted(experiment.abstract_batch.items()), (16, 256, 8, 2), strict=True
-                )
-            }  # fmt: skip
-            state, metrics = experiment.train_step(state, batch)
-            losses.append(float(metrics["loss"]))
-    return losses, jax.device_get(tree.flatten_names(state.params))
-
-
-@slow
-@pytest.mark.parametrize("name", SMALL)
-def test_a_mesh_trains_as_one_device(name):
-    losses, params = trained(name, 1)
-    on_mesh, params_on_mesh = trained(name, 8)
-    assert max(losses) - min(losses) > 0.01
-    np.testing.assert_allclose(on_mesh, losses, rtol=1e-4)
-    for leaf, found in params_on_mesh.items():
-        tolerance = 1e-3 * np.abs(params[leaf]).max() + 1e-6
-        np.testing.assert_allclose(found, params[leaf], rtol=0, atol=tolerance, err_msg=leaf)
-
-
 @each(
     "R+ViT-Ti/16",
     "Axial-ViT-B/32",
@@ -205,42 +163,6 @@ def test_scanned_is_unrolled(name):
         variables |= {"params": stack_layers(variables["params"])}
     found = logits_of(scanned, variables, images)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-@each("BiT-R50x1")
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_remat_changes_no_gradient(name, remat):
-    model = shrunk(name)
-    images = images_for(model)
-    variables = random_variables(model, images)
-    params = variables.pop("params")
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradients(model):
-        def loss(params):
-            return jnp.square(model.apply({"params": params, **variables}, images)).sum()
-
-        return jax.grad(loss)(params)
-
-    expected, found = (tree.flatten_names(gradients(m)) for m in (model, model.clone(remat=remat)))
-    largest = max(np.abs(leaf).max() for leaf in expected.values())
-    for leaf, gradient in expected.items():
-        atol = 1e-5 * largest
-        np.testing.assert_allclose(found[leaf], gradient, rtol=1e-4, atol=atol, err_msg=leaf)
-
-
-@pytest.mark.slow
-def test_remat_of_a_resnet_repeats_what_it_says():
-    model = shrunk("BiT-R50x1")
-    images = images_for(model)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), images))
-
-    def work(remat):
-        other = model.clone(remat=remat)
-        return count_flops(jax.grad(lambda v: other.apply(v, images).sum()), shapes)
-
-    assert work("none") == work("dots") < work("full")
 
 
 @each()

@@ -17,7 +17,7 @@ from vit_jax.models.block_ops import multiply_on_cpu
 from vit_jax.models.dot_product import choose_attention, dot_product_attention
 from vit_jax.models.dropout import draw_kept, threefry_bytes
 from vit_jax.models.gelu import GELU
-from vit_jax.models.layers import Encoder, EncoderBlock, MapHead, Mlp
+from vit_jax.models.layers import Encoder, EncoderBlock, Mlp
 
 B, N, D, H, F = 3, 5, 12, 3, 20
 KEYS = {"dropout": jax.random.key(7)}
@@ -51,13 +51,6 @@ def test_gradients_of_the_product_on_cpus(shape):
     assert "transpose[" not in str(jax.make_jaxpr(gradients)(g))
 
 
-@pytest.mark.parametrize("form", ["tanh", "exact"])
-def test_gelu(form):
-    x = np.linspace(-6, 6, 1001)
-    found = GELU[form](jnp.float32(x), None, None, 0.0)
-    np.testing.assert_allclose(found, numpy_vit.gelu(x, form), atol=2e-6)
-
-
 BY_JAX = {
     "tanh": partial(jax.nn.gelu, approximate=True),
     "exact": partial(jax.nn.gelu, approximate=False),
@@ -89,12 +82,6 @@ def test_the_gradient_of_gelu_with_gate_and_dropout_is_that_of_jax(form, gated, 
     assert_same(found.astype(jnp.float32), expected.astype(jnp.float32), tolerance=tolerance)
     for ours, theirs in zip(our_vjp(g), vjp(g), strict=True):
         assert_same(ours.astype(jnp.float32), theirs.astype(jnp.float32), tolerance=tolerance)
-
-
-def test_gelu_forms_differ():
-    # By more than the tolerance above, or it would tell nothing.
-    x = np.linspace(-6, 6, 1001)
-    assert np.abs(numpy_vit.gelu(x, "tanh") - numpy_vit.gelu(x, "exact")).max() > 1e-4
 
 
 def test_attention_of_queries_over_other_tokens():
@@ -189,15 +176,6 @@ def test_attention_dropout_is_off_in_evaluation_only():
     assert np.abs(trained - plain).max() > 0.01
 
 
-@pytest.mark.parametrize("form", ["tanh", "exact"])
-def test_encoder_block(form):
-    block = EncoderBlock(num_heads=H, mlp_dim=F, gelu=form)
-    params = random_params(block, X_BND, 0.0, False)
-    ours, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, X_BND, 0.0, False)
-    for i in range(B):
-        assert_same(ours[i], numpy_vit.encoder_block(float64(params), X_BND[i], H, form))
-
-
 def test_switches_of_a_block():
     """LayerNorm of queries and keys, factors of the branches; neither has parameters when off."""
     block = EncoderBlock(num_heads=H, mlp_dim=F, qk_norm=True, layer_scale=1e-4)
@@ -236,27 +214,6 @@ def test_parallel_block(norm):
     layers = {name.rpartition("/")[0] for name in names}
     assert layers == without_bias | {"norm", "attention/out", "mlp/up", "mlp/down"}
     assert {layer for layer in layers if f"{layer}/bias" not in names} == without_bias
-
-
-def test_encoder_is_its_blocks_and_a_norm():
-    encoder = Encoder(depth=2, num_heads=H, mlp_dim=F)
-    params = random_params(encoder, X_BND)
-    ours = jax.jit(encoder.apply)({"params": params}, X_BND)
-    p = float64(params)
-    for i in range(B):
-        x_ND = X_BND[i]
-        for layer in ("layer_0", "layer_1"):
-            x_ND = numpy_vit.encoder_block(p[layer], x_ND, H, "tanh")
-        assert_same(ours[i], numpy_vit.layer_norm(p["norm"], x_ND))
-
-
-def test_map_head():
-    head = MapHead(num_heads=H, mlp_dim=F)
-    params = random_params(head, X_BND)
-    ours = jax.jit(head.apply)({"params": params}, X_BND)
-    assert ours.shape == (B, D)
-    for i in range(B):
-        assert_same(ours[i], numpy_vit.map_head(float64(params), X_BND[i], H, "tanh"))
 
 
 def shares(values):

@@ -1,6 +1,7 @@
 """Position embeddings: each kind, at each place, against plain NumPy."""
 
 import functools
+import re
 
 import flax
 import jax
@@ -11,18 +12,17 @@ import pytest
 from at_fault import at_fault
 from numpy_vit import random_params
 
-from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIONS
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
 from vit_jax.models.position import PositionEmbedding, RelativePositions, sincos_2d
 from vit_jax.models.rotary import RotaryFields
-from vit_jax.transfer.fit import stack_layers, unstack_layers
+from vit_jax.transfer.fit import stack_layers
 from vit_jax.transfer.shapes import abstract_params
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.uniform(-1, 1, (2, 4, 6, 3)).astype(np.float32)  # 2 x 3 patches
-WEIGHTS = RNG.standard_normal((2, 7, 16))
 # (pos_embed, pos_embed_at): all that go together.
 KINDS = [
     ("none", None),
@@ -77,31 +77,6 @@ def test_every_kind_at_every_place_follows_the_equations(kind, place, fields):
     apply = jax.jit(functools.partial(model.apply, method="tokens"))
     found = apply({"params": stack_layers(params)}, IMAGES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.slow  # the equations are those of scanned layers; test_scan.py has gradients
-@pytest.mark.parametrize(
-    ("kind", "place"), [("learned_2d", "layers"), ("relative", "layers_shared")]
-)
-def test_scanned_is_unrolled(kind, place):
-    def grads_and_tokens(scan, params):
-        model = make(pos_embed=kind, pos_embed_at=place, scan=scan)
-
-        def loss(params):
-            tokens = model.apply({"params": params}, IMAGES, method="tokens")
-            return (WEIGHTS * tokens).sum(), tokens
-
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    params = random_params(make(pos_embed=kind, pos_embed_at=place), IMAGES)
-    params = {name: leaf for name, leaf in params.items() if name != "head"}
-    expected_grads, expected = grads_and_tokens(False, params)
-    grads, found = grads_and_tokens(True, stack_layers(params))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
-    found = tree.flatten_names(unstack_layers(grads))
-    for name, grad in tree.flatten_names(expected_grads).items():
-        np.testing.assert_allclose(found[name], grad, rtol=0, atol=5e-5, err_msg=name)
-        assert np.abs(grad).max() > 1e-3 or name.endswith("key/bias"), name
 
 
 def random_tables(positions):
@@ -278,6 +253,36 @@ class ShutForGood(Shut):
 
     def build(self, tables=None):
         return Constant(-1e9)
+
+
+def built_as(acts_on, gives):
+    class Mine(PositionEmbedding):
+        collection = ""
+
+        def build(self, tables=None):
+            return gives
+
+    Mine.acts_on = acts_on
+    return Mine
+
+
+@pytest.mark.parametrize(
+    ("acts_on", "gives", "got"),
+    [
+        ("tokens", jnp.zeros((1, 1, 16)), "(1, 1, 16); needs (1, 7, 16)"),  # would broadcast
+        ("tokens", jnp.zeros((1, 7, 1)), "(1, 7, 1); needs (1, 7, 16)"),
+        ("tokens", None, "None; needs (1, 7, 16)"),
+        ("turns", jnp.zeros((1, 1, 8)), "(1, 1, 8); needs (1, 7, 8)"),
+        ("logits", jnp.zeros((1, 7, 16)), "(1, 7, 16); needs (2, 2, 7, 7) as logits of 2 images"),
+        ("nothing", jnp.zeros((1, 7, 16)), "(1, 7, 16); needs None"),
+    ],
+)
+def test_build_of_another_shape_is_refused(acts_on, gives, got, monkeypatch):
+    monkeypatch.setitem(POSITIONS, "mine", built_as(acts_on, gives))
+    with pytest.raises(
+        InputError, match=re.escape(f"Mine.build, which acts on {acts_on}, gave {got}")
+    ):
+        jax.eval_shape(make(pos_embed="mine").init, jax.random.key(0), IMAGES)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ def make(*, scan, remat="none", **fields):
 
 
 UNROLLED_PARAMS = random_params(make(scan=False), IMAGES)
-SWITCHES = {"qk_norm": True, "layer_scale": 0.1, "norm": "rms", "qkv_bias": False, "parallel": True}
 # Moments as in the middle of a run, none of them zero.
 MOMENTS = [
     jax.tree.map(np.abs, random_params(make(scan=False), IMAGES, seed=seed)) for seed in (2, 3)
@@ -77,23 +76,6 @@ def test_same_logits_gradients_updates_and_optimizer_state(scan, remat):
         floor = 1e-3 if name.endswith("key/bias") else 0.0
         tolerance = 1e-5 * max(np.abs(leaf).max(), floor)
         np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
-
-
-@pytest.mark.slow
-def test_the_switches_are_scanned_and_rematerialised():
-    params = random_params(make(scan=False, **SWITCHES), IMAGES)
-
-    def compute(params, **form):
-        loss = functools.partial(loss_and_logits, make(**form, **SWITCHES))
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    grads, logits = compute(params, scan=False)
-    scanned_grads, scanned_logits = compute(stack_layers(params), scan=True, remat="full")
-    np.testing.assert_allclose(scanned_logits, logits, atol=1e-5)
-    found = tree.flatten_names(unstack_layers(scanned_grads))
-    for name, leaf in tree.flatten_names(grads).items():
-        np.testing.assert_allclose(found[name], leaf, atol=1e-5 * np.abs(leaf).max(), err_msg=name)
-    assert logits.std() > 0.1 and "encoder/layer_2/scale_mlp/scale" in found
 
 
 def test_the_comparison_sees_layers_out_of_order():

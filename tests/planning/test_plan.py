@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from asked import prepare
 from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
 from PIL import Image
@@ -29,13 +30,20 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
-from vit_jax.planning import calculated, exchanges, hlo, plan_figures, plan_tables, recipe_costs
+from vit_jax.planning import (
+    calculated,
+    exchanges,
+    hlo,
+    plan_figures,
+    plan_tables,
+    recipe_costs,
+    run_plan,
+)
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_layouts, find_remedies, largest_batch
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.run import loop
-from vit_jax.run.build import prepare
 from vit_jax.run.teachers import abstract_teachers, planned_experiment
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -607,6 +615,7 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     "changes",
     [
         {"model.remat": "full"},
+        {"model.remat": "full", "model.remat_layers": 1},
         pytest.param({"optimizer.freeze": r"encoder/layer_0/.*"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -693,8 +702,8 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
 
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
-    words = (TINY, "--topology=H100:8", "--config.model.depth=8", AS_IT_IS)
-    words += ("--config.global_batch_size=12000000",)
+    words = (TINY, "--topology=H100:8", "--config.model.depth=3", AS_IT_IS)
+    words += ("--config.model.mlp_dim=256", "--config.global_batch_size=13600000")
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0
@@ -775,7 +784,7 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     first = capsys.readouterr().err.splitlines()[0]
     assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-\w+, cost under 0.01. "
                         "The compiler's figures follow.", first)  # fmt: skip
-    monkeypatch.setattr(calculated, "calculate_plan", plan)
+    monkeypatch.setattr(run_plan, "calculate_plan", plan)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
 

@@ -7,16 +7,17 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from asked import train_and_evaluate
 
 from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.run import loop
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import blame
 from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.replay import name_places
 
+pytestmark = pytest.mark.usefixtures("never_with_checks", "experiments_made_once")
 QUICKSTART = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 

@@ -8,6 +8,7 @@ import shlex
 import jax
 import numpy as np
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from etils import epath
 from opened import config_json, evaluate_run, open_all
@@ -22,7 +23,7 @@ from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.experiment.model_name import describe_model
-from vit_jax.run.build import compare_value_ranges, describe, prepare
+from vit_jax.run.build import compare_value_ranges, describe
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.sources import (
     check_evaluated_images,

@@ -8,6 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import train_and_evaluate
 from etils import epath
 from read_settings import settings_of
 
@@ -17,7 +18,6 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
 from vit_jax.main import main
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch.guards import CorruptDataError, CorruptRecords
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import asked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference import evaluate
-from vit_jax.run import build, loop, train
+from vit_jax.run import loop
 from vit_jax.run.setup import opener
 
 
@@ -42,10 +43,10 @@ def train_on(workdir, devices, *, until=None, **mesh):
         patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=some))
         patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
         if until is None:
-            train.train_and_evaluate(config, workdir)
+            asked.train_and_evaluate(config, workdir)
         else:
             with pytest.raises(loop.Preempted, match=f"step {until}"):
-                train.train_and_evaluate(config, workdir)
+                asked.train_and_evaluate(config, workdir)
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
            "model.depth": "1", "evals.test.batch_size": "360"}  # fmt: skip
     assert apply_overrides(config, list(own.items())) == []
     eight, found = {"mesh.data": -1, "mesh.fsdp": 8}, []
-    train.train_and_evaluate(config, tmp_path, choose_layout=lambda s, mesh: s.with_values(eight))
+    asked.train_and_evaluate(config, tmp_path, choose_layout=lambda s, mesh: s.with_values(eight))
     assert read_config(epath.Path(tmp_path)).mesh.fsdp == 8
 
     def on(devices):
@@ -102,13 +103,14 @@ def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch
     on(1)
     assert vit_jax.evaluate(tmp_path)["test/loss"] == pytest.approx(scores["test/loss"], rel=1e-5)
     assert found == [(8, 8), (1, 1)]
-    assert build.prepare(config, tmp_path).mesh.size == 1
+    assert asked.prepare(config, tmp_path).mesh.size == 1
     with at_fault("mesh.replica"):
         vit_jax.evaluate(tmp_path, overrides={"mesh.fsdp": 8})
 
 
 RESTORE = """
 import json, sys
+import asked
 import jax
 import jax.numpy as jnp
 import tensorstore
@@ -179,6 +181,7 @@ def test_each_process_reads_its_part_of_the_parameters_alone(tmp_path):
 
 MEMORY = """
 import json, pathlib, sys, threading, time
+import asked
 import jax
 import jax.numpy as jnp
 from etils import epath

@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 import pytest
+from asked import train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from finished_run import rows
@@ -22,7 +23,6 @@ from vit_jax.main import main
 from vit_jax.run.setup.branch import _with_rule, branch
 from vit_jax.run.setup.changes import check_unchanged, find_other_past
 from vit_jax.run.setup.workdir import read_run
-from vit_jax.run.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 

@@ -11,6 +11,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from asked import train_and_evaluate
 from fake_clock import FakeClock
 from finished_run import final_state, rows
 from read_settings import settings_of
@@ -22,7 +23,6 @@ from vit_jax.job.lock import NoLock
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
 from vit_jax.run.record import Record
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch.guards import Health, Jumps, Stalls
 from vit_jax.run.watch.ledger import NO_PAST
 from vit_jax.run.watch.spikes import Spikes

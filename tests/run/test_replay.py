@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import prepare
 
 from vit_jax import data
 from vit_jax.checkpoints.replicas import DivergedError
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import batch_sharding, make_mesh
-from vit_jax.run.build import prepare
 from vit_jax.run.setup.validation import validate
 from vit_jax.run.watch import replay
 from vit_jax.run.watch.replay import inputs_program, replay_program

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import evaluate_model, prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import evaluate_run
@@ -21,14 +22,11 @@ from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
-from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.inference.predict import classify
-from vit_jax.run.build import prepare
 from vit_jax.run.setup import workdir as workdir_module
 from vit_jax.run.setup.resolve import Opener, freeze_layers, resolve, take_fields
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.setup.workdir import StoredRun, write_workdir
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec

@@ -11,6 +11,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from asked import prepare, train_and_evaluate
 from at_fault import at_fault
 from etils import epath
 from opened import open_all
@@ -25,10 +26,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.evaluators import check_metrics
 from vit_jax.evaluators.classification import Classification
 from vit_jax.run import loop, selection
-from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection
 from vit_jax.run.setup.sources import find_absent
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")

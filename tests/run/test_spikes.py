@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import train_and_evaluate
 from etils import epath
 from finished_run import final_state, rows
 from PIL import Image
@@ -31,7 +32,6 @@ from vit_jax.objectives.contract import Objective, ObjectiveOutput, Term
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.run import loop
 from vit_jax.run.setup.branch import branch
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch import ledger, spikes
 from vit_jax.run.watch.guards import NonFiniteError
 from vit_jax.run.watch.row_losses import make_row_losses

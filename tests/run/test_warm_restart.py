@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from asked import train_and_evaluate
 from cheap_compilation import flags_for
 from finished_run import final_state, rows
 from started_job import ROOT
@@ -20,7 +21,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
 from vit_jax.run import build
 from vit_jax.run.setup.workdir import run_name
-from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.watch.guards import CorruptDataError
 
 WORDS = (

@@ -11,23 +11,24 @@ from vit_jax.config import base_config
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.writers import MetricWriter
 
-wandb = pytest.importorskip("wandb", reason="the optional package wandb is not installed")
-from wandb.proto import wandb_internal_pb2  # noqa: E402 (only where it is installed)
-
 CONFIG = {"seed": 3, "model": {"name": "ViT-mu/4", "width": None}, "data": {"mean": (0.5, 0.5)}}
 BLOCK = 32768
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch):
+def wandb(monkeypatch):
+    """The optional package, offline; imported here, as each worker of the tests collects all."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv(
         "WANDB_X_DISABLE_STATS", "true"
     )  # statistics of the machine; not tested here
+    return pytest.importorskip("wandb", reason="the optional package wandb is not installed")
 
 
 def read_records(path):
     """Messages of a .wandb file, a log in LevelDB's framing; checksums are not checked."""
+    from wandb.proto import wandb_internal_pb2
+
     data, position, message = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while position + 7 <= len(data):
@@ -64,7 +65,7 @@ def read_run(path):
     return run, config, rows
 
 
-def recorded(workdir):
+def recorded(wandb, workdir):
     """The .wandb files in a workdir, oldest first, after W&B's service has written them."""
     wandb.teardown()
     return sorted(workdir.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
@@ -74,13 +75,13 @@ def open_writer(workdir, **fields):
     return MetricWriter(workdir, wandb_project="digits", config=CONFIG, **fields)
 
 
-def test_config_and_rows(tmp_path):
+def test_config_and_rows(tmp_path, wandb):
     workdir = tmp_path / "my-run"
     with open_writer(workdir) as writer:
         writer.write(10, {"train/loss": 2.5, "time/images_per_s": 100.0})
         writer.write(10, {"test/top1": 0.25})
         writer.write(20, {"train/loss": math.nan})
-    (path,) = recorded(workdir)
+    (path,) = recorded(wandb, workdir)
     run, config, rows = read_run(path)
     assert (run.project, run.display_name) == ("digits", "my-run")
     assert run.run_id == (workdir / "wandb_id").read_text()
@@ -92,17 +93,17 @@ def test_config_and_rows(tmp_path):
     assert math.isnan(rows[20]["train/loss"])
 
 
-def test_a_resumed_run_is_the_same_run_and_whole(tmp_path):
+def test_a_resumed_run_is_the_same_run_and_whole(tmp_path, wandb):
     """The second part has the rows that the first may have lost, and no discarded rows."""
     with open_writer(tmp_path) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"train/loss": float(step)})
-    first, _, _ = read_run(recorded(tmp_path)[-1])
+    first, _, _ = read_run(recorded(wandb, tmp_path)[-1])
     with open_writer(tmp_path, restored_step=20) as writer:
         writer.write(30, {"train/loss": 3.0})
         writer.write(40, {"train/loss": 4.0})
     second, _, rows = read_run(
-        recorded(tmp_path)[-1]
+        recorded(wandb, tmp_path)[-1]
     )  # within one second it would be the same file
     assert first.run_id == second.run_id
     assert rows == {
@@ -130,7 +131,7 @@ class FakeRun:
         self.finished = True
 
 
-def test_no_step_is_sent_twice(tmp_path, monkeypatch):
+def test_no_step_is_sent_twice(tmp_path, monkeypatch, wandb):
     with MetricWriter(tmp_path) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"train/loss": float(step)})
@@ -145,7 +146,7 @@ def test_no_step_is_sent_twice(tmp_path, monkeypatch):
     assert run.finished
 
 
-def test_a_failure_on_the_way_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_a_failure_on_the_way_ends_nothing(tmp_path, monkeypatch, caplog, wandb):
     monkeypatch.setattr(wandb, "init", lambda **kwargs: FakeRun(fails=True))
     with open_writer(tmp_path) as writer:
         for step in (30, 40):
@@ -155,7 +156,7 @@ def test_a_failure_on_the_way_ends_nothing(tmp_path, monkeypatch, caplog):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_cannot_be_reached_is_recorded_offline(tmp_path, monkeypatch, caplog):
+def test_what_cannot_be_reached_is_recorded_offline(tmp_path, monkeypatch, caplog, wandb):
     init = wandb.init
 
     def unreachable(mode, **kwargs):
@@ -167,13 +168,13 @@ def test_what_cannot_be_reached_is_recorded_offline(tmp_path, monkeypatch, caplo
     caplog.set_level(logging.INFO, "vit_jax")
     with open_writer(tmp_path) as writer:
         writer.write(10, {"train/loss": 1.0})
-    (path,) = recorded(tmp_path)
+    (path,) = recorded(wandb, tmp_path)
     assert read_run(path)[2] == {10: {"train/loss": 1.0}}
     assert "W&B cannot be reached (connection refused); recording offline" in caplog.text
     assert f"wandb sync {path.parent}" in caplog.text
 
 
-def test_where_offline_fails_too_it_is_left_out(tmp_path, monkeypatch, caplog):
+def test_where_offline_fails_too_it_is_left_out(tmp_path, monkeypatch, caplog, wandb):
     def fails(mode, **kwargs):
         raise OSError("disk full") if mode else wandb.errors.CommError("connection refused")
 
@@ -187,7 +188,7 @@ def test_where_offline_fails_too_it_is_left_out(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("project", ["d-i g_i.t's", *(f"a{c}b" for c in "/\\#?%:"), 129 * "a"])
-def test_what_wandb_refuses_is_refused_before(project):
+def test_what_wandb_refuses_is_refused_before(project, wandb):
     config = base_config()
     config.log.wandb = project
     faults = [fault for fault in find_faults(config) if fault.startswith("log.wandb=")]
@@ -200,12 +201,12 @@ def test_what_wandb_refuses_is_refused_before(project):
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer(tmp_path, monkeypatch, caplog):
+def test_a_server_that_does_not_answer(tmp_path, monkeypatch, caplog, wandb):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
     with open_writer(tmp_path) as writer:
         writer.write(10, {"train/loss": 1.0})
     assert "W&B cannot be reached" in caplog.text
-    (path,) = recorded(tmp_path)
+    (path,) = recorded(wandb, tmp_path)
     assert read_run(path)[2] == {10: {"train/loss": 1.0}}

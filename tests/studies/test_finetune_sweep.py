@@ -75,7 +75,7 @@ def test_mean_and_sample_deviation():
     assert found["std"] == pytest.approx((0.00046667 / 2) ** 0.5, rel=1e-4)
     assert report.is_complete and len(report.rows) == 7 and report.values == {"peak_lr": 0.03}
     assert [row[-1] for row in report.texts[3:6]] == ["94.00", "92.00", "91.00"]  # the best first
-    assert report.best == [f"lr_0.03_seed_{seed}" for seed in (5, 6, 7)]
+    assert report.best.names == [f"lr_0.03_seed_{seed}" for seed in (5, 6, 7)]
     assert report.texts[-1] == ["mean ± std", "0.03", "test", "-", "92.33 ± 1.53"]
     assert report.texts[0][-1] == "80.00" and "train[98%:]" in report.texts[0]
     runs["lr_0.03_seed_6"] = Result(FAILED)

@@ -66,8 +66,8 @@ def test_table_has_means_deviations_and_what_is_not_there():
         ["1-D", "40.00 (1 of 2)", "diverged"],  # the best first
         ["no positions", "31.00 ± 1.41", "-"],
     ]
-    assert report.best == ["1-D__stem__seed_5"]
-    assert not report.is_complete and {*report.files} == {"study.png"}
+    assert report.best.names == ["1-D__stem__seed_5"]
+    assert not report.is_complete and {*report.files} == {"study.png", "study.pdf"}
     rows = csv_of(config, results)
     assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [
         ("no positions", "stem", "5", "finished", "0.3"),
@@ -91,16 +91,19 @@ def test_columns_that_are_numbers_are_drawn_without_rows_that_have_no_value():
 
 
 def test_columns_that_are_names_have_means_and_deviations(monkeypatch):
-    monkeypatch.setattr(figures, "_as_png", lambda figure: figure)
+    monkeypatch.setattr(figures, "_as_files", lambda figure: figure)
     cells = {"stem": Measured([0.2, 0.4]), "every layer": Measured([0.5]), "no": Measured([None])}
-    (axes,) = figures.draw_table({"val/top1, %": {"A": cells}}).axes
+    figure = figures.draw_table({"val/top1, %": {"A": cells}})
+    note = "± is the sample standard deviation over n=2 seeds"
+    assert figure.get_supxlabel() == note
+    (axes,) = figure.axes
     (bar,) = axes.containers
     spans = [sorted(segment[:, 1]) for segment in bar.lines[2][0].get_segments() if len(segment)]
     deviation = 100 * np.std([0.2, 0.4], ddof=1)
     np.testing.assert_allclose(spans, [[30 - deviation, 30 + deviation]])
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert (labels, axes.get_ylabel()) == (["stem", "every layer"], "val top1, %")
-    assert figures.draw_table({"val/top1, %": {"A": {"stem": Measured([0.2])}}}) is None
+    assert figures.draw_table({"val/top1, %": {"A": {"stem": Measured([0.2])}}}) == {}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from etils import epath
 from studied import config_of, done, keys_at_fault, study_of
@@ -24,7 +25,6 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target
-from vit_jax.run.build import prepare
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.studies import planned, running
 from vit_jax.studies.engine import Found
@@ -152,7 +152,7 @@ def debug_config(**study):
 
 def label(config, teacher, workdir):
     study, _ = sections.Study.read(config.study)
-    return pseudo_labels.label(study, Settings.read_open(config)[0], teacher, workdir)
+    return pseudo_labels.label(study, Settings.of(config), teacher, workdir)
 
 
 @pytest.mark.usefixtures("one_device")

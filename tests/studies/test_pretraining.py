@@ -42,7 +42,7 @@ def test_fine_tunings_wait_for_their_pretraining_and_fill_the_table(config):
         ["from scratch", "-", "-", "55.00 ± 7.07"],
         ["other", "waits", "waits", "waits"],
     ]
-    assert report.best == ["mae__few__seed_0"]
+    assert report.best.names == ["mae__few__seed_0"]
     assert not report.is_complete and len(csv_of(config, results)) == 5
 
 

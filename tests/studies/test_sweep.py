@@ -1,6 +1,5 @@
 """A study of every combination of values, from results as members leave them."""
 
-import argparse
 import json
 import pathlib
 import shlex
@@ -11,12 +10,12 @@ from studied import config_of, csv_of, done, keys_at_fault, names_of, report_of,
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.commands.study import _make_sweep
 from vit_jax.config import base_config, classification, knn, multilabel, plugins
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
 from vit_jax.studies.engine import Found, Result
+from vit_jax.studies.preparation import make_sweep
 from vit_jax.studies.sweep import parse_sweep
 from vit_jax.studies.tables import DIVERGED
 
@@ -81,7 +80,7 @@ def test_without_a_metric_it_is_the_first_accuracy_of_an_evaluator_that_is_alway
         c = base_config()
         c.evals.perhaps = classification(split="test?", every="1 epochs")
         c.evals.val = entry
-        _make_sweep(c, argparse.Namespace(sweep=["seed=0,1"], overrides=[], config="mine"))
+        make_sweep(c, running.Call("mine", [], pathlib.Path(), None, False), ["seed=0,1"])
         assert (c.study.name, c.study.sweep, c.study.metric) == ("sweep", ("seed=0,1",), metric)
 
 
@@ -106,15 +105,15 @@ def test_rows_have_mean_and_deviation_over_the_seeds():
     assert report.columns == ["optimizer.peak_lr", "held_out/top1, %"]
     assert report.texts == [["1e-3", "60.00 ± 14.14"], ["3e-3", "diverged"]]  # the best first
     best = ["peak_lr_1e-3__seed_0", "peak_lr_1e-3__seed_1"]
-    assert report.best == best and not report.is_complete
+    assert report.best.names == best and not report.is_complete
     row = csv_of(config, results)[0]
     assert (row["optimizer.peak_lr"], row["seed"], row["state"]) == ("3e-3", "0", "diverged")
     results["peak_lr_3e-3__seed_1"] = done(0.25)
     report = report_of(config, results)
     assert report.is_complete and report.texts[1] == ["3e-3", "25.00 (1 of 2)"]
-    assert not report_of(sweep_of("optimizer.peak_lr=1e-3", "seed=0,1"), results).best
+    assert not report_of(sweep_of("optimizer.peak_lr=1e-3", "seed=0,1"), results).best.names
     results["peak_lr_3e-3__seed_1"] = done(0.9)
-    assert report_of(config, results).best == best  # one lucky seed beside a diverged one
+    assert report_of(config, results).best.names == best  # one lucky seed beside a diverged one
 
 
 def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
@@ -157,6 +156,9 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     assert [row["test/top1, %"]["mean"] for row in found["table"]] == pytest.approx([0.3, 0.1])
     assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]
     assert r"| 3e-3 | [bold] decode\|flip | 30.00 ± 0.00 |" in (tmp_path / "w/study.md").read_text()
+    assert "\n± is the sample standard deviation over n=2 seeds.\n" in page
+    latex = r"3e-3 & [bold] decode|flip & 30.00 $\pm$ 0.00 \\"
+    assert latex in (tmp_path / "w/study.tex").read_text()
     assert [str(tmp_path / "w" / name) for name in found["best"]] == best
     sweep = [flag.removeprefix("--sweep=") for flag in flags]
     with monkeypatch.context() as patch:
@@ -185,12 +187,9 @@ def test_what_is_within_a_deviation_of_the_best_is_said():
     study, values = study_of(config), {"1": (0.5, 0.6), "2": (0.52, 0.5), "3": (0.3, 0.31)}
     results = {m.name: done(values[m.place["optimizer.peak_lr"]][int(m.place["seed"])])
                for m in study.members({})}  # fmt: skip
-    found = Found(study, results)
-    assert len(study.report(found).best) == 2
-    assert found.near_best == [{"optimizer.peak_lr": "2"}]
-    winner = {"place": {"a": 1}, "near": found.near_best, "values": {}, "workdirs": [], "next": ""}
+    names, near = study.report(Found(study, results)).best
+    assert len(names) == 2 and near == [{"optimizer.peak_lr": "2"}]
+    winner = {"place": {"a": 1}, "near": near, "values": {}, "workdirs": [], "next": ""}
     assert running._say_winner(winner)[1].endswith("one standard deviation are optimizer.peak_lr 2")
     one_seed = {name: result for name, result in results.items() if name.endswith("seed_0")}
-    found = Found(study, one_seed)
-    study.report(found)
-    assert found.near_best == []  # no deviation is known
+    assert study.report(Found(study, one_seed)).best.near == []  # no deviation is known

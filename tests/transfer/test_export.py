@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from etils import epath
 from numpy_vit import random_params
@@ -30,7 +31,6 @@ from vit_jax.data.images.given import image_files
 from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
-from vit_jax.run.build import prepare
 from vit_jax.run.setup.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import init_variables, read_pretrained, with_image_size

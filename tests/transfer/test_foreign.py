@@ -37,8 +37,14 @@ GOLDENS = {
     "vit_pretrained": ("vit_pretrained.npz", "vit_pretrained.io.npz", "npz"),
     "vit_v2_gap": ("vit_v2_gap.npz", "vit_v2_gap.io.npz", "npz_v2"),
     "vit_v2_map": ("vit_v2_map.npz", "vit_v2_map.io.npz", "npz_v2"),
+    "hybrid_root": ("hybrid_root.npz", "hybrid_root.io.npz", "npz"),
+    "hybrid_resnet": ("hybrid_resnet.npz", "hybrid_resnet.io.npz", "npz"),
+    "bit": ("bit.npz", "bit.io.npz", "npz"),
 }
-FOREIGN = [name for name, (_, _, format) in GOLDENS.items() if not format.startswith("npz")]
+
+
+RESNETS = ("hybrid_root", "hybrid_resnet", "bit")  # compared in test_resnet.py
+RESAMPLED = ("hf_vit", "hf_deit", "timm_vit")  # compared at another size
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -53,10 +59,11 @@ def assert_close(ours, expected, tolerance=1e-4):
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
-        *((name, "") for name in FOREIGN),
-        *((name, "_resampled") for name in ("hf_vit", "hf_deit", "timm_vit")),
+        *((name, "") for name in GOLDENS if name not in (*RESNETS, *RESAMPLED)),
+        *((name, "_resampled") for name in RESAMPLED),
         *(pytest.param(name, "_resampled", marks=pytest.mark.slow)
           for name in ("hf_vit_backbone", "timm_vit_gap")),
+        *(pytest.param(name, "", marks=pytest.mark.slow) for name in RESAMPLED),
     ],
 )  # fmt: skip
 def test_goldens(golden, name, suffix):

@@ -10,13 +10,13 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+from asked import prepare
 from at_fault import at_fault
 from fake_hub import COMMITS, Hub, move_hub, served
 from huggingface_hub import constants
 from PIL import Image
 
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.run.build import prepare
 from vit_jax.transfer import load_pretrained, read_pretrained
 from vit_jax.transfer.model_zoo import PUBLISHED, Published, fetch_from_hub, parse_address
 

@@ -262,8 +262,3 @@ def test_a_name_without_its_version_lists_those_that_are(source, said):
         read_pretrained(source)
     start = f"init_from={source!r}: no such file or directory"
     assert str(e.value).startswith(start + said) and (said or str(e.value) == start)
-
-
-def test_a_misspelt_name():
-    with at_fault("init_from"):
-        load_pretrained("ViT-B16@augreg")

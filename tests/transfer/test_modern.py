@@ -51,7 +51,8 @@ def assert_parity(ours, expected, name, tolerance=TOLERANCE):
     assert distance < tolerance, f"{name}: {distance:.1e} of the largest value"
 
 
-# Positions of each kind, resampled as each library does; other models share one of these kinds.
+# Positions of each kind, resampled as each library does; other models share one of these kinds, and
+# are compared at their own size.
 RESAMPLED = ("timm_clip", "timm_deit3", "timm_dinov2", "timm_dinov3", "timm_eva02", "timm_siglip",
              "vit5", "hf_dinov2_with_registers", "hf_dinov3", "hf_siglip")  # fmt: skip
 
@@ -59,9 +60,12 @@ RESAMPLED = ("timm_clip", "timm_deit3", "timm_dinov2", "timm_dinov3", "timm_eva0
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
-        *((name, "") for name in TIMM + HF),
-        *(pytest.param(name, "_resampled", marks=() if name in RESAMPLED else pytest.mark.slow)
-          for name in TIMM + HF),
+        pytest.param(
+            name, suffix,
+            marks=() if (name in RESAMPLED) == bool(suffix) else pytest.mark.slow,
+        )
+        for name in TIMM + HF
+        for suffix in ("", "_resampled")
     ],
 )  # fmt: skip
 def test_parity_at_both_sizes(golden, name, suffix):

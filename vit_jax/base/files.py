@@ -196,10 +196,13 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
         raise
 
 
-def open_for_append(path: epath.Path, parts: Iterable[bytes]) -> "LocalFile | StoredObject":
+def open_for_append(
+    path: epath.Path, parts: Iterable[bytes] | None = None
+) -> "LocalFile | StoredObject":
     """Replace `path` atomically by a file that holds all `parts`, and open it for appending.
 
-    The parts may be read from `path` meanwhile.
+    The parts may be read from `path` meanwhile. None keeps what it holds; on a disk that is not
+    read.
 
     The result has `write(bytes)`, `flush()`, which makes all writes durable, `close()`, and
     `abandon()`, which closes it without flushing.
@@ -214,9 +217,10 @@ def _is_object(path: epath.Path) -> bool:
 class LocalFile:
     """A file on a local or shared disk; other readers see each write at once."""
 
-    def __init__(self, path: epath.Path, parts: Iterable[bytes]):
-        with replaced(path) as file:
-            file.writelines(parts)
+    def __init__(self, path: epath.Path, parts: Iterable[bytes] | None):
+        if parts is not None:
+            with replaced(path) as file:
+                file.writelines(parts)
         self._file = open(path, "ab")  # noqa: SIM115 (closed by `close`)
 
     def write(self, data: bytes) -> None:
@@ -239,8 +243,10 @@ class LocalFile:
 class StoredObject:
     """An object in a store without append and rename; each flush uploads it whole."""
 
-    def __init__(self, path: epath.Path, parts: Iterable[bytes]):
+    def __init__(self, path: epath.Path, parts: Iterable[bytes] | None):
         self._path, self._content = path, bytearray()
+        if parts is None:
+            parts = [path.read_bytes()] if path.exists() else []
         for part in parts:
             self._content += part
 

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -32,6 +31,7 @@ from vit_jax.commands.flags import (
     positive_int,
     require_flags,
 )
+from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
@@ -39,34 +39,36 @@ from vit_jax.job import exit_codes
 logger = logging.getLogger("vit_jax")
 
 
-def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+def measure_input(asked: Settings, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import input as input_benchmark
     from vit_jax.diagnosis.settled import open_training_data
 
-    settings, source = open_training_data(config)
+    settings, source = open_training_data(asked)
     return input_benchmark.measure_input(settings, source, num_rounds=flags.repeat)
 
 
-def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+def measure_step(asked: Settings, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import step
     from vit_jax.diagnosis.settled import settle_step
 
-    settings, mesh = settle_step(config)
+    settings, mesh = settle_step(asked)
     return step.measure_step(settings, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
-def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+def measure_inference(asked: Settings, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
     from vit_jax.diagnosis.benchmarks import inference
     from vit_jax.run.setup.opener import Tables
     from vit_jax.run.setup.resolve import resolve
 
-    return inference.measure_inference(resolve(config, Tables()).settings, num_rounds=flags.repeat)
+    return inference.measure_inference(
+        resolve(asked.config, Tables()).settings, num_rounds=flags.repeat
+    )
 
 
-def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
+def plan_inference(asked: Settings, target_slice: Slice) -> dict[str, Any]:
     """Run `benchmarks.inference.plan_inference` for a chip of `target_slice`."""
     from vit_jax.diagnosis.benchmarks import inference
     from vit_jax.planning.targets import Target, start_planning
@@ -75,23 +77,23 @@ def plan_inference(config: ConfigDict, target_slice: Slice) -> dict[str, Any]:
 
     target = Target(target_slice)
     start_planning(target)
-    return inference.plan_inference(resolve(config, Tables()).settings, target)
+    return inference.plan_inference(resolve(asked.config, Tables()).settings, target)
 
 
-def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
+def draw_augmentations(asked: Settings, flags: argparse.Namespace) -> None:
     """Draw the sheet of `benchmarks.augmentations` to the PNG `flags.output`."""
     require_flags(flags, ("output",), "--output=sheet.png")
     from vit_jax.diagnosis.benchmarks.augmentations import draw_contact_sheet
     from vit_jax.diagnosis.settled import open_training_data
 
-    settings, source = open_training_data(config)
+    settings, source = open_training_data(asked)
     draw_contact_sheet(settings.data, settings.run.seed, source, flags.output)
     logger.info("drawn: %s", flags.output)
 
 
-# Name given by --what -> function of the config and the flags. It returns the figures to print, or
-# None if it has written --output itself.
-BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] | None]] = {
+# Name given by --what -> function of the settings and the flags. It returns the figures to print,
+# or None if it has written --output itself.
+BENCHMARKS: dict[str, Callable[[Settings, argparse.Namespace], dict[str, Any] | None]] = {
     "input": measure_input,
     "step": measure_step,
     "inference": measure_inference,
@@ -126,19 +128,19 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError(f"--topology={flags.topology}: only for --what=inference; use plan")
     if flags.output is not None:
         files.check_output(flags.output, "--output")
-    config = load_valid_config(flags)
+    asked = Settings.of(load_valid_config(flags))
 
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     if target_slice is not None:
-        figures: dict[str, Any] | None = plan_inference(config, target_slice)
+        figures: dict[str, Any] | None = plan_inference(asked, target_slice)
     else:
-        start_backend(config.mesh.platform)
-        figures = BENCHMARKS[flags.what](config, flags)
+        start_backend(asked.mesh.platform)
+        figures = BENCHMARKS[flags.what](asked, flags)
     if figures is None:
         return exit_codes.DONE
-    named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}
+    named = {"what": flags.what, "config": flags.config, "model": asked.model.name, **figures}
     text = json.dumps(named, indent=2) + "\n"
     if flags.output is not None:
         files.write_whole(flags.output, text)

@@ -15,6 +15,7 @@ import argparse
 import signal
 import sys
 
+from ml_collections import ConfigDict
 from rich.console import Console
 
 from vit_jax.base import files
@@ -27,6 +28,7 @@ from vit_jax.commands.flags import (
     require_flags,
     start_job,
 )
+from vit_jax.config import Settings, base_config
 from vit_jax.diagnosis import certificate
 from vit_jax.job import exit_codes
 
@@ -101,12 +103,12 @@ def _process_words(flags: argparse.Namespace) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
-def _run_part(flags: argparse.Namespace, models: tuple[str, ...], config) -> int:
+def _run_part(flags: argparse.Namespace, models: tuple[str, ...], config: ConfigDict | None) -> int:
     """Run one part in this process, and write its figures on process 0."""
-    from vit_jax.config import base_config
     from vit_jax.diagnosis.certificate.context import Context
 
-    context = Context(flags.output, models, config, tuple(_process_words(flags)), _is_first(flags))
+    asked = None if config is None else Settings.of(config)
+    context = Context(flags.output, models, asked, tuple(_process_words(flags)), _is_first(flags))
     if flags.part != "recovery":  # whose runs are the job
         start_job(flags, base_config() if config is None else config)
     certificate.keep(context, flags.part, certificate.run_part(flags.part, context))

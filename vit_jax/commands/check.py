@@ -81,8 +81,8 @@ def check_twin(name: str, twin: "Twin", flags: argparse.Namespace) -> bool:
 
     if not twin.first_steps:
         raise InputError(f"no stored numbers; record them with check --record {name}")
-    config = twins.twin_config(twin, twins.SEEDS[0], flags.overrides, flags.data_dir)
-    found = trace.trace_runs([config], curve=not flags.first_steps)
+    asked = twins.twin_settings(twin, twins.SEEDS[0], flags.overrides, flags.data_dir)
+    found = trace.trace_runs([asked], curve=not flags.first_steps)
     limits = twins.first_limits(twin)
     left = twins.find_departures(limits, found.first_steps)
     inside = show(f"{name}: first steps", left, f"inside {twins.TOLERANCE:.1%}")

@@ -20,6 +20,7 @@ from rich.text import Text
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import define_config_flags, define_format_flag, load_valid_config
+from vit_jax.config import Settings
 from vit_jax.job import exit_codes
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -45,14 +46,18 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError(f"--config.{flags.overrides[0][0]}: needs --config=NAME too")
     if flags.all_images and flags.config is None:
         raise InputError("--all_images: needs --config=NAME too, such as --config=folder")
-    config = None if flags.config is None else load_valid_config(flags)
+    asked = None
+    if flags.config is not None:
+        config = load_valid_config(flags)
+        config.data.data_dir = config.data.data_dir or flags.data_dir
+        asked = Settings.of(config)
 
     from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last
     from vit_jax.run import terminal
 
     terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
     names = ("workdir", "data_dir", "wandb", "coordinator", "all_images", "timeout_s")
-    findings = [*examine(config=config, **{name: getattr(flags, name) for name in names})]
+    findings = [*examine(asked=asked, **{name: getattr(flags, name) for name in names})]
     if flags.format == "json":
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

@@ -34,7 +34,7 @@ from vit_jax.commands.flags import (
     load_valid_config,
     start_job,
 )
-from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, Settings
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 from vit_jax.run.setup.validation import check_evaluates_any, load_run
@@ -100,10 +100,10 @@ def main(flags: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(write_results, flags.output)
     if of_run:
-        source = StoredModel(workdir, trained, flags.best)
+        model = StoredModel(workdir, trained, flags.best)
     else:
-        source = transfer.read_pretrained(flags.init_from, best=flags.best)
-    results = evaluate_model(config, source, see, dict(flags.overrides))
+        model = transfer.read_pretrained(flags.init_from, best=flags.best)
+    results = evaluate_model(Settings.of(config), model, see, dict(flags.overrides))
     if jax.process_index() == 0:
         finite = writers.finite_or_none(results)
         print(json.dumps(finite, indent=2))

@@ -7,8 +7,9 @@
       --output=figures IMAGES/
 
 Images are files, or folders read at any depth; --data=NAME:SPLIT reads a data set instead. Each
-figure is a PNG as wide as a column of a paper, with its numbers beside it as .npz or .csv. Averages
-are over at most --examples images, evenly spaced; maps are drawn for --shown of these.
+figure is a PNG as wide as a column of a paper, with its numbers beside it as .npz or .csv;
+--figures=distance.pdf,norms.svg makes vector figures. Averages are over at most --examples images,
+evenly spaced; maps are drawn for --shown of these.
 Filters and positions need no images. A figure that the model cannot give is left out, and one
 line says why.
 """
@@ -17,10 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-from etils import epath
 from rich.console import Console
 
 from vit_jax.base import files
@@ -36,11 +34,9 @@ from vit_jax.commands.flags import (
 from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
 
-if TYPE_CHECKING:
-    from vit_jax.transfer import Pretrained
-
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
+_KNOWN = (*NAMES, *(f"{name}.{form}" for form in ("png", "pdf", "svg") for name in NAMES))
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +44,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     define_image_flags(parser, batch_size=32)
     parser.add_argument("--output", type=files.absolute, metavar="DIR", help="folder to write to")
     parser.add_argument(
-        "--figures", metavar="NAME,...", help=f"any of {', '.join(NAMES)}; default: all"
-    )
+        "--figures", metavar="NAME,...",
+        help=f"any of {', '.join(NAMES)}, each may end in .pdf or .svg; default: all, as PNGs",
+    )  # fmt: skip
     parser.add_argument(
         "--compare_to", metavar="SOURCE", help="second model, for `similarity` between both"
     )
@@ -67,7 +64,7 @@ def main(flags: argparse.Namespace) -> int:
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.images.given import search_images
-    from vit_jax.insight.figures import needs_images
+    from vit_jax.insight.figures import draw_figures, needs_images
 
     paths, faults = search_images(flags.images)
     if faults and not paths:
@@ -78,7 +75,7 @@ def main(flags: argparse.Namespace) -> int:
         source = open_source(flags, pretrained, paths)
     how = {name: getattr(flags, name) for name in ("examples", "batch_size", "shown")}
     how |= {"compare_to": flags.compare_to, "progress": not flags.quiet}
-    said = figures(pretrained, flags.output, source, names=names, **how)
+    said = draw_figures(pretrained, flags.output, source, names, **how)
     if flags.format == "json":
         print(json.dumps({"output": os.fspath(flags.output), **said}))
     else:
@@ -91,75 +88,17 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.FAILED if faults else exit_codes.DONE
 
 
-def figures(
-    source: "epath.PathLike | Pretrained",
-    output: epath.PathLike,
-    images: Any = None,
-    *,
-    names: Sequence[str] = NAMES,
-    compare_to: str | None = None,
-    examples: int = 128,
-    shown: int = 3,
-    batch_size: int = 32,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Draw what a model learned, each figure as a PNG with its numbers beside it.
-
-        vit_jax.figures("runs/mine", "figures", "IMAGES", names=["filters", "distance"])
-
-    Args:
-      source: a source of `load_pretrained`, or a model from `read_pretrained`.
-      output: folder to write to.
-      images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `commands.figures.NAMES`.
-      compare_to: a second source, for "similarity" between both.
-      examples: images to average over.
-      shown: images to draw maps of.
-      batch_size: images at once, on all devices.
-      progress: show a line of progress.
-
-    Returns:
-      {"figures": {name: files}, "left_out": {name: the reason}}.
-
-    Raises:
-      InputError: a ValueError that names the argument.
-    """
-    faults = Faults()
-    for name in names:
-        faults.need_known("names", name, NAMES)
-    collect_faults(faults)
-    from vit_jax.data import Source
-    from vit_jax.data.images.given import open_images
-    from vit_jax.insight.figures import Subject, write_figures
-    from vit_jax.insight.measured import measure
-    from vit_jax.transfer import Pretrained, read_pretrained, with_image_size
-
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
-    if not isinstance(images, Source | None):
-        images = open_images(images, pretrained.spec.reading)
-    subject, how = Subject(pretrained), {"examples": examples, "shown": shown}
-    how |= {"batch_size": batch_size, "progress": progress}
-    if images is not None:
-        subject.seen = measure(pretrained, images, **how)
-        if compare_to is not None and "similarity" in names:
-            other = read_pretrained(compare_to)
-            if other.spec.image_size is None:
-                other = with_image_size(other, pretrained.spec.image_size)
-            subject.other, subject.other_name = measure(other, images, **how), compare_to
-    written, reasons = write_figures(subject, names, files.absolute(output))
-    return {"figures": written, "left_out": reasons}
-
-
 def _check_flags(flags: argparse.Namespace) -> list[str]:
     """The names of the figures to draw; raises InputError that lists all faults of the flags."""
     found = Faults()
     found.need(flags.output, "--output: missing; give a folder, e.g. --output=figures")
     chosen = [name.strip() for name in (flags.figures or ",".join(NAMES)).split(",")]
     for name in chosen:
-        found.need_known("--figures", name, NAMES)
+        found.need_known("--figures", name, _KNOWN)
     if flags.compare_to is not None:
-        found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
+        is_drawn = "similarity" in str(chosen)
+        found.need(is_drawn, "--compare_to: is for `similarity`; add it to --figures")
     both = flags.images and flags.data
     found.need(not both, "give either images (files, folders) or --data=NAME:SPLIT, not both")
     collect_faults(found)
-    return [name for name in NAMES if name in chosen]
+    return [name for name in _KNOWN if name in chosen]

@@ -40,7 +40,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.inference.pseudo_labels import label
     from vit_jax.run import terminal
 
-    settings, _ = Settings.read_open(config)  # has been checked
+    settings = Settings.of(config)
     study, _ = sections.Study.read(config.study)
     teacher = settings.run.weights_source
     if teacher is None:

@@ -6,8 +6,10 @@
 
 Runs may still be training; a folder stands for the runs and studies in it, up to two folders deep.
 It prints the last metrics of the runs, the best run first, and the config keys in which they
-differ; FILE.csv holds the same of every metric. FILE.png has a panel for each --metric, by default
-the first four of train/loss, the evaluators' top-1 and their other metrics.
+differ; FILE.csv holds the same of every metric. FILE.png, FILE.pdf and FILE.svg have a panel for
+each --metric, by default the first four of train/loss, the evaluators' top-1 and their other
+metrics. FILE.tex is a LaTeX table of the evaluators' last values, or of each --metric; runs that
+differ in the seed only share a row: mean, sample standard deviation, and n, their number.
 
 FILE.html shows results with deviations over seeds, curves that zoom, times, the configs and their
 differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
@@ -19,9 +21,7 @@ each --figures, and where the runs come from. It needs: pip install -e '.[report
 import argparse
 import json
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -32,12 +32,10 @@ from vit_jax.base.errors import Faults, InputError, collect_faults, shown_lines
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
 
-if TYPE_CHECKING:
-    from vit_jax.insight.runs import Run
-
 logger = logging.getLogger("vit_jax")
 
-ENDINGS = (".html", ".png", ".csv")
+_IMAGES = (".png", ".pdf", ".svg")
+ENDINGS = (".html", *_IMAGES, ".csv", ".tex")
 _CURVES = 4  # panels, unless metrics are chosen
 # Keys that say what a run is; where all runs have one value, a line above the results has it.
 _COMMON = ("model.name", "data.name", "objective.name", "duration", "global_batch_size")
@@ -52,8 +50,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     repeated = {"action": "append", "default": []}
     paths = repeated | {"type": files.absolute}
     parser.add_argument(
-        "--output", metavar="FILE", help="FILE.html, FILE.png for curves, FILE.csv", **paths
-    )
+        "--output", metavar="FILE",
+        help="FILE.html; curves as FILE.png, .pdf or .svg; tables as FILE.csv or .tex", **paths,
+    )  # fmt: skip
     parser.add_argument("--figures", metavar="DIR", help="folder with PNGs to show", **paths)
     parser.add_argument("--metric", metavar="NAME", help="metric to draw", **repeated)
     define_format_flag(parser)
@@ -75,12 +74,14 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
+    if not found and not studies:
+        raise InputError("no run is left to report")
     found = runs.best_first(found)
-    said = _compared(found)
+    said = runs.compare(found)
     names, config, last = said.values()
     curves = runs.choose_metrics(found, flags.metric)
     curves = curves if flags.metric else curves[:_CURVES]
-    if not curves and any(output.suffix == ".png" for output in flags.output):
+    if not curves and any(output.suffix in _IMAGES for output in flags.output):
         raise InputError("no run has a metric yet; wait for the first line of one")
     rows = [
         (kind, name, *values)
@@ -89,14 +90,20 @@ def main(flags: argparse.Namespace) -> int:
     ]
     make = {
         ".html": lambda: report.write(found, studies, flags.figures, flags.metric),
-        ".png": lambda: plots.as_png(plots.draw_runs(found, curves)),
         ".csv": lambda: tables.as_csv([("kind", "name", *names), *rows]),
+        ".tex": lambda: runs.as_latex(found, flags.metric).encode(),
     }
     for output in flags.output:
-        files.write_whole(output, make[output.suffix]())
+        if output.suffix in _IMAGES:
+            content = plots.as_file(plots.draw_runs(found, curves), output.suffix[1:])
+        else:
+            content = make[output.suffix]()
+        files.write_whole(output, content)
         logger.info("written: %s", output)
     if flags.format == "json":
         print(json.dumps(said, indent=2, default=str))
+        return exit_codes.DONE
+    if not found:  # a study that waits
         return exit_codes.DONE
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
@@ -112,37 +119,6 @@ def main(flags: argparse.Namespace) -> int:
     elif len(names) > 1:
         print("The configs are the same.")
     return exit_codes.DONE
-
-
-def compare(workdirs: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, Any]:
-    """Compare runs by their configs and their last metrics.
-
-        found = vit_jax.compare(["runs/a", "runs/b"])
-        pandas.DataFrame(found["metrics"], index=found["runs"])
-
-    Args:
-      workdirs: of runs, which may still be training, and of studies, or folders that hold them,
-        which stand for their runs.
-
-    Returns:
-      {"runs": their names, the best first, "config": {key in which they differ: its values},
-      "metrics": {name: its last values}}, with a value for each run, None where it has none; as
-      `report --format=json`.
-
-    Raises:
-      InputError: a ValueError that names each workdir that holds neither.
-    """
-    from vit_jax.insight import runs
-
-    found, _ = runs.read_all([workdirs] if isinstance(workdirs, str | os.PathLike) else workdirs)
-    return _compared(runs.best_first(found))
-
-
-def _compared(found: "Sequence[Run]") -> dict[str, Any]:
-    from vit_jax.insight import runs
-
-    names, config = [run.name for run in found], runs.differences(found)
-    return {"runs": names, "config": config, "metrics": runs.last_values(found)}
 
 
 def print_runs(

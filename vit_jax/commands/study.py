@@ -32,17 +32,13 @@ stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started
 """
 
 import argparse
-import json
-import os
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from etils import epath
 from rich.console import Console
 
 from vit_jax.base import files
-from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.errors import InputError
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -52,8 +48,6 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
     from vit_jax.studies.engine import Study
     from vit_jax.studies.running import Call
 
@@ -87,47 +81,9 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal
     from vit_jax.studies.running import conduct_study
 
-    study, call = prepare_study(flags)
+    study, call = read_study(flags)
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     return conduct_study(study, call)
-
-
-def study(
-    config: str | os.PathLike,
-    workdir: epath.PathLike,
-    overrides: Mapping[str, Any] | None = None,
-    sweep: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Run a study, or continue it, and return its report.
-
-        found = vit_jax.study("quickstart", "runs/sweep", sweep=["optimizer.peak_lr=1e-3,3e-3"])
-        found["rows"], found["best"]
-
-    Its runs are processes of their own, one after another.
-
-    Args:
-      config: as --config: the name of a shipped config or the path of a file, and its words.
-      workdir: folder of the study and its runs.
-      overrides: {key: value} for every run.
-      sweep: "KEY=VALUE,VALUE", for a config that is no study: one run for each combination.
-
-    Returns:
-      The content of `workdir/study.json`; a run that failed has its error in "members".
-
-    Raises:
-      InputError: a ValueError that lists all faults; or the first run was rejected.
-    """
-    from vit_jax.run.setup.validation import as_pairs
-    from vit_jax.studies.running import conduct_study
-
-    flags = argparse.Namespace(
-        config=os.fspath(config), workdir=workdir, overrides=as_pairs(overrides), sweep=sweep,
-        launcher=None, again=False, trust_plugins=False, quiet=False, required=None,
-    )  # fmt: skip
-    made, call = prepare_study(flags)
-    if conduct_study(made, call) == exit_codes.INPUT_WRONG:
-        raise InputError(f"{call.workdir}: the first run was rejected, as it says above")
-    return json.loads((call.workdir / "study.json").read_text())
 
 
 def plan_study(flags: argparse.Namespace) -> int:
@@ -140,7 +96,7 @@ def plan_study(flags: argparse.Namespace) -> int:
     from vit_jax.studies.planned import Planner, plan_members
     from vit_jax.studies.running import print_table
 
-    study, _ = prepare_study(flags, writes=False)
+    study, _ = read_study(flags, writes=False)
     target = Target(target_slice)
     start_planning(target)
     title = f"{flags.config}: {study.config.study.name} on {target_slice.name}"
@@ -152,7 +108,7 @@ def plan_study(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[Study, Call]":
+def read_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[Study, Call]":
     """The study that the flags ask for, and how it was called; writes nothing.
 
     `writes`: whether its workdir will be written to, and must be writable.
@@ -167,46 +123,11 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
 
-    from vit_jax.run.setup.workdir import check_writable
-    from vit_jax.studies import running
-    from vit_jax.studies.engine import Study
+    from vit_jax.studies.preparation import prepare_study
+    from vit_jax.studies.running import Call
 
-    if flags.sweep:
-        _make_sweep(config, flags)
-    name = config.study.name
-    if name is None:
-        raise InputError(
-            f"study.name: not set by {flags.config}, which describes one run; give "
-            "--sweep=KEY=VALUE,VALUE, or use the config of a study, such as finetune_study"
-        )
-    workdir = files.absolute(flags.workdir)
-    study = Study.of(config, os.fspath(workdir))
-    study.check_all()
-    collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
-                    for key, _ in flags.overrides if key in study.sets])  # fmt: skip
-    if writes:
-        check_writable(workdir)
-    return study, running.Call(
-        flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins,
-        flags.quiet,
+    call = Call(
+        flags.config, flags.overrides, files.absolute(flags.workdir), launcher, flags.again,
+        flags.trust_plugins, flags.quiet,
     )  # fmt: skip
-
-
-def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
-    """Makes the study of `--sweep` of a config, in place.
-
-    Its metric, unless given, is the accuracy of the first evaluator whose split is always there.
-    """
-    from vit_jax.studies.engine import accuracies
-
-    if config.study.name not in (None, "sweep"):
-        raise InputError(
-            f"--sweep: {flags.config} is a study already ({config.study.name}); take a config of "
-            "one run"
-        )
-    config.study.name, config.study.sweep = "sweep", tuple(flags.sweep)
-    is_given = any(key == "study.metric" for key, _ in flags.overrides)
-    if not is_given and config.evals and config.study.metric.partition("/")[0] not in config.evals:
-        always = [n for n, e in config.evals.items() if not e.get("split", "").endswith("?")]
-        first = next(iter(always or config.evals))
-        config.study.metric = next(iter(accuracies(config, first) or ()), f"{first}/top1")
+    return prepare_study(config, call, flags.sweep, writes=writes), call

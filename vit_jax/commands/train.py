@@ -6,15 +6,10 @@ The same command continues an earlier run in the workdir; so does --workdir=DIR 
 """
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import jax
-from etils import epath
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from vit_jax.base import files
@@ -27,13 +22,9 @@ from vit_jax.commands.flags import (
     require_flags,
     start_job,
 )
-from vit_jax.config.stored import read_asked
+from vit_jax.config import Settings
 from vit_jax.job import exit_codes
 from vit_jax.job.age import process_age
-from vit_jax.job.allocator import limit_arenas
-
-if TYPE_CHECKING:
-    from vit_jax.run.build import Callback
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +55,9 @@ def main(flags: argparse.Namespace) -> int:
     command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
         train.train_and_evaluate(
-            config, flags.workdir, command, choose_layout, began=time.perf_counter() - process_age()
-        )
+            Settings.of(config), flags.workdir, command, choose_layout,
+            began=time.perf_counter() - process_age(),
+        )  # fmt: skip
     except KeyboardInterrupt:  # outside of the loop, which saves
         steps = restore.saved_steps(files.absolute(flags.workdir) / "checkpoints")
         saved, what = guards.say_saved(max(steps, default=None)), "continue" if steps else "begin"
@@ -77,59 +69,3 @@ def main(flags: argparse.Namespace) -> int:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE
-
-
-def train(
-    config: ConfigDict | str | os.PathLike | None,
-    workdir: epath.PathLike,
-    overrides: Mapping[str, Any] | None = None,
-    callbacks: "Sequence[Callback]" = (),
-    data: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train as `config` describes, continuing the run in `workdir` if there is one.
-
-        summary = vit_jax.train("quickstart", "runs/quickstart", {"duration": "200 steps"})
-        summary["test/top1"]
-
-    Runs the same loop as the command: it prints progress and logs to the logger "vit_jax".
-
-    Args:
-      config, overrides: as in `load_config`; None: what was asked for at the last start of the run
-        in `workdir`.
-      workdir: folder for everything that the run writes.
-      callbacks: functions f(step, state, metrics), called where the run has logged or evaluated:
-        after `step` updates, with the `TrainState` that evaluators see (the running averages, if
-        the run keeps them) and the values of that step, {"train/loss": 0.3, "test/top1": 0.9}. The
-        state's arrays are gone after the next step: copy what you keep. What `f` returns is
-        ignored. An error in it ends the run, and the same call resumes from the last save. In a
-        job of several processes each calls it, with its shards of the state.
-      data: images that you have in Python, by split; sets `data.name` to "arrays". A split is a
-        pair (images, labels): uint8 (N, H, W, C) or (N, H, W), or a sequence of images, and N
-        numbers from 0, N lists of them, or an array (N, classes) of 0 and 1. Or it is a sequence
-        of pairs (image, label), or of dicts of both, as data sets of torch and of Hugging Face
-        are. "class_names" names the classes. To go on with the run, give the same again.
-
-            vit_jax.train("cifar10:small", "runs/mine", data={"train": (x, y), "test": (a, b)})
-
-    Returns:
-      The summary, as in `workdir/summary.json`.
-
-    Raises:
-      InputError: a ValueError that lists all faults; nothing has been written.
-      NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
-    """
-    from vit_jax.data.sources.arrays import give
-    from vit_jax.devices.mesh import start_backend
-    from vit_jax.planning.search import choose_layout
-    from vit_jax.run.setup.validation import load_config, validate
-    from vit_jax.run.train import train_and_evaluate
-
-    limit_arenas()
-    if config is None:
-        config = read_asked(files.absolute(workdir))
-    faults = [f"callbacks={callbacks!r}: needs a list of functions"]
-    with give(data) as chosen:
-        config = load_config(load_config(config, chosen), overrides)
-        validate(config, faults * (not isinstance(callbacks, list | tuple)), "config")
-        start_backend(config.mesh.platform)
-        return train_and_evaluate(config, workdir, choose_layout=choose_layout, callbacks=callbacks)

@@ -20,7 +20,7 @@ from vit_jax.config.durations import to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator
 from vit_jax.config.node import Node, flatten
 from vit_jax.config.parts import DURATIONS, LARGEST_SIDE, Key, add_keys, as_pair
-from vit_jax.config.registries import REGISTRIES, SOURCES
+from vit_jax.config.registries import ALL_REGISTRIES, REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS, Data
 
 # Keys that change the speed and the memory of a step, and its result only by rounding.
@@ -81,6 +81,19 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
             add_keys(config[registry.section], keys)
         config.plugins = (*config.plugins, name)
         _lock(config)
+
+
+def find_unrecorded(config: ConfigDict) -> list[str]:
+    """KEY=NAME of each part of `config` that was added by code outside its plug-ins."""
+    known = ("vit_jax.", *(f"{plugins_lib.find_plugin(name).module}." for name in config.plugins))
+    said = str([*flatten(config).values()])
+    return [
+        f"{registry.selector}={name}"
+        for registry in ALL_REGISTRIES
+        for name, part in registry.items()
+        if not (part if isinstance(part, str) else f"{part.__module__}.").startswith(known)
+        and re.search(rf"\b{re.escape(name)}\b", said)
+    ]
 
 
 def _type_faults(config: ConfigDict, section: str, keys: Mapping[str, Key]) -> list[str]:

@@ -64,9 +64,13 @@ FLAGS = (
     Flag("data.ops=cutmix", "cutmix", "cutmix", "cutmix", "", "cutmix(alpha) in data.ops"),
     Flag("data.ops=mixup_or_cutmix", "mixup_switch_prob", "mixup_switch_prob",
          "mixup_switch_prob", "", "for each pair one of both, with equal probability"),
-    Flag("data.ops=erase", "reprob", "reprob", "reprob", "",
-         "erase(probability, area_max=0.333) in data.ops, with uniform noise"),
-    Flag("data.ops=color_jitter", "color_jitter", "color_jitter", "color_jitter", ""),
+    Flag("data.ops=erase", "reprob remode recount", "reprob remode recount",
+         "reprob remode recount", "", "erase(probability, area_max=0.333) in data.ops, always with "
+         "uniform noise; once for each rectangle"),
+    Flag("data.ops=color_jitter", "color_jitter", "color_jitter", "color_jitter", "",
+         "color_jitter(1, 0.4, 0.4, 0.4, 0) in data.ops for 0.4; timm has none beside aa"),
+    Flag("data.ops=vertical_flip", "vflip", "", "", "", "vertical_flip in data.ops: of half the "
+         "images"),
     Flag("data.ops=three_augment", "", "ThreeAugment", "", ""),
     Flag("data.repeats", "aug_repeats", "repeated_aug", "", ""),
     Flag("loss.name", "bce_loss", "bce_loss", "", "loss", "sigmoid for binary cross-entropy"),
@@ -109,9 +113,11 @@ FLAGS = (
 def flags_named(word: str) -> list[Flag]:
     """The settings that another library calls `word`: `drop_path`, `warmup-epochs`, `wd`.
 
-    The last part of a dotted name counts too.
+    The last part of a dotted name counts too, and a policy of timm such as `rand-m9-mstd0.5` is
+    one of `aa`.
     """
     word = word.lower().replace("-", "_")
+    word = "aa" if word.startswith("rand_m") else word
     names = {flag: " ".join(flag[1:5]).lower().split() for flag in FLAGS}
     return [flag for flag, those in names.items()
             if any(word in (name, name.rpartition(".")[2]) for name in those)]  # fmt: skip

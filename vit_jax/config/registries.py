@@ -141,6 +141,8 @@ OPS: Registry[Any] = Registry(
         "randaugment": "vit_jax.data.host_ops:RandAugment",
         "autoaugment": "vit_jax.data.host_ops:AutoAugment",
         "flip": "vit_jax.data.device_ops:Flip",
+        "vertical_flip": "vit_jax.data.device_ops:VerticalFlip",
+        "rotate90": "vit_jax.data.device_ops:Rotate90",
         "erase": "vit_jax.data.device_ops:Erase",
         "mixup": "vit_jax.data.device_ops:MixUp",
         "cutmix": "vit_jax.data.device_ops:CutMix",

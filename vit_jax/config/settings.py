@@ -78,6 +78,11 @@ class Settings:
         return cls._read(config, functools.partial(to_steps, config))[0]
 
     @classmethod
+    def of(cls, config: ConfigDict) -> "Settings":
+        """The settings of a config that has been validated; its open keys are None."""
+        return cls.read_open(config)[0]
+
+    @classmethod
     def read_open(cls, config: ConfigDict) -> tuple["Settings", list[str]]:
         """The settings of a config with open keys, which are None, and the faults of the others.
 

@@ -22,7 +22,9 @@ from vit_jax.config.base import (
     flatten,
     with_values,
 )
+from vit_jax.config.durations import parse_duration
 from vit_jax.config.evals import EVALUATORS, make_entry
+from vit_jax.config.sections import SECTIONS
 from vit_jax.config.upgrades import FORMAT, upgrade
 
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
@@ -133,7 +135,14 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
 def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     with _naming(where):
         content = upgrade(json.loads(hide(text)))  # of earlier versions
-        return content["asked"], content["resolved"], dict(content["decided_by"])
+        asked, resolved = content["asked"], content["resolved"]
+        for name in filter(None, SECTIONS):
+            for values in (asked, resolved):
+                if not isinstance(values.get(name, {}), dict):
+                    raise TypeError(f"{name}: {values[name]!r} is no section")
+        decided_by = dict(content["decided_by"])
+        "".join(decided_by.values())  # they are texts
+        return asked, resolved, decided_by
 
 
 def to_json(config: ConfigDict) -> str:
@@ -184,7 +193,7 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except InputError as e:
         raise InputError(*e.faults, where=where) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
         raise InputError(
             f"{where}: damaged ({type(e).__name__}: {e}). Restore an intact copy; or remove it "
             "and run the run's own command, listed in starts.jsonl beside it, to write it again"
@@ -214,8 +223,10 @@ def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
     for key, value in values.items():
         if key not in node:
             faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
-        elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
+        elif isinstance(node[key], ConfigDict):
             faults += _fill(node[key], value, f"{prefix}{key}.")
+        elif isinstance(value, dict):
+            faults.append(f"{prefix}{key}={value}: needs a value, not a section")
         else:
             try:
                 node[key] = tuple(value) if isinstance(value, list) else value
@@ -249,6 +260,9 @@ def read_values(workdir: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
     _, resolved, decided_by = _parse(_read_text(workdir), where)
     with _naming(where):
         values = flatten(ConfigDict(resolved))
+        batch, examples = values["global_batch_size"], values["data.num_examples"]
+        sizes = {"num_examples": examples, "global_batch_size": batch}
+        parse_duration(values["duration"], **sizes, key="duration")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}, decided_by
 
 

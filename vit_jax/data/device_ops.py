@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,33 @@ DeviceTransform = Callable[[Batch, jax.Array], Batch]
 class Flip(DeviceOp):
     """Flip images left to right, each with probability 1/2."""
 
+    axis: ClassVar[int] = 2
+
     def __call__(self, batch, keys, pairs):
         images = batch["image"]
         flipped = jax.vmap(jax.random.bernoulli)(keys)
         flipped = flipped[:, None, None, None]
-        return batch | {"image": jnp.where(flipped, images[:, :, ::-1], images)}
+        return batch | {"image": jnp.where(flipped, jnp.flip(images, self.axis), images)}
+
+
+class VerticalFlip(Flip):
+    """Flip images upside down, each with probability 1/2."""
+
+    axis = 1
+
+
+class Rotate90(DeviceOp):
+    """Turn images by 0, 90, 180 or 270 degrees, each with probability 1/4.
+
+    Images that are not square are turned by 0 or 180 degrees, each with probability 1/2.
+    """
+
+    def __call__(self, batch, keys, pairs):
+        images = batch["image"]
+        turns = jax.vmap(lambda key: jax.random.randint(key, (), 0, 4))(keys)[:, None, None, None]
+        if images.shape[1] == images.shape[2]:
+            images = jnp.where(turns % 2 == 1, jnp.rot90(images, axes=(1, 2)), images)
+        return batch | {"image": jnp.where(turns >= 2, jnp.flip(images, (1, 2)), images)}
 
 
 class Erase(DeviceOp):

@@ -10,11 +10,15 @@ is an error, unless `pad=True` adds a black border.
 
 from __future__ import annotations
 
+import copy
+from typing import ClassVar
+
 from vit_jax.config.parts import key
 from vit_jax.data import augment
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import decode_jpeg, decode_window, scaled_for, to_pixels
 from vit_jax.data.ops import HostOp, Hw, SizedOp
+from vit_jax.data.order import fold_in
 
 _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
@@ -139,24 +143,36 @@ class ResizeSmall(Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
     An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
-    image only what a central crop after it keeps is made, as the whole may take gigabytes.
+    image only what a crop after it keeps is made, as the whole may take gigabytes.
     """
+
+    cut: ClassVar[Crop | None] = None  # the central crop after it
+
+    def before(self, after):
+        if not isinstance(after, Crop) or isinstance(after, RandomCrop):
+            return self
+        own = copy.copy(self)
+        object.__setattr__(own, "cut", after)
+        return own
 
     def __call__(self, image, seed):
         sides, size = tf.shape(image)[:2], self.gives
         # The larger of the two scales size[i] / sides[i] covers both sides.
         i = tf.cast(size[1] * sides[0] > size[0] * sides[1], tf.int32)
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
-        resized, cut = (sides * wanted + side // 2) // side, self.next
+        resized, cut = (sides * wanted + side // 2) // side, self.cut
 
         def whole():
             return _bilinear(image, resized, self.antialias)
 
-        if not isinstance(cut, Crop) or isinstance(cut, RandomCrop):
+        if not isinstance(cut, Crop):
             return whole()
+        own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
         grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))
         is_thin = tf.reduce_prod(resized) > _THIN * cut.hw[0] * cut.hw[1]
-        return tf.cond(grows & is_thin, lambda: _enlarged_window(image, resized, cut), whole)
+        return tf.cond(
+            grows & is_thin, lambda: _enlarged_window(image, resized, cut, own_seed), whole
+        )
 
 
 class TorchvisionResize(SizedOp):
@@ -320,9 +336,11 @@ def _before_crop(size: Hw, crop: float) -> Hw:
     return round(size[0] / crop), round(size[1] / crop)
 
 
-def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, cut: Crop) -> tf.Tensor:
+def _enlarged_window(
+    image: tf.Tensor, resized: tf.Tensor, cut: Crop, seed: tf.Tensor | None
+) -> tf.Tensor:
     """What `cut` keeps of `_bilinear` to the larger size `resized`, by the same operations."""
-    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, None)
+    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, seed)
 
     def neighbours(axis):
         scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)

@@ -37,19 +37,21 @@ class Op(Part):
     on_device: whether it runs on the device, on a batch, and not on the host, on one image.
     decodes: whether it only gives the pixels of a file, and so comes first.
     text: the op as the user typed it.
-    next: the op after it; None: it is the last one.
     """
 
     of_colours: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
     decodes: ClassVar[bool] = False
     text: ClassVar[str] = ""
-    next: ClassVar[Op | None] = None
 
     @property
     def name(self) -> str:
         """Its key in OPS."""
         return self.text.partition("(")[0].strip()
+
+    def before(self, after: Op) -> Op:
+        """This op where `after` follows, for ops that then make less."""
+        return self
 
     def check(self) -> list[str]:
         """Faults of arguments called X_min and X_max: the former is at most the latter."""
@@ -192,10 +194,10 @@ def parse_ops(
     ops: list[Any] = [faults.check(make_op, *call, image_size, key) for call in calls]
     if faults:  # one text, as they have one key
         raise InputError("; ".join([faults[0], *(f.removeprefix(f"{key}: ") for f in faults[1:])]))
+    ops = [*(op.before(after) for op, after in itertools.pairwise(ops)), *ops[-1:]]
     host_ops = tuple(op for op in ops if isinstance(op, HostOp))
     device_ops = tuple(op for op in ops if isinstance(op, DeviceOp))
     for before, op in itertools.pairwise(ops):
-        object.__setattr__(before, "next", op)
         if isinstance(op, HostOp) and isinstance(before, DeviceOp):
             needed = "|".join(op.text for op in (*host_ops, *device_ops))
             raise InputError(

@@ -6,7 +6,6 @@ Every check ends within a time limit and gives a `Finding`; none raises.
 import concurrent.futures
 import contextlib
 import contextvars
-import copy
 import datetime
 import functools
 import importlib.util
@@ -32,12 +31,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import psutil
 from etils import epath
-from ml_collections import ConfigDict
 from rich.console import Console
 
 import vit_jax
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
+from vit_jax.config import Settings
 from vit_jax.job.software import software
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Finding(NamedTuple):
 
 def examine(
     *,
-    config: ConfigDict | None,
+    asked: Settings | None,
     workdir: epath.Path | None,
     data_dir: str | None,
     wandb: bool,
@@ -76,14 +75,13 @@ def examine(
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
-    A `config` without `data.data_dir` reads `data_dir`. `all_images` needs a `config`.
-    `timeout_s` limits each check, but for those that import libraries or read the data of `config`.
+    `all_images` needs settings. `timeout_s` limits each check, but for those that import libraries
+    or read the data of `asked`.
     """
-    platform = None
-    if config is not None:
-        platform, wandb = config.mesh.platform, wandb or config.log.wandb is not None
-        config = copy.deepcopy(config)  # with the types of keys that are None
-        data_dir = config.data.data_dir = config.data.data_dir or data_dir
+    platform = pixel_range = None
+    if asked is not None:
+        platform, wandb = asked.mesh.platform, wandb or asked.log.wandb is not None
+        data_dir, pixel_range = asked.data.data_dir, asked.data.pixel_range
     start_s = max(timeout_s, _START_S)
     install = "pip install -e '.' installs what is missing"
     yield bounded("software", check_software, start_s, install)
@@ -94,7 +92,6 @@ def examine(
     if data_dir is not None:
         remedy = remedy_of_path(data_dir)
         yield bounded("data folder", lambda: check_data_dir(data_dir), timeout_s, remedy)
-    pixel_range = None if config is None else config.data.pixel_range
     yield bounded("decoding", lambda: check_decoding(data_dir, pixel_range), start_s, install)
     if workdir is not None:
         remedy = remedy_of_path(workdir)
@@ -104,10 +101,10 @@ def examine(
         yield bounded("W&B", lambda: check_wandb(timeout_s), timeout_s, remedy)
     remedy = "start process 0 first; check the host, the port and the firewall"
     yield bounded("cluster", lambda: check_cluster(coordinator, timeout_s), timeout_s, remedy)
-    if config is not None and devices.state != FAILED:
+    if asked is not None and devices.state != FAILED:
         remedy, runs = "run train itself for the whole traceback", list["Run"]()
         yield bounded(
-            "train would choose", lambda: check_training(config, workdir, runs), _TRAINING_S, remedy
+            "train would choose", lambda: check_training(asked, workdir, runs), _TRAINING_S, remedy
         )
         if runs:
             found = bounded("time", lambda: estimate_time(runs[0]), _TRAINING_S, remedy)
@@ -334,8 +331,8 @@ def captured() -> Iterator[io.StringIO]:
         terminal.log_to_console(Console(stderr=True), quiet=True)  # as before
 
 
-def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["Run"]) -> Finding:
-    """Check `config` against its data and the devices, and report what `train` would choose.
+def check_training(asked: Settings, workdir: epath.Path | None, runs: list["Run"]) -> Finding:
+    """Check settings against their data and the devices, and report what `train` would choose.
 
     Nothing is written. Without a `workdir` the run counts as new. The run is added to `runs`.
     """
@@ -345,7 +342,7 @@ def check_training(config: ConfigDict, workdir: epath.Path | None, runs: list["R
 
     unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
     by_calculation = functools.partial(choose_layout, may_compile=False)  # in seconds
-    run = prepare(config, workdir or unused, by_calculation)
+    run = prepare(asked, workdir or unused, by_calculation)
     runs.append(run)
     with captured() as said:
         describe(run)

@@ -1,7 +1,6 @@
-"""Configs resolved without a run, by this machine's devices or by the training data."""
+"""Settings resolved without a run, by this machine's devices or by the training data."""
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax import data
 from vit_jax.config import Settings, train_split
@@ -10,22 +9,22 @@ from vit_jax.run.setup.opener import Tables, check_mesh
 from vit_jax.run.setup.resolve import resolve
 
 
-def settle_step(config: ConfigDict) -> tuple[Settings, Mesh]:
+def settle_step(asked: Settings) -> tuple[Settings, Mesh]:
     """The resolved settings of a step on this machine's devices, in a run's layout, and the mesh.
 
     Raises:
       InputError: the config does not suit the devices.
     """
-    mesh = check_mesh(config)
-    settings = resolve(config, Tables(mesh)).settings
-    if config.auto:  # as a run
+    mesh = check_mesh(asked)
+    settings = resolve(asked.config, Tables(mesh)).settings
+    if asked.run.auto:  # as a run
         settings = choose_layout(settings, mesh)
-        mesh = check_mesh(settings.config)
+        mesh = check_mesh(settings)
     return settings, mesh
 
 
-def open_training_data(config: ConfigDict) -> tuple[Settings, data.Source]:
+def open_training_data(asked: Settings) -> tuple[Settings, data.Source]:
     """The resolved settings and the training data."""
     tables = Tables(opens_data=True)
-    settings = resolve(config, tables).settings
+    settings = resolve(asked.config, tables).settings
     return settings, tables.sources[train_split(settings.data)]

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
+from vit_jax.config import Settings
 from vit_jax.evaluators import evaluate
 from vit_jax.run.build import Run, prepare
 from vit_jax.run.loop import Batches, compile_step
@@ -45,14 +45,14 @@ def group_of(name: str) -> str:
     return f"{tree.part_of(name)}/{name.rpartition('/')[2]}"
 
 
-def trace_runs(configs: Sequence[ConfigDict], *, curve: bool = True) -> Trace:
-    """Train as each of `configs` describes, in this process alone, and return the numbers.
+def trace_runs(asked: Sequence[Settings], *, curve: bool = True) -> Trace:
+    """Train as each of `asked` describes, in this process alone, and return the numbers.
 
     The step is compiled once, so dropout and what else it draws follow the first seed; the others
     change the initial weights, the order of the data and what the host draws.
 
     Args:
-      configs: differ only in `seed`; have passed `validation.validate`.
+      asked: of valid configs that differ only in `seed`.
       curve: whether to train to the end and evaluate; else only the first steps are trained.
 
     Raises:
@@ -60,7 +60,7 @@ def trace_runs(configs: Sequence[ConfigDict], *, curve: bool = True) -> Trace:
     """
     found = Trace({}, {})
     with tempfile.TemporaryDirectory() as folder:
-        runs = [prepare(config, pathlib.Path(folder) / "run") for config in configs]
+        runs = [prepare(each, pathlib.Path(folder) / "run") for each in asked]
         with jax.set_mesh(runs[0].mesh):
             train_step = compile_step(runs[0])
             for run in runs:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import scipy.stats
-from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import write_whole
+from vit_jax.config import Settings
 from vit_jax.config import text as config_text
 from vit_jax.diagnosis.trace import Place, trace_runs
 from vit_jax.job.software import software
@@ -108,10 +108,10 @@ def write_twin(twin: Twin, name: str) -> pathlib.Path:
     return path
 
 
-def twin_config(
+def twin_settings(
     twin: Twin, seed: int, overrides: Sequence[tuple[str, str]] = (), data_dir: str | None = None
-) -> ConfigDict:
-    """The valid config of `twin` with a seed, and further `overrides` as after `--config.`.
+) -> Settings:
+    """The settings of `twin` with a seed, and further `overrides` as after `--config.`.
 
     `data_dir`: folder of prepared data sets, for twins that do not train on the digits.
 
@@ -124,12 +124,12 @@ def twin_config(
         settings["data.data_dir"] = data_dir
     faults = config_text.apply_overrides(config, [*settings.items(), *overrides])
     validate(config, faults, f"--config={twin.config}")
-    return config
+    return Settings.of(config)
 
 
 def record(twin: Twin, data_dir: str | None = None) -> Twin:
     """Run `twin` with every seed of `SEEDS`; returns it with new numbers."""
-    trace = trace_runs([twin_config(twin, seed, data_dir=data_dir) for seed in SEEDS])
+    trace = trace_runs([twin_settings(twin, seed, data_dir=data_dir) for seed in SEEDS])
     found = software()
     first_steps: dict[str, list[float]] = {}
     for (_, name), value in trace.first_steps.items():

@@ -12,30 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import transfer
-from vit_jax.base import files, tree
-from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.checkpoints import restore
 from vit_jax.config import (
-    EVALUATORS,
     LOSSES,
-    REQUIRED_TO_EVALUATE,
     SOURCES,
     Evaluator,
     Settings,
     sections,
-    with_values,
 )
-from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
-from vit_jax.data.sources.arrays import give
 from vit_jax.devices.kernels import choose_ops
-from vit_jax.devices.mesh import make_mesh, start_backend
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
@@ -44,23 +38,16 @@ from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.models.contract import about, with_known
+from vit_jax.models.contract import with_known
 from vit_jax.models.fields import check_fields
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.run.setup.agreement import compare_findings, compare_requests
+from vit_jax.run.setup.evaluation import complete_by_source
 from vit_jax.run.setup.matching import say_other_names, say_places
 from vit_jax.run.setup.opener import check_mesh
 from vit_jax.run.setup.sources import check_evaluated_images, find_absent, open_evaluated
-from vit_jax.run.setup.validation import (
-    as_pairs,
-    check_evaluates_any,
-    load_config,
-    load_run,
-    validate,
-)
 from vit_jax.run.setup.workdir import check_store
 from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
-from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import best_step, read_class_names
 
 logger = logging.getLogger("vit_jax")
@@ -72,80 +59,36 @@ Sources = Mapping[config_lib.SplitKey, Source]
 Weights = Mapping[str, np.ndarray]  # {leaf name: array}
 
 
-def evaluate(
-    source: epath.PathLike,
-    config: ConfigDict | str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    best: bool = False,
-    data: Mapping[str, Any] | None = None,
-) -> dict[str, float]:
-    """Evaluate a run, or any model; writes nothing.
-
-        vit_jax.evaluate("runs/mine")                       # by its own config
-        vit_jax.evaluate("ViT-B/16@augreg", "evaluate:knn,cifar10", {"data.data_dir": DIR})
-
-    Args:
-      source: the workdir of a run; with `config`, any source of `load_pretrained`.
-      config: the evaluators and their data; None: the run's own.
-      overrides: as in `load_config`.
-      best: of a run, the step that `checkpoint.keep_best` kept instead of the newest.
-      data: images that you have in Python, for the splits that the evaluators read; as in `train`.
-        Without "class_names", labels are numbers of the model's classes.
-
-    Returns:
-      {"test/top1": ..., ...}; for a run also its "step".
-
-    Raises:
-      InputError: a ValueError that lists all faults.
-    """
-    model: StoredModel | Pretrained
-    with give(data) as chosen:
-        overrides = {**chosen, **(overrides or {})}
-        if config is None:
-            workdir = files.absolute(source)
-            config, trained = load_run(workdir, as_pairs(overrides))
-            start_backend(config.mesh.platform)
-            model = StoredModel(workdir, trained, best)
-        else:
-            config = load_config(config, overrides)
-            validate(config, [], "config", REQUIRED_TO_EVALUATE)
-            check_evaluates_any(config, "config")
-            start_backend(config.mesh.platform)
-            model = transfer.read_pretrained(source, best=best)
-        return evaluate_model(config, model, by_user=overrides)
-
-
 def evaluate_model(
-    config: ConfigDict,
+    asked: Settings,
     model: "StoredModel | Pretrained",
     on_predictions: OnPredictions | None = None,
     by_user: Collection[str] = (),
 ) -> dict[str, float]:
-    """Evaluate a model by `config.evals`: {"step": ..., "test/top1": ..., ...}; writes nothing.
+    """Evaluate a model by `asked.evals`: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
-    A `StoredModel` is evaluated by the run's own config, perhaps with other data or an open mesh,
-    and both its averaged and its raw weights are. Any other source determines the value range, how
-    files become pixels, the loss, the image size unless `config.data.image_size` is set, and the
-    preprocessing of evaluators without ops, but for keys `by_user` and those of `config` that are
-    not as by default; `config.model` may then set only fields that do not change the model's
-    function, such as `dtype`. The validation images of a folder are those that the source holds
-    out, if it holds some.
+    A `StoredModel` is evaluated by the run's own settings, perhaps with other data or an open mesh,
+    and both its averaged and its raw weights are. Any other source completes the settings, see
+    `complete_by_source`, and determines the preprocessing of evaluators without ops; `asked.model`
+    may then set only fields that do not change the model's function, such as `dtype`. The
+    validation images of a folder are those that the source holds out, if it holds some.
 
     Args:
+      asked: of a config that has passed `validation.validate`.
       on_predictions: gets the prediction for each image.
       by_user: keys that the user has set, also to their defaults.
 
     Raises:
       InputError: naming the key, before anything is computed; or no checkpoint can be read.
     """
-    of = model if isinstance(model, StoredModel) else _OfSource(model)
-    config = of.complete(config, by_user)
-    mesh = of.make_mesh(config)
-    compare_requests(config, of.facts)
-    config = with_values(config, find_absent(of.read(config), training=False))
+    of = model if isinstance(model, StoredModel) else _OfSource(model, by_user)
+    settings = of.complete(asked)
+    mesh = of.make_mesh(settings)
+    compare_requests(settings.config, of.facts)
+    absent = find_absent(settings, training=False)
+    evals = {n: entry for n, entry in settings.evals.items() if f"evals.{n}" not in absent}
+    settings = dataclasses.replace(settings, evals=evals)
     divider = Divider(of.division, of.source, class_names=of.class_names)
-    settings = of.read(config)
     sources = open_evaluated(settings.data, settings.evals, of.class_names, divider)
     settings = of.settle(settings, sources)
     preprocessing = parse_preprocessing(settings)
@@ -173,31 +116,27 @@ class StoredModel:
     """The newest valid checkpoint of the run in `workdir`, or its best, with all its weights.
 
     It is evaluated by the run's own experiment; the weights go right to the mesh. `trained`: the
-    resolved config of the run.
+    run's settings.
     """
 
-    def __init__(self, workdir: epath.Path, trained: ConfigDict, best: bool = False):
+    def __init__(self, workdir: epath.Path, trained: Settings, best: bool = False):
         check_store(workdir)
         self.source, self._trained = str(workdir), trained
         self._checkpoints = workdir / "checkpoints"
-        settings, _ = Settings.read_open(trained)
-        self._best = best_step(workdir, settings) if best else None
+        self._best = best_step(workdir, trained) if best else None
         steps = restore.saved_steps(self._checkpoints)
         self.facts = {"checkpoints in --workdir": steps, "best step": self._best}
         names, number = read_class_names(workdir), trained.data.num_classes
         self.class_names = class_names_of(names, number, self.source)
-        self.division = read_division(workdir, settings.data)
+        self.division = read_division(workdir, trained.data)
 
-    def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
-        return with_values(config, {"optimizer.accum_steps": 1})  # only training has microbatches
+    def complete(self, asked: Settings) -> Settings:
+        return asked.with_values({"optimizer.accum_steps": 1})  # only training has microbatches
 
-    def read(self, config: ConfigDict) -> Settings:
-        return Settings.read(config)
-
-    def make_mesh(self, config: ConfigDict) -> Mesh:
+    def make_mesh(self, settings: Settings) -> Mesh:
         """If it is open, these devices split parameters as far as the run did, if they can."""
-        mesh = check_mesh(config)
-        if config.mesh.data is not None or config.mesh.fsdp is not None:
+        mesh = check_mesh(settings)
+        if settings.mesh.data is not None or settings.mesh.fsdp is not None:
             return mesh
         fsdp = math.gcd(mesh.shape["data"], self._trained.mesh.fsdp or 1)
         return make_mesh(replica=mesh.shape["replica"], fsdp=fsdp, tensor=mesh.shape["tensor"])
@@ -234,90 +173,16 @@ class StoredModel:
 class _OfSource:
     """How a model of any source is evaluated: with what the source states."""
 
-    def __init__(self, pretrained: Pretrained):
-        self._pretrained, self.source = pretrained, pretrained.source
+    def __init__(self, pretrained: Pretrained, by_user: Collection[str]):
+        self._pretrained, self.source, self._by_user = pretrained, pretrained.source, by_user
         self.facts = {"--init_from": pretrained.source}
         self.class_names, self.division = pretrained.spec.class_names, pretrained.division
 
-    def complete(self, config: ConfigDict, by_user: Collection[str]) -> ConfigDict:
-        """`config` with the source's settings where it has its defaults; see `evaluate_model`."""
-        self._by_user = by_user
-        config = config.copy_and_resolve_references()
-        faults = Faults()
-        d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
-        faults.check(check_convention, config.init_resize, "init_resize")
-        if d.image_size is None:
-            d.image_size = spec.image_size
-        faults.need(
-            d.image_size is not None,
-            f"data.image_size=None: {self.source} takes images of any size; choose one with "
-            "--config.data.image_size",
-        )
-        stated = self._find_stated(config, by_user, faults)
-        default, found = map(config_lib.flatten, (config_lib.default_config(), config))
-        config = with_values(config, {
-            key: value
-            for key, value in stated.items()
-            if key not in by_user and found[key] == default.get(key, found[key])
-        })  # fmt: skip
-        d = config.data
-        faults.need(
-            "data.ops" not in by_user,
-            "data.ops: evaluators do not read it; set --config.evals.NAME.ops of each",
-        )
-        of_model = {"channels": about(model).channels, "num_classes": model.num_classes}
-        for key, number in of_model.items():
-            faults.need(
-                f"data.{key}" not in by_user or number == d[key],
-                f"data.{key}={d[key]}: {self.source} has {number}; leave it out",
-            )
-        d.update(of_model)
-        for name, entry in config.evals.items():
-            faults.need(
-                d.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
-                f"evals.{name}.type={entry.type!r}: {self.source} has no classes; use one of "
-                f"{', '.join(learning_kinds())}",
-            )
-        collect_faults(faults)
-        return config
+    def complete(self, asked: Settings) -> Settings:
+        return complete_by_source(asked.config, self._pretrained, self._by_user)
 
-    def _find_stated(
-        self, config: ConfigDict, by_user: Collection[str], faults: Faults
-    ) -> dict[str, Any]:
-        """{key: value} that the source states; its plug-ins are added to `config`."""
-        run, spec = self._pretrained.run, self._pretrained.spec
-        num_classes = self._pretrained.model.num_classes or 0
-        stated = {"data.exif": spec.exif is not False, "data.pixel_range": spec.pixel_range,
-                  "data.decoding": spec.decoding, "data.mean": spec.mean,
-                  "data.std": spec.std}  # fmt: skip
-        if run is not None:
-            config_lib.add_plugins(config, run["config"]["plugins"])
-            stated |= {f"loss.{k}": value for k, value in run["config"]["loss"].items()}
-            stated["data.multi_label"] = run["config"]["data"]["multi_label"]
-        several = [n for n, e in config.evals.items() if EVALUATORS.find(e.type).multi_label]
-        faults.need(
-            not several or num_classes > 1,
-            f"evals.{several and several[0]}.type='multilabel': {self.source} has no classes; "
-            "train some on its features first: --config=finetune:multilabel,head_only",
-        )
-        if several and num_classes > 1:
-            loss = stated.setdefault("loss.name", spec.loss or "sigmoid")
-            stated["data.multi_label"] = True
-            faults.need(
-                not LOSSES.find(loss).excludes or "loss.name" in by_user,
-                f"evals.{several[0]}.type='multilabel': {self.source} was trained with "
-                f"loss.name={loss!r}, by which the classes of an image compete; evaluate it with "
-                "classification, or with --config.loss.name=sigmoid",
-            )
-        return stated
-
-    def make_mesh(self, config: ConfigDict) -> Mesh:
-        return check_mesh(config)
-
-    def read(self, config: ConfigDict) -> Settings:
-        settings, faults = Settings.read_open(config)  # a source has no keys of training
-        collect_faults(faults)
-        return settings
+    def make_mesh(self, settings: Settings) -> Mesh:
+        return check_mesh(settings)
 
     def settle(self, settings: Settings, sources: Sources) -> Settings:
         """Set the ops of evaluators without ops, and the loss of a source that is no run."""

@@ -14,12 +14,21 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import files
+from vit_jax.data import Source
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
-from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
+from vit_jax.insight.measured import (
+    MIN_IMAGES,
+    Measured,
+    alignment,
+    measure,
+    norm_table,
+    with_size,
+)
 from vit_jax.insight.tables import as_csv
 from vit_jax.models.contract import about
+from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.fit import position_tables
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -75,7 +84,7 @@ def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
     tables = {"stem": next(iter(found.values()), None)}
     if model.positions_at == "layers":
         tables = {f"layer {i}": found[f"encoder/layer_{i}/"] for i in range(model.depth)}
-    build, prefix = model.positions(image_size).build, model.num_prefix_tokens
+    build, prefix = model.positions(image_size).built, model.num_prefix_tokens
     return {name: np.asarray(build(given))[0, prefix:] for name, given in tables.items()}
 
 
@@ -190,40 +199,44 @@ FIGURES: dict[str, Callable[[Subject], Made | str]] = {
     "norms": _norms,
     "similarity": _similarity,
 }
+# With the ending of a name; without one it is a PNG.
+NAMES = (*FIGURES, *(f"{name}.{form}" for name in FIGURES for form in ("png", "pdf", "svg")))
 _OF_PARAMETERS = ("filters", "positions")
 _OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 
 
 def needs_images(names: Iterable[str]) -> bool:
     """Whether any of the figures `names` shows what a model does with images."""
-    return any(name not in _OF_PARAMETERS for name in names)
+    return any(name.partition(".")[0] not in _OF_PARAMETERS for name in names)
 
 
 def write_figures(
     subject: Subject, names: Iterable[str], output: epath.Path
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Write the figures `names` into the folder `output`.
+    """Write the figures `names` into the folder `output`, as PNGs unless a name has an ending.
 
     Returns:
       ({figure: names of its files}, {figure left out: reason}).
     """
     no_attention = about(subject.pretrained.model).why_no_weights
     written, reasons = {}, {}
-    for name in names:
+    for chosen in names:
+        name, _, form = chosen.partition(".")
+        form = form or "png"
         if name in _OF_ATTENTION and no_attention:
-            reasons[name] = no_attention
+            reasons[chosen] = no_attention
             continue
         if needs_images([name]) and subject.seen is None:
-            reasons[name] = "needs images; give files, folders or --data=NAME:SPLIT"
+            reasons[chosen] = "needs images; give files, folders or --data=NAME:SPLIT"
             continue
         with plots.paper_style():
             made = FIGURES[name](subject)
             if isinstance(made, str):
-                reasons[name] = made
+                reasons[chosen] = made
                 continue
             drawn, numbers = made
             named = drawn if isinstance(drawn, dict) else {name: drawn}
-            contents = {f"{file}.png": plots.as_png(figure) for file, figure in named.items()}
+            contents = {f"{n}.{form}": plots.as_file(figure, form) for n, figure in named.items()}
         if isinstance(numbers, list):
             contents[f"{name}.csv"] = as_csv(numbers)
         else:
@@ -231,8 +244,33 @@ def write_figures(
         with files.whole_folder(output):
             for file, content in contents.items():
                 files.write_whole(output / file, content)
-        written[name] = sorted(contents)
+        written[chosen] = sorted(contents)
     return written, reasons
+
+
+def draw_figures(
+    pretrained: Pretrained,
+    output: epath.Path,
+    images: Source | None,
+    names: Iterable[str],
+    *,
+    compare_to: str | None = None,
+    **how: int,
+) -> dict[str, Any]:
+    """Measure a model over images and write the figures `names`; see `api.figures`.
+
+    `how`: the arguments of `measure`.
+    """
+    subject = Subject(pretrained)
+    if images is not None:
+        subject.seen = measure(pretrained, images, **how)
+        if compare_to is not None and "similarity" in str(names):
+            other = read_pretrained(compare_to)
+            if other.spec.image_size is None:
+                other = with_image_size(other, pretrained.spec.image_size)
+            subject.other, subject.other_name = measure(other, images, **how), compare_to
+    written, reasons = write_figures(subject, names, output)
+    return {"figures": written, "left_out": reasons}
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -81,22 +81,22 @@ def short(name: str, longest: int = 24) -> str:
 
 @contextlib.contextmanager
 def paper_style() -> Iterator[None]:
-    """Figures of a model are drawn within this context, by `as_png` too."""
+    """Figures of a model are drawn within this context, by `as_file` too."""
     import matplotlib  # takes a second to import
 
     with matplotlib.rc_context(_STYLE):
         yield
 
 
-def as_png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
-    png = io.BytesIO()
+def as_file(figure: Figure, form: str = "png") -> bytes:
+    """The content of the figure's file; `form`: png, pdf or svg."""
+    content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # letters that the font lacks are drawn as boxes
         for _ in range(2):  # the layout needs the places of labels, known only after it
             figure.draw_without_rendering()
-        figure.savefig(png, format="png")
-    return png.getvalue()
+        figure.savefig(content, format=form)
+    return content.getvalue()
 
 
 def _figure(height: float, width: float = WIDTH, **fields: Any) -> Figure:

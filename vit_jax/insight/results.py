@@ -232,4 +232,4 @@ def confusion_files(confusions: Confusions, names: Sequence[str]) -> dict[str, b
         figure = plots.draw_confusion(counts, [names[c] for c in occurring])
     else:
         figure = plots.draw_pairs(pairs[:_CONFUSIONS_DRAWN], len(pairs))
-    return found | {"confusion.png": plots.as_png(figure)}
+    return found | {"confusion.png": plots.as_file(figure)}

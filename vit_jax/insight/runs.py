@@ -1,6 +1,7 @@
 """Runs and studies, read from their workdirs, and what is shown of several of them together."""
 
 import array
+import collections
 import json
 import logging
 import os
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from vit_jax.base import files
+from vit_jax.base import files, latex
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
 from vit_jax.checkpoints.history import check_summary, read_history
 from vit_jax.config.metric_names import guess_direction
 from vit_jax.config.stored import read_values
 from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import is_accuracy, is_of_class
-from vit_jax.run.watch.ledger import add_up
+from vit_jax.run.watch.ledger import add_up, goodput
 
 logger = logging.getLogger("vit_jax")
 
@@ -108,6 +109,20 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dic
         for name, path, content in zip(short_names(studies), studies, read, strict=True)
         if content is not None
     ]
+
+
+def read_goodput(workdir: str | os.PathLike) -> float:
+    """The share of steps in the time of a run, or of the runs in a folder.
+
+    Raises:
+      InputError: no step is timed yet, or as `read_all`.
+    """
+    seconds: collections.Counter[str] = collections.Counter()
+    for run in read_all([workdir])[0]:
+        seconds.update(run.seconds)
+    if found := goodput(seconds):
+        return found
+    raise InputError(f"--goodput_of={workdir}: no step is timed yet; give a longer run")
 
 
 def _find(path: epath.Path, depth: int = _DEPTH) -> tuple[list[epath.Path], list[epath.Path]]:
@@ -212,6 +227,12 @@ def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:
         last = [run.curves[name][-1][1].item() if name in run.curves else None for run in runs]
         found[name] = last
     return found
+
+
+def compare(runs: Sequence[Run]) -> dict[str, Any]:
+    """Names of runs, the keys in which they differ, their last metrics; see `api.compare`."""
+    names = [run.name for run in runs]
+    return {"runs": names, "config": differences(runs), "metrics": last_values(runs)}
 
 
 def main_metric(runs: Sequence[Run]) -> str | None:
@@ -341,6 +362,20 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
         steps = sorted({run.step for run in measured})
         groups.append(Group(name, members, values, len(measured), steps))
     return groups
+
+
+def as_latex(runs: Sequence[Run], metrics: Sequence[str] = ()) -> str:
+    """A table with a row for each group of seeds: its name, number of runs and last values.
+
+    `metrics`: of evaluators; () takes all but counts.
+    """
+    names = list(metrics) or by_use(runs)
+    rows = [
+        (group.name, str(group.num_measured), *(group.values.get(name, "-") for name in names))
+        for group in group_seeds(runs)
+    ]
+    note = "The number after ± is the sample standard deviation over the n runs of a row."
+    return latex.as_latex([("run", "n", *names), *rows], note)
 
 
 def mean_curve(group: Group, metric: str) -> np.ndarray:

@@ -205,6 +205,26 @@ class PositionEmbedding:
         """
         raise InputError(f"{type(self).__name__} needs a method build, see `PositionEmbedding`")
 
+    def built(self, tables: Any = None) -> Any:
+        """The result of `build`; raises InputError if it has another shape than `acts_on` needs."""
+        tokens, width = self.num_prefix + self.num_patches, self.width // self.num_heads
+        needed: tuple[int, ...] | None = {
+            "tokens": (1, tokens, self.width),
+            "turns": (1, tokens, width),
+            "logits": (2, self.num_heads, tokens, tokens),
+        }.get(self.acts_on)
+        found = adds = self.build(tables)
+        if self.acts_on == "logits" and hasattr(found, "logits"):
+            q_BHNK = jax.ShapeDtypeStruct((2, self.num_heads, tokens, width), jnp.float32)
+            adds = jax.eval_shape(found.logits, q_BHNK)
+        got = getattr(adds, "shape", None if adds is None else type(adds).__name__)
+        if got != needed:
+            raise InputError(
+                f"pos_embed: {type(self).__name__}.build, which acts on {self.acts_on}, gave "
+                f"{got}; needs {needed}" + " as logits of 2 images" * (self.acts_on == "logits")
+            )
+        return found
+
     def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         """The tables for another grid; raises InputError if there are none."""
         del tables, resize

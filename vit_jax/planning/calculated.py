@@ -25,7 +25,7 @@ from vit_jax.models.contract import about
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
-from vit_jax.planning.kernel_cycles import find_kernels
+from vit_jax.planning.kernel_cycles import has_kernel
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
@@ -47,7 +47,8 @@ def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     """
     mesh = plan_mesh(settings, target, describe_devices(target))
     experiment = planned_experiment(settings, mesh)
-    figures = describe(settings, target, mesh, experiment, _scanned(settings, mesh))
+    counted, step_flops = _scanned(settings, mesh)
+    figures = describe(settings, target, mesh, experiment, counted, step_flops)
     images, accum_steps = figures["images_per_way"], settings.optimizer.accum_steps
     memory = calculate_memory(settings, target)
     return figures | {
@@ -61,20 +62,24 @@ def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     }
 
 
-def _scanned(settings: Settings, mesh: Mesh) -> Experiment | None:
-    """The experiment with its layers in a scan, traced in a fraction of the time.
+def _scanned(settings: Settings, mesh: Mesh) -> tuple[Experiment | None, int | None]:
+    """The experiment with its layers in a scan, traced in a fraction of the time, and the FLOPs of
+    a step if only some layers are recomputed.
 
-    None where a scan would not compute the same: layers that are recomputed, frozen or compared one
-    by one.
+    None where a scan would not compute the same: layers that are frozen or compared one by one.
     """
-    by_layer = (
-        settings.model.own.get("remat_layers") is not None
-        or settings.optimizer.freeze is not None
-        or settings.objective.watches_layers
-    )
-    if by_layer or settings.model.own.get("scan") or "scan" not in fields_of(settings.model.name):
-        return None
-    return planned_experiment(settings.with_values({"model.scan": True}), mesh)
+    own, by_layer = settings.model.own, settings.objective.watches_layers
+    by_layer |= settings.optimizer.freeze is not None
+    if by_layer or own.get("scan") or "scan" not in fields_of(settings.model.name):
+        return None, None
+    scanned = settings.with_values({"model.scan": True, "model.remat_layers": None})
+    counted = planned_experiment(scanned, mesh)
+    if (layers := own.get("remat_layers")) is None:
+        return counted, None
+    without = planned_experiment(scanned.with_values({"model.remat": "none"}), mesh)
+    with jax.set_mesh(mesh):
+        least, depth = without.flops_per_step, about(counted.model).depth
+        return counted, least + (counted.flops_per_step - least) * layers // depth
 
 
 def calculate_memory(settings: Settings, target: Target) -> dict[str, Any]:
@@ -104,7 +109,7 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
     """
     mesh = plan_mesh(settings, target, describe_devices(target))
     experiment, memory, jaxpr = _lay_out(settings, target)
-    is_lost = not (target.chip.is_gpu or _has_kernel(jaxpr, "projections_forward"))
+    is_lost = not (target.chip.is_gpu or has_kernel(jaxpr, "projections_forward"))
     lost = 0.0
     if is_lost:
         flops = jaxpr_flops(jaxpr) / mesh.shape["tensor"]
@@ -157,18 +162,11 @@ def _lay_out(settings: Settings, target: Target) -> tuple[Experiment, dict[str, 
     return experiment, memory, jaxpr
 
 
-def _has_kernel(jaxpr: Jaxpr, name: str) -> bool:
-    return any(kernel.name == name for kernel in find_kernels(jaxpr))
-
-
 def _count_temporaries(
     alone: Settings, target: Target, mesh: Mesh
 ) -> tuple[Experiment, int, Jaxpr]:
     """The experiment with its state on `mesh`, the peak of the temporaries of its gradients, and
     their jaxpr.
-
-    Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
-    TPUs if data has several devices; else the TPU compiler sums them whole.
 
     Args:
       alone: the settings for one device and its images.
@@ -176,6 +174,16 @@ def _count_temporaries(
     is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
     text = f"{stored_config.to_json(alone.config)} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
+    return _temporaries_of(traced, mesh, target.chip.is_gpu)
+
+
+@functools.lru_cache(maxsize=32)
+def _temporaries_of(traced: "_Alone", mesh: Mesh, is_gpu: bool) -> tuple[Experiment, int, Jaxpr]:
+    """`_count_temporaries`, once for the layouts that differ in the number of recomputed layers.
+
+    Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
+    TPUs if data has several devices; else the TPU compiler sums them whole.
+    """
     experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
     splits = choose_exchange(*chosen).splits_params
@@ -207,16 +215,15 @@ def _count_temporaries(
     for name, leaf in params.items():
         of_update = share(leaf, updates[name])
         whole = 1.0
-        if target.chip.is_gpu:
+        if is_gpu:
             whole = of_update
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
         outputs.append(Leaf(of_update, whole))
-    on_tpu = not target.chip.is_gpu
-    peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
+    peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=not is_gpu)
     if splits:
-        images = alone.run.global_batch_size // alone.optimizer.accum_steps
-        images *= not _has_kernel(jaxpr, "mlp_backward")
+        images = traced.settings.run.global_batch_size // traced.settings.optimizer.accum_steps
+        images *= not has_kernel(jaxpr, "mlp_backward")
         peak += _shares_bytes(experiment, images)
     return experiment, peak, jaxpr
 

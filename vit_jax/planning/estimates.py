@@ -13,6 +13,7 @@ def estimate(
     price_per_chip_hour: float | None = None,
     goodput: float | None = None,
     share_of_peak: float | None = None,
+    measured: Chip | None = None,
 ) -> dict[str, Any]:
     """Estimate the time of a step and of the run from `plan`'s figures.
 
@@ -24,9 +25,9 @@ def estimate(
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`. Its hours
     are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
     None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
-    `at_utilisation` takes this share and decides the time.
+    `at_utilisation` takes this share and decides the time; a `measured` chip replaces its vendor's.
     """
-    chip = CHIPS[figures["topology"].partition(":")[0]]
+    chip = measured or CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)
     roofline = _by_roofline(figures, chip, hidden + added)
     estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}

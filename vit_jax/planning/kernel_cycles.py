@@ -58,6 +58,11 @@ def find_kernels(jaxpr: Jaxpr) -> list[KernelCall]:
     return list(found.values())
 
 
+def has_kernel(jaxpr: Jaxpr, name: str) -> bool:
+    """Whether a program calls the kernel called `name`."""
+    return any(eqn.params["name"] == name for eqn, _ in _walk(jaxpr, 1))
+
+
 def _walk(jaxpr: Jaxpr, count: int) -> Iterator[tuple[JaxprEqn, int]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":

@@ -31,21 +31,25 @@ class Step(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """What a certificate says for plans."""
+    """What a certificate says for plans.
+
+    target: the hardware that it was made on.
+    """
 
     source: str
-    slice: Slice
+    target: Target
     steps: tuple[Step, ...]
 
     @property
     def is_of_cpu(self) -> bool:
-        return CHIPS[self.slice.chip].platform == "cpu"
+        return self.target.chip.platform == "cpu"
 
     def check_chip(self, chip: str) -> None:
         """Raise InputError if plans are for another chip."""
-        if chip != self.slice.chip:
+        own = self.target.slice.chip
+        if chip != own:
             raise InputError(
-                f"--measured={self.source}: was measured on {self.slice.chip}, not on {chip}; give "
+                f"--measured={self.source}: was measured on {own}, not on {chip}; give "
                 "a --topology of that chip, or another certificate"
             )
 
@@ -65,7 +69,7 @@ class Certificate(NamedTuple):
 
 
 def read_certificate(path: epath.Path) -> Certificate:
-    """Read a certificate; a CPU's becomes the chip "cpu".
+    """Read a certificate.
 
     Raises:
       InputError: the file is none, or has no step beside its calculated memory.
@@ -96,7 +100,7 @@ def read_certificate(path: epath.Path) -> Certificate:
             f"--measured={path}: has {len(steps)} steps beside a plan, and schema {schema}; make "
             "one with: vit_jax certify --output=DIR"
         )
-    return Certificate(str(path), target.slice, steps)
+    return Certificate(str(path), target, steps)
 
 
 def target_of_certificate(devices: Mapping[str, Any], source: str) -> Target:
@@ -108,11 +112,12 @@ def target_of_certificate(devices: Mapping[str, Any], source: str) -> Target:
     kind, number = devices["device_kind"], devices["num_chips"]
     if kind == "cpu":
         memory, speed = int(devices["memory_bytes"]), devices["memory_bytes_per_s"]
-        CHIPS["cpu"] = Chip(
+        measured = Chip(
             devices["flops_per_s"], memory, memory, speed, speed, speed, None, ("cpu",),
             f"as measured, {source}",
         )  # fmt: skip
-        return Target(Slice(f"cpu:{number}", "cpu", number, 1), may_compile=False)
+        slice_ = Slice(f"cpu:{number}", "cpu", number, 1)
+        return Target(slice_, may_compile=False, measured=measured)
     for name, chip in CHIPS.items():
         if kind in chip.device_kinds:
             return Target(Slice(f"{name}:{number}", name, number, 1), may_compile=False)

@@ -26,19 +26,22 @@ def describe(
     mesh: Mesh,
     experiment: Experiment,
     counted: Experiment | None = None,
+    step_flops: int | None = None,
 ) -> dict[str, Any]:
     """The figures of a plan that need no compiler.
 
     Args:
       counted: an experiment with the same FLOPs that is traced faster; None: `experiment`.
+      step_flops: FLOPs of a step; None: those of `counted`.
     """
     ways = batch_ways(mesh.shape)
     counted, model = counted or experiment, about(experiment.model)
     by_sizes = None
     if experiment.objective.is_single_pass and experiment.freeze is None:
         by_sizes = model.flops_by_sizes
-    with jax.set_mesh(mesh):
-        step_flops = counted.flops_per_step
+    if step_flops is None:
+        with jax.set_mesh(mesh):
+            step_flops = counted.flops_per_step
     return {
         "config": stored_config.to_json(settings.config),
         "model": describe_model(settings.model),

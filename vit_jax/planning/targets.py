@@ -25,6 +25,8 @@ from vit_jax.devices.mesh import (
     count_slices,
     make_mesh,
 )
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
 
 logger = logging.getLogger("vit_jax")
 
@@ -35,15 +37,17 @@ class Target(NamedTuple):
     """The hardware that a run is planned for: `num_slices` slices of one kind.
 
     may_compile: whether to use its compiler, which takes minutes.
+    measured: the chip by a certificate; None: by its vendor.
     """
 
     slice: Slice
     num_slices: int = 1
     may_compile: bool = True
+    measured: Chip | None = None
 
     @property
     def chip(self) -> Chip:
-        return CHIPS[self.slice.chip]
+        return self.measured or CHIPS[self.slice.chip]
 
     @property
     def num_chips(self) -> int:
@@ -164,6 +168,16 @@ def target_mesh(settings: Settings, target: Target, devices: Sequence[Any] | Non
     """
     axes = {axis: getattr(settings.mesh, axis) for axis in AXES}
     return make_mesh(**axes, devices=find_devices(target) if devices is None else devices)
+
+
+def settle(asked: Settings, target: Target, tables: type[Tables] = Tables) -> Settings:
+    """The resolved settings of a run on the target; no data are read, but for `Tables`.
+
+    Raises:
+      InputError: the settings lack something, or do not suit the target.
+    """
+    mesh = target_mesh(asked, target, describe_devices(target))
+    return resolve(asked.config, tables(mesh)).settings
 
 
 def plan_mesh(settings: Settings, target: Target, devices: Sequence[Any] | None = None) -> Mesh:

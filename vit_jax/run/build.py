@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, data, transfer
 from vit_jax.base import files
@@ -84,7 +83,7 @@ class Timetable:
 RunStep = Callable[[int, TrainState, Batch], tuple[TrainState, Metrics]]
 Watcher = Callable[[RunStep], RunStep]
 
-# The user's function of (step, state, metrics); see `commands.train.train`.
+# The user's function of (step, state, metrics); see `api.train`.
 Callback = Callable[[int, TrainState, Mapping[str, float]], object]
 
 
@@ -133,7 +132,7 @@ class Run:
 
 
 def prepare(
-    asked: ConfigDict,
+    asked: Settings,
     workdir: epath.PathLike,
     choose_layout: ChooseLayout | None = None,
     before: StoredRun | None = None,
@@ -142,7 +141,7 @@ def prepare(
     """Resolve a config and build its run; writes nothing.
 
     Args:
-      asked: has passed `validation.validate`.
+      asked: of a config that has passed `validation.validate`.
       workdir: the run's directory.
       choose_layout: chooses under `auto`; None: the layout stays as it is.
       before: what `workdir` holds; None: as this process reads it.
@@ -154,7 +153,7 @@ def prepare(
     workdir = files.absolute(workdir)
     before = read_run(workdir) if before is None else before
     opened = Files(workdir, before, choose_layout)
-    resolved = resolve(asked, opened, before.stored, by_user)
+    resolved = resolve(asked.config, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
     check_unchanged(resolved.config, before, workdir, chosen)
     return build(resolved, opened, workdir)

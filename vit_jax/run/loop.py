@@ -19,7 +19,7 @@ from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.history import read_history
 from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
-from vit_jax.devices import flops
+from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -281,17 +281,22 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
     )
-    warn_of_memory(run, memory.total)
+    before = sharding.bytes_per_device(run.experiment.abstract_state)
+    warn_of_memory(run, memory.total, warned_of=before)
     return compiled
 
 
-def warn_of_memory(run: Run, expected: int) -> None:
-    """Warn if `expected` bytes for each device are more than there are; names what saves some."""
+def warn_of_memory(run: Run, expected: int, warned_of: int = 0) -> None:
+    """Warn if `expected` bytes for each device are more than there are; names what saves some.
+
+    `warned_of`: the bytes of an earlier call; if they were too many, it has warned.
+    """
     devices = run.mesh.local_devices
     there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
     if devices[0].platform == "cpu":  # all share the host's
-        there, where, expected = psutil.virtual_memory().total, "this host", expected * len(devices)
-    if there is None or expected <= there:
+        there, where = psutil.virtual_memory().total, "this host"
+        expected, warned_of = expected * len(devices), warned_of * len(devices)
+    if there is None or expected <= there or warned_of > there:
         return
     remedies = ["a smaller --config.global_batch_size"]
     if not run.experiment.objective.couples_rows:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from vit_jax.base import files, tree
 from vit_jax.checkpoints import restore
+from vit_jax.config import Settings
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
@@ -32,7 +32,7 @@ _BATCHES_COMPARED = 2
 
 
 def train_and_evaluate(
-    asked: ConfigDict,
+    asked: Settings,
     workdir: epath.PathLike,
     command: Mapping[str, Any] | None = None,
     choose_layout: ChooseLayout | None = None,
@@ -42,12 +42,12 @@ def train_and_evaluate(
     """Train as `asked`, continuing the run in `workdir` if there is one.
 
     Args:
-      asked: has passed `validation.validate`.
+      asked: of a config that has passed `validation.validate`.
       workdir: folder for everything that the run writes.
       command: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
         record of starts.
       choose_layout: chooses the layout under `auto`; see `prepare`.
-      callbacks: see `commands.train.train`.
+      callbacks: see `api.train`.
       began: `time.perf_counter` when the work for this start began; None: now.
 
     Returns:

@@ -27,7 +27,7 @@ from vit_jax.config import STUDIES, Part, Settings, eval_splits
 from vit_jax.config.metric_names import declared_metrics, is_named
 from vit_jax.config.text import apply_overrides
 from vit_jax.insight.tables import as_csv
-from vit_jax.studies.tables import DIVERGED, FINISHED, Measured, Report
+from vit_jax.studies.tables import DIVERGED, FINISHED, Best, Measured, Report
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ class Study(Part):
                 faults.need(evals[name].every == finder.every, f"{where}: evals.{name}.every="
                             f"{evals[name].every!r} must be {finder.every!r}, as of the metric "
                             "that finds the best step, so that it is known there")  # fmt: skip
-            settings, _ = Settings.read_open(metric.config)
+            settings = Settings.of(metric.config)
             splits = {*eval_splits(settings.data, settings.evals[name]).values()}
             found.append((metric, where, splits))
         for chooser, where, splits in found:
@@ -281,7 +281,6 @@ class Found:
 
     def __init__(self, study: Study, results: Results):
         self.study, self.results, self.members = study, results, study.members(results)
-        self.near_best: list[dict[str, Any]] = []  # other places, as good but for the seeds
 
     def at(self, **place: Any) -> list[Member]:
         """The members at a place."""
@@ -296,19 +295,15 @@ class Found:
                   for result in ended if result is not None]  # fmt: skip
         return Measured(values, states, note)
 
-    def best_of(self, members: Iterable[Member], metric: str = "") -> list[str]:
-        """Those with results at the best place of `members`; [] if there is only one place.
-
-        `near_best` gets the places that are within one standard deviation of it.
-        """
+    def best_of(self, members: Iterable[Member], metric: str = "") -> Best:
+        """The best place of `members` by a metric; none if there is only one place."""
         places = [*{repr(place): place for m in members if (place := without_seed(m))}.values()]
         cells = [self.measure(metric, **place) for place in places]
         if len(places) < 2:
-            return []
+            return Best()
         best = min(range(len(places)), key=lambda i: cells[i].rank)
-        self.near_best = [place for i, place in enumerate(places)
-                          if i != best and cells[i].is_near(cells[best])]  # fmt: skip
-        return self.measured(self.at(**places[best]), metric)
+        near = [p for i, p in enumerate(places) if i != best and cells[i].is_near(cells[best])]
+        return Best(self.measured(self.at(**places[best]), metric), near)
 
     def measured(self, members: Iterable[Member], metric: str = "") -> list[str]:
         """The names of those of `members` that have finished, with the metric."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.studies.law import Prediction, pareto_front
-from vit_jax.studies.tables import Measured
+from vit_jax.studies.tables import Measured, say_deviations
 
 # Okabe and Ito's colours, without yellow, which is too light for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -40,11 +40,11 @@ def find_curves(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> tu
     return panels, units.pop()
 
 
-def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> bytes | None:
-    """Plot a table over its columns, as a PNG: means with deviations over seeds, values as dots.
+def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> dict[str, bytes]:
+    """Plot a table over its columns: means with deviations over seeds, values as dots.
 
     Rows are curves where the columns are numbers, see `find_curves`, else points side by side. A
-    row has one colour in all panels. None if there are fewer than two cells to plot.
+    row has one colour in all panels. No files if there are fewer than two cells to plot.
     """
     panels, unit = find_curves(table)
     columns = [
@@ -60,7 +60,7 @@ def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> byt
             for measure, rows in table.items()
         }  # fmt: skip
     if sum(len(places) for curves in panels.values() for places in curves.values()) < 2:
-        return None
+        return {}
     figure, all_axes = _start_figure(len(panels))
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     for axes, (measure, curves) in zip(all_axes, panels.items(), strict=True):
@@ -80,15 +80,17 @@ def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> byt
         if not unit:
             axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.minorticks_off()
-    return _as_png(figure)
+    cells = (c for rows in table.values() for columns in rows.values() for c in columns.values())
+    figure.supxlabel(say_deviations(cells), fontsize=8)
+    return _as_files(figure)
 
 
 def draw_scaling(
     panels: Mapping[str, Sequence[tuple[str, float, float]]],
     laws: Mapping[str, Prediction],
     y_label: str,
-) -> bytes:
-    """Plot accuracy over cost as a PNG: runs, their Pareto front, laws with their bands.
+) -> dict[str, bytes]:
+    """Plot accuracy over cost: runs, their Pareto front, laws with their bands.
 
     Args:
       panels: {label of the costs: [(family, cost, error)]}; empty ones are left out.
@@ -120,7 +122,7 @@ def draw_scaling(
         margin = 0.15 * (max(y) - min(y)) or 1.0
         axes.set_ylim(min(y) - margin, max(y) + margin)  # bands may be far wider
         _finish(axes, x_label, y_label)
-    return _as_png(figure)
+    return _as_files(figure)
 
 
 def _start_figure(num_panels: int) -> tuple[Any, list[Any]]:
@@ -139,7 +141,8 @@ def _finish(axes: Any, x_label: str, y_label: str, *, is_log: bool = True) -> No
         axes.legend(fontsize=8)
 
 
-def _as_png(figure: Any) -> bytes:
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
-    return png.getvalue()
+def _as_files(figure: Any) -> dict[str, bytes]:
+    found = {f"study.{form}": io.BytesIO() for form in ("png", "pdf")}
+    for name, content in found.items():
+        figure.savefig(content, format=name[-3:], dpi=150)
+    return {name: content.getvalue() for name, content in found.items()}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from vit_jax.base.errors import Faults
 from vit_jax.config import flatten, key
 from vit_jax.studies.engine import Found, Member, Metric, Results, Study, seeded
-from vit_jax.studies.tables import Report, best_first
+from vit_jax.studies.tables import Best, Report, best_first
 
 
 class FinetuneSweep(Study):
@@ -88,4 +88,4 @@ class FinetuneSweep(Study):
         if mean.known:
             rows.append({"member": "mean ± std", "peak_lr": best, "scored on": own_split,
                          self.label: mean})  # fmt: skip
-        return Report(rows, {"peak_lr": best}, mean.is_whole, best=found.measured(final))
+        return Report(rows, {"peak_lr": best}, mean.is_whole, best=Best(found.measured(final)))

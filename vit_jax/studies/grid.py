@@ -129,7 +129,7 @@ class Grid(Study):
                 place = {"row": row, "column": column, "candidate": best, "part": part}
                 cell = Measured() if best is None else found.measure(metric, note=best, **place)
                 rows.setdefault(row, {})[column] = cell
-        png = draw_table(table)
+        files = draw_table(table)
         part, metric = "trained", self.metric
         if self.finetune:
             part, metric = "fine-tuned", self.finetune_metric or ""
@@ -144,6 +144,6 @@ class Grid(Study):
                     for row, cells in rows.items()
                 )
             ],
-            files={} if png is None else {"study.png": png},
+            files=files,
             best=found.best_of(finals, metric),
         )

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, own_keys, with_values
+from vit_jax.config import Settings, flatten, own_keys, with_values
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -15,9 +15,9 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
-from vit_jax.planning.targets import Target
+from vit_jax.planning.targets import Target, settle
 from vit_jax.run.setup.opener import Tables
-from vit_jax.run.setup.resolve import Changes, resolve
+from vit_jax.run.setup.resolve import Changes
 from vit_jax.studies.engine import Study
 from vit_jax.studies.tables import Report
 
@@ -46,7 +46,7 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        settings = resolve(config, _Tables()).settings
+        settings = settle(Settings.of(config), self._target, _Tables)
         flat = flatten(settings.config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)

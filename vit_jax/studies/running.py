@@ -27,6 +27,7 @@ from vit_jax import config as config_lib
 from vit_jax.base.addresses import reveal
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import read_json, write_whole
+from vit_jax.base.latex import as_latex
 from vit_jax.checkpoints.history import check_summary
 from vit_jax.config import plugins
 from vit_jax.config import stored as stored_config
@@ -38,7 +39,7 @@ from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import readable
 from vit_jax.run.watch.guards import DIVERGED_FILE
 from vit_jax.studies.engine import Found, Member, Result, Results, Study, without_seed
-from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Measured, Report
+from vit_jax.studies.tables import DIVERGED, FAILED, FINISHED, HANDED_OVER, Best, Measured, Report
 
 logger = logging.getLogger("vit_jax")
 
@@ -293,14 +294,15 @@ def find_extended(study: Study, call: Call, members: Iterable[Member]) -> list[s
 
 
 def _write_report(study: Study, call: Call, results: Results) -> Report:
-    """Write study.json, study.md and study.csv with the results so far."""
+    """Write study.json, study.md, study.csv and study.tex with the results so far."""
     found = Found(study, results)
     report = study.report(found)
     ended = [member for member in found.members if member.name in results]
     warnings = find_differences(call.workdir, results) + find_extended(study, call, ended)
     values = {**report.values, "warnings": warnings}
-    files = {"study.csv": found.csv().encode(), **report.files}
-    values["winner"] = _describe_winner(found, call, report.best) if report.best else None
+    table = as_latex([report.columns, *report.texts], report.note)
+    files = {"study.csv": found.csv().encode(), "study.tex": table.encode(), **report.files}
+    values["winner"] = _describe_winner(found, call, report.best) if report.best.names else None
     report = report._replace(values=values, files=files)
     members = {
         member.name: {**results[member.name]._asdict(), "command": _read_command(call, member)}
@@ -315,7 +317,7 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
         "columns": report.columns,
         "rows": report.texts,
         "table": report.rows,
-        "best": report.best,
+        "best": report.best.names,
         **values,
         "members": members,
     }
@@ -323,10 +325,11 @@ def _write_report(study: Study, call: Call, results: Results) -> Report:
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
+    noted = f"{report.note}.\n\n" * bool(report.note)
     warned = "".join(f"Warning: {line}.\n\n" for line in values["warnings"])
-    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best else ""
+    best = "".join(f"{x}\n\n" for x in _say_winner(values["winner"])) if report.best.names else ""
     text = (
-        f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{best}{warned}"
+        f"# {content['title']}\n\n{content['axes']}\n\n{table}\n\n{noted}{best}{warned}"
         f"The members:\n\n```sh\n{commands}\n```\n"
     )
     as_json = json.dumps(content, indent=2, default=Measured.numbers) + "\n"
@@ -342,8 +345,9 @@ def _read_command(call: Call, member: Member) -> str:
     return shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)])
 
 
-def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str, Any]:
+def _describe_winner(found: Found, call: Call, best: Best) -> dict[str, Any]:
     """The best members, by seeds: their place, mean metrics, workdirs, and the next commands."""
+    names = best.names
     rows = [found.study.numbers_of(found.results[name]) for name in names]
     metrics = [name for name in rows[0] if "/" in name
                and all(row.get(name) is not None for row in rows)]  # fmt: skip
@@ -362,7 +366,7 @@ def _describe_winner(found: Found, call: Call, names: Sequence[str]) -> dict[str
         longer["longer"] = " ".join([command, *map(shlex.quote, of_plugins)])
     return {
         "place": {key: value for key, value in place.items() if value != ""},
-        "near": found.near_best,
+        "near": best.near,
         "values": {name: statistics.fmean(row[name] for row in rows) for name in metrics},
         "workdirs": [str(call.workdir / name) for name in names],
         "next": shlex.join(["vit_jax", "evaluate", *workdir, *of_best, *of_plugins]),
@@ -396,7 +400,7 @@ def print_table(report: Report, title: str | None = None) -> None:
 def _conclude(report: Report, call: Call, results: Results) -> int:
     """Print the results of a study; return the exit code."""
     print_table(report)
-    if report.best:
+    if report.best.names:
         print("\n".join(_say_winner(report.values["winner"])))
     for name, result in results.items():
         if result.state in (FAILED, DIVERGED):

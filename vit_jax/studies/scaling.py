@@ -142,7 +142,7 @@ class Scaling(Study):
             rows,
             {"laws": numbers},
             complete=len(found.members) == sum(len(p.measured.known) for p in points),
-            files={"study.png": draw_scaling(panels, curves, self.label)} if points else {},
+            files=draw_scaling(panels, curves, self.label) if points else {},
             best=found.best_of(found.members),
         )
 

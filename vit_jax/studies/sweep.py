@@ -84,12 +84,12 @@ class Sweep(Study):
         names = (", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row.items())
                  for row in self._rows)  # fmt: skip
         cells = [row[self.label] for row in rows]
-        png = draw_table({self.label: {"": dict(zip(names, cells, strict=True))}})
+        files = draw_table({self.label: {"": dict(zip(names, cells, strict=True))}})
         states = [result.state for result in found.results.values()]
         is_over = len(states) == len(found.members) and {*states} <= {FINISHED, DIVERGED}
         return Report(
             rows=best_first(rows, self.label),
             complete=is_over and any(row[self.label].known for row in rows),
-            files={} if png is None else {"study.png": png},
+            files=files,
             best=found.best_of(found.members),
         )

@@ -63,6 +63,25 @@ class Measured:
         return {"mean": mean, "std": std, "values": known, "note": self.note}
 
 
+class Best(NamedTuple):
+    """The best place of a study.
+
+    names: the members there that have finished, by seeds; (): no places are compared.
+    near: the places that are within one standard deviation of it.
+    """
+
+    names: Sequence[str] = ()
+    near: Sequence[Mapping[str, Any]] = ()
+
+
+def say_deviations(cells: Iterable[Any]) -> str:
+    """The meaning of ± in the texts of `cells`; "" if none has it."""
+    counts = {len(cell.known) for cell in cells if isinstance(cell, Measured)} - {0, 1}
+    if not counts:
+        return ""
+    return f"± is the sample standard deviation over n={', '.join(map(str, sorted(counts)))} seeds"
+
+
 class Report(NamedTuple):
     """Results of a study so far.
 
@@ -70,14 +89,14 @@ class Report(NamedTuple):
     values: further content of study.json.
     complete: whether all planned results are there; None: if no `Measured` lacks one.
     files: {name: content} of additional files.
-    best: the best members, by seeds, as `Found.best_of` gives them; () if none are compared.
+    best: the best members, from `Found.best_of`.
     """
 
     rows: Sequence[Mapping[str, Any]]
     values: Mapping[str, Any] = {}
     complete: bool | None = None
     files: Mapping[str, bytes] = {}
-    best: Sequence[str] = ()
+    best: Best = Best()
 
     @property
     def columns(self) -> list[str]:
@@ -87,6 +106,11 @@ class Report(NamedTuple):
     def texts(self) -> list[list[str]]:
         """The rows as they are shown."""
         return [[str(row.get(column, "-")) for column in self.columns] for row in self.rows]
+
+    @property
+    def note(self) -> str:
+        """A sentence about the deviations; "" if there are none."""
+        return say_deviations(cell for row in self.rows for cell in row.values())
 
     @property
     def is_complete(self) -> bool:

@@ -47,6 +47,7 @@ _STATED = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positiv
            "layerscale_value": "a positive number", "problem_type": "text",
            "pooler_act": "text"}  # fmt: skip
 _CLASSIFIERS = ("classifier", "cls_classifier")
+_DOWN = "encoder/layer_0/mlp/down/kernel"
 
 
 def recognises(source: Source) -> bool:
@@ -99,17 +100,8 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         return theirs.get(ours) in arrays
 
     is_dino, is_v3 = name.startswith("dino"), name == "dinov3_vit"
-    is_flat, has_token = name == "siglip2_vision_model", not name.startswith("siglip")
-    patches, down = theirs["embedding/kernel"], theirs["encoder/layer_0/mlp/down/kernel"]
-    ranks = {patches: 2 if is_flat else 4, down: 2}
-    if not is_v3:
-        ranks[theirs["pos_embedding"]] = 3 if name in VITS or is_dino else 2
-    source.require(ranks, {f"{classifier}.weight": 2 for classifier in _CLASSIFIERS})
-    width, mlp_dim = arrays[down].shape
-    patch_size = arrays[patches].shape[2:]
-    if is_flat:
-        patch_size = (math.isqrt(arrays[patches].shape[1] // 3),) * 2
-    layers = re.escape(down.rpartition(".0.")[0])
+    width, mlp_dim, patch_size = _read_sizes(source, name, theirs)
+    layers = re.escape(theirs[_DOWN].rpartition(".0.")[0])
     found = {  # keys of config.json that the arrays determine
         "hidden_size": width,
         "num_hidden_layers": source.count_layers(rf"{layers}\.(\d+)\."),
@@ -124,25 +116,11 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
     if "patch_size" in stated:
         stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
     source.check_agreement(stated, found)
-    head = next((n for n in _CLASSIFIERS if f"{n}.weight" in arrays), None)
-    if name == "deit" and head is None:
-        source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
-    if head and not has_token:
-        source.leave_out(rf"{prefix}head\..*",
-                         "the pooling, which the classifier does not take, is")  # fmt: skip
+    head = _find_head(source, name, prefix)
     arrays = source.arrays
     heads, act = _read_unseen(source, name, stated, width, head, has("head_hidden/kernel"))
-    num_positions = None  # of a square grid
-    if not is_v3:
-        num_positions = arrays[theirs["pos_embedding"]].size // width
-        num_positions -= has_token + (name == "deit")
-    image_size = _image_size(source, stated, num_positions, patch_size)
-    if name.startswith("dinov2") and image_size[0] != image_size[1]:
-        source.refuse([
-            "image_size={!r}: transformers takes its positions for those of a square; state the "
-            "size of that square, and load it for images of {} x {}".format(image_size, *image_size)
-        ])  # fmt: skip
-    pool = "token" if has_token else "map" if has("map_head/probe") else "gap"
+    image_size = _image_size(source, name, stated, theirs, patch_size)
+    pool = "token" if _has_token(name) else "map" if has("map_head/probe") else "gap"
     family = partial(DeiT, distillation_head=head != "classifier") if name == "deit" else ViT
     return family(
         num_classes=source.size(f"{head}.weight", 0),
@@ -168,6 +146,38 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         key_bias=has("encoder/layer_0/attention/key/bias") or not has_query,
         gated_mlp=has("encoder/layer_0/mlp/gate/kernel"),
     )
+
+
+def _has_token(name: str) -> bool:
+    return not name.startswith("siglip")
+
+
+def _read_sizes(
+    source: Source, name: str, theirs: Mapping[str, str]
+) -> tuple[int, int, tuple[int, int]]:
+    """Width, `mlp_dim` and patch size by the arrays, whose ranks are checked.
+
+    `theirs`: {our name: the array's name}.
+    """
+    patches, is_flat = theirs["embedding/kernel"], name == "siglip2_vision_model"
+    ranks = {patches: 2 if is_flat else 4, theirs[_DOWN]: 2}
+    if name != "dinov3_vit":
+        ranks[theirs["pos_embedding"]] = 3 if name in VITS or name.startswith("dino") else 2
+    source.require(ranks, {f"{classifier}.weight": 2 for classifier in _CLASSIFIERS})
+    width, mlp_dim = source.arrays[theirs[_DOWN]].shape
+    shape = source.arrays[patches].shape
+    return width, mlp_dim, (math.isqrt(shape[1] // 3),) * 2 if is_flat else shape[2:]
+
+
+def _find_head(source: Source, name: str, prefix: str) -> str | None:
+    """The name of the classifier; leaves out what it does not take."""
+    head = next((n for n in _CLASSIFIERS if f"{n}.weight" in source.arrays), None)
+    if name == "deit" and head is None:
+        source.leave_out(rf"{prefix}pooler\..*", "no head was trained with the pooler; it is")
+    if head and not _has_token(name):
+        source.leave_out(rf"{prefix}head\..*",
+                         "the pooling, which the classifier does not take, is")  # fmt: skip
+    return head
 
 
 def _read_unseen(
@@ -202,16 +212,24 @@ def _read_unseen(
 
 def _image_size(
     source: Source,
+    name: str,
     stated: Mapping[str, Any],
-    num_positions: int | None,
+    theirs: Mapping[str, str],
     patch_size: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The stated size; without one, a square of `num_positions` patches; None: any size."""
+    """The stated size; without one, that of a square of all positions; None: any size."""
     if "image_size" in stated:
-        return source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
-    if num_positions is None:
+        size = source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
+        if name.startswith("dinov2") and size[0] != size[1]:
+            source.refuse([
+                "image_size={!r}: transformers takes its positions for those of a square; state "
+                "the size of that square, and load it for images of {} x {}".format(size, *size)
+            ])  # fmt: skip
+        return size
+    if name == "dinov3_vit":
         return None
-    side = source.square_side(num_positions)
+    positions = math.prod(source.arrays[theirs["pos_embedding"]].shape[:-1])
+    side = source.square_side(positions - _has_token(name) - (name == "deit"))
     return side * patch_size[0], side * patch_size[1]
 
 

@@ -122,28 +122,7 @@ def _read_vit(source: Source) -> Pretrained:
         "fc_norm": "fc_norm.weight" in arrays,
         "num_classes": source.size("head.weight", 0) or 0,
     }
-    pool = _read_pool(config, source, kind)
-    act = config.args.get("act_layer", kind.act)
-    norm_layer = config.args.get("norm_layer")
-    eps = float(config.args.get("eps", _NORM_EPS.get(norm_layer, kind.eps)))
-    has_default = "model_args" in config.stated and not config.is_named
-    default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
-    heads = config.args.get("num_heads", default_heads)
-    faults = Faults()
-    for name, value in _ONLY.items():
-        stated = config.args.get(name, value)
-        faults.need(stated == value, f"{name}={stated!r} is not supported")
-    faults.need_known("global_pool", pool, _POOLS)
-    faults.need_known("act_layer", act, _GELU)
-    faults.need_known("norm_layer", norm_layer or "layernorm", _NORM_EPS)
-    faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
-                "model_args")  # fmt: skip
-    source.refuse(faults, "cannot be read")
-    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
-    if not config.exists:
-        config.take_pixels(kind.pixels)
-        assumed["eps"] = eps  # else timm's architecture decides it
-    config.say_assumed(**assumed)
+    pool, act, heads, eps = _read_unseen(config, source, kind, width)
     defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
     if fields["gated_mlp"]:  # whose ratio counts both layers or one, or is rounded
         config.args.pop("mlp_ratio", None)
@@ -173,6 +152,39 @@ def _read_vit(source: Source) -> Pretrained:
     params = read_rows(vit_rows(model), source, model)
     spec = config.read_spec(image_size, model.num_classes, kind.resize)
     return Pretrained(str(source.path), model, params, spec)
+
+
+def _read_unseen(
+    config: Config, source: Source, kind: Kind, width: int
+) -> tuple[str, str, int, float]:
+    """timm's global_pool, act_layer, num_heads and eps, which the arrays do not determine.
+
+    Raises:
+      InputError: naming each argument that is not supported.
+    """
+    pool = _read_pool(config, source, kind)
+    act = config.args.get("act_layer", kind.act)
+    norm_layer = config.args.get("norm_layer")
+    eps = float(config.args.get("eps", _NORM_EPS.get(norm_layer, kind.eps)))
+    has_default = "model_args" in config.stated and not config.is_named
+    default_heads = _DEFAULT_HEADS if has_default else timm_blocks.heads_of(kind, width)
+    heads = config.args.get("num_heads", default_heads)
+    faults = Faults()
+    for name, value in _ONLY.items():
+        stated = config.args.get(name, value)
+        faults.need(stated == value, f"{name}={stated!r} is not supported")
+    faults.need_known("global_pool", pool, _POOLS)
+    faults.need_known("act_layer", act, _GELU)
+    faults.need_known("norm_layer", norm_layer or "layernorm", _NORM_EPS)
+    faults.need(heads, f"number of heads: no published ViT is {width} wide; state num_heads in "
+                "model_args")  # fmt: skip
+    source.refuse(faults, "cannot be read")
+    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
+    if not config.exists:
+        config.take_pixels(kind.pixels)
+        assumed["eps"] = eps  # else timm's architecture decides it
+    config.say_assumed(**assumed)
+    return pool, act, heads, eps
 
 
 def _read_pool(config: Config, source: Source, kind: Kind) -> str:

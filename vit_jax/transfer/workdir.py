@@ -60,7 +60,7 @@ def read(source: Source) -> Pretrained:
     config = read_config(path)
     if source.best and path != source.path:
         raise InputError("is one step of a run; leave out the step, or the choice of the best one")
-    settings, _ = Settings.read_open(config)  # keys of training may be open
+    settings = Settings.of(config)
     chosen = path / "checkpoints" / str(best_step(path, settings)) if source.best else source.path
     averages = settings.has_average
     if averaged is not None and not averages:

@@ -5,7 +5,7 @@ import PIL.Image
 import pytest
 from read_settings import settings_of
 
-from vit_jax.config import base_config
+from vit_jax.config import Settings, base_config
 from vit_jax.data import augment, make_source
 from vit_jax.diagnosis.benchmarks.augmentations import draw_bands, draw_contact_sheet, make_columns
 from vit_jax.diagnosis.settled import open_training_data
@@ -26,7 +26,7 @@ def two_operations(monkeypatch):
 
 def drawn(config):
     """What `draw_contact_sheet` takes of a config."""
-    settings, source = open_training_data(config)
+    settings, source = open_training_data(Settings.of(config))
     return settings.data, settings.run.seed, source
 
 

@@ -9,7 +9,7 @@ import pytest
 from read_settings import decided, settings_of
 
 from vit_jax.commands.benchmark import as_table
-from vit_jax.config import base_config
+from vit_jax.config import Settings, base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.diagnosis.benchmarks import inference
@@ -118,7 +118,7 @@ def test_input_figures_are_consistent(tmp_path):
     c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
     c.data.num_examples, c.data.ops = None, "scaled_inception_crop|flip"
     c.data.max_corrupt_fraction = 1.0
-    figures = measure_input(*open_training_data(c))
+    figures = measure_input(*open_training_data(Settings.of(c)))
     assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
     assert list(ms) == ["pipeline", "full_size", "decode", "fused_float32", "unfused_float32"]
@@ -130,7 +130,7 @@ def test_input_figures_are_consistent(tmp_path):
 
 
 def test_input_of_pixels_stands_alone(one_short_round):
-    figures = measure_input(*open_training_data(tiny_config()))
+    figures = measure_input(*open_training_data(Settings.of(tiny_config())))
     assert list(figures["cpu_ms_per_image"]) == ["pipeline"]
     assert not [name for name in figures if name.startswith("ratio")]
 

@@ -38,6 +38,7 @@ PARTS = {
     "saves": "measures:measure_saves",
     "recovery": "recovery:kill_and_resume",
 }
+FAULTS = ("failed", "does not hold")  # verdicts on a part
 _ERROR = re.compile(r"(\w*(?:Error|Exception))\b")
 
 
@@ -136,15 +137,22 @@ def part_file(output: epath.Path, name: str) -> epath.Path:
 
 def holds(parts: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether no part failed, and all that can be right or wrong is right."""
-    return not any("failed" in part or part.get("held") is False for part in parts.values())
+    return not any(verdict(part)[0] in FAULTS for part in parts.values())
+
+
+def verdict(part: Mapping[str, Any]) -> tuple[str, str]:
+    """The verdict on a part, and what it found."""
+    for key, word in (("failed", "failed"), ("not_run", "not run")):
+        if key in part:
+            return word, part[key]
+    return {None: "measured", True: "holds", False: "does not hold"}[part["held"]], part["said"]
 
 
 def summarise(part: Mapping[str, Any]) -> str:
     """The result of a part in one line."""
-    for key, start in (("failed", "FAILED: "), ("not_run", "not run: ")):
-        if key in part:
-            return start + part[key]
-    return ("DOES NOT HOLD: " if part["held"] is False else "") + part["said"]
+    word, found = verdict(part)
+    start = word.upper() if word in FAULTS else word
+    return found if word in ("measured", "holds") else f"{start}: {found}"
 
 
 def without_names(error: str, otherwise: str) -> str:

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from etils import epath
-from ml_collections import ConfigDict
+
+from vit_jax.config import Settings
 
 
 class Context(NamedTuple):
@@ -11,13 +12,13 @@ class Context(NamedTuple):
 
     output: folder of the certificate.
     models: whose steps are measured.
-    config: of the user; None: none is given.
+    asked: settings of the user; None: none are given.
     words: the flags that connect the processes of a job.
     is_first: whether this is process 0 of its job.
     """
 
     output: epath.Path
     models: tuple[str, ...]
-    config: ConfigDict | None
+    asked: Settings | None
     words: tuple[str, ...]
     is_first: bool

@@ -103,10 +103,9 @@ def measure_exchanges(context: Context) -> dict[str, Any]:
     """Collectives on each axis of the mesh, by size: bytes that a device sends in a second."""
     if jax.device_count() == 1:
         raise NotRunError("there is one device")
-    config = context.config
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    if config is not None:
-        mesh = settle_step(config)[1]
+    if context.asked is not None:
+        mesh = settle_step(context.asked)[1]
     rows = [
         {"axis": axis, "kind": kind, "mib": mib, "bytes_per_s": sent(mesh, axis, kind, mib)}
         for axis, size in mesh.shape.items()
@@ -169,11 +168,11 @@ def measure_images(context: Context) -> dict[str, Any]:
     """Images that this host reads in a second for the user's config."""
     if importlib.util.find_spec("tensorflow") is None:
         raise NotRunError("TensorFlow, which reads images, is not installed")
-    if context.config is None:
+    if context.asked is None:
         raise NotRunError("no --config says which images are read")
     from vit_jax.diagnosis.benchmarks.input import measure_input
 
-    settings, source = open_training_data(context.config)
+    settings, source = open_training_data(context.asked)
     cpu_ms = measure_input(settings, source)["cpu_ms_per_image"]["pipeline"]["median"]
     figures = {"cpu_ms_per_image": cpu_ms, "cpu_cores": PARALLEL_CALLS, "held": None}
     images_per_s = 1e3 * PARALLEL_CALLS / cpu_ms

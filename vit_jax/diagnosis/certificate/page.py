@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import vit_jax
-from vit_jax.diagnosis.certificate import summarise
+from vit_jax.diagnosis.certificate import FAULTS, summarise, verdict
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
@@ -26,21 +26,14 @@ _EXCHANGE = {"axis": "axis", "kind": "exchange", "mib": "MiB", "bytes_per_s": "G
 
 def as_text(certificate: Mapping[str, Any]) -> str:
     """The verdict, and a line on each part."""
-    verdict = "All that was checked holds" if certificate["held"] else "Something does not hold"
-    lines = [f"{verdict}: vit_jax {vit_jax.__version__}, {certificate['made']}"]
-    lines += [f"{name}: {summarise(part)}" for name, part in certificate["parts"].items()]
-    return "\n".join(lines) + "\n"
+    lines = [f"{name}: {summarise(part)}" for name, part in certificate["parts"].items()]
+    return "\n".join([_head(certificate), *lines, ""])
 
 
 def as_html(certificate: Mapping[str, Any]) -> str:
     """The parts with their verdicts, then tables of steps, exchanges and software."""
     parts = certificate["parts"]
-    verdict = "All that was checked holds." if certificate["held"] else "Something does not hold."
-    rows = [
-        f'<tr><th>{html.escape(name)}</th><td class="{_kind(part)}">{_word(part)}</td>'
-        f"<td>{html.escape(_detail(part))}</td><td>{part.get('took_s', 0):.0f} s</td></tr>"
-        for name, part in parts.items()
-    ]
+    rows = [_row(name, part) for name, part in parts.items()]
     tables = [
         _table("Steps", _STEP, parts.get("steps", {}).get("rows", ())),
         _table("Exchanges between devices", _EXCHANGE, parts.get("exchanges", {}).get("rows", ())),
@@ -51,27 +44,23 @@ def as_html(certificate: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>vit_jax certificate</title>'
-        f"<style>{_STYLE}</style><h1>Certificate</h1><p>{verdict} vit_jax {vit_jax.__version__}, "
-        f"{certificate['made']}.</p><table>{''.join(rows)}</table>{''.join(tables)}</html>\n"
+        f"<style>{_STYLE}</style><h1>Certificate</h1><p>{_head(certificate)}.</p>"
+        f"<table>{''.join(rows)}</table>{''.join(tables)}</html>\n"
     )
 
 
-def _kind(part: Mapping[str, Any]) -> str:
-    if "failed" in part or part.get("held") is False:
-        return "fails"
-    return "held" if part.get("held") else "open"
+def _head(certificate: Mapping[str, Any]) -> str:
+    found = "All that was checked holds" if certificate["held"] else "Something does not hold"
+    return f"{found}: vit_jax {vit_jax.__version__}, {certificate['made']}"
 
 
-def _word(part: Mapping[str, Any]) -> str:
-    if "not_run" in part:
-        return "not run"
-    return {"fails": "fails", "held": "holds", "open": "measured"}[_kind(part)]
-
-
-def _detail(part: Mapping[str, Any]) -> str:
-    """`summarise` without the verdict, which has a column of its own."""
-    found = (part[key] for key in ("failed", "not_run", "said") if key in part)
-    return next(found)
+def _row(name: str, part: Mapping[str, Any]) -> str:
+    word, found = verdict(part)
+    kind = "fails" if word in FAULTS else "held" if word == "holds" else "open"
+    return (
+        f'<tr><th>{html.escape(name)}</th><td class="{kind}">{word}</td>'
+        f"<td>{html.escape(found)}</td><td>{part.get('took_s', 0):.0f} s</td></tr>"
+    )
 
 
 def _table(title: str, heads: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:

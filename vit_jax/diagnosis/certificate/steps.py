@@ -7,15 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
-from vit_jax.diagnosis.benchmarks.step import (
-    made_up_batch,
-    measure_step,
-)
+from vit_jax.diagnosis.benchmarks.step import made_up_batch, measure_step
 from vit_jax.diagnosis.certificate import NAME, keep, part_file
 from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.settled import settle_step
@@ -36,9 +32,9 @@ def measure_steps(context: Context) -> dict[str, Any]:
     for name in context.models:
         rows.append({"model": name, "config": False, **_measure_largest(context, name)})
         keep(context, "steps", _say_steps(rows))
-    if context.config is not None:
-        of_user = {"model": context.config.model.name, "config": True}
-        rows.append(of_user | _measure_if_it_fits(context, context.config))
+    if (asked := context.asked) is not None:
+        of_user = {"model": asked.model.name, "config": True}
+        rows.append(of_user | _measure_if_it_fits(context, asked))
     return _say_steps(rows)
 
 
@@ -53,12 +49,12 @@ def _say_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"rows": rows, "held": None, "said": "; ".join(said)}
 
 
-def load(model: str, images: int) -> ConfigDict:
+def load(model: str, images: int, **mesh: Any) -> Settings:
     """The recipe that is measured, with so many images in a batch; CPUs compute in float32."""
-    overrides: dict[str, Any] = {"global_batch_size": images}
+    overrides: dict[str, Any] = {"global_batch_size": images, "mesh": mesh}
     if jax.default_backend() == "cpu":
         overrides["model.dtype"] = "float32"
-    return load_config(load_config(f"pretrain:{model},imagenet2012"), overrides)
+    return Settings.of(load_config(f"pretrain:{model},imagenet2012", overrides))
 
 
 def images_a_device() -> int:
@@ -75,9 +71,9 @@ def _measure_largest(context: Context, model: str) -> dict[str, Any]:
     return found
 
 
-def _measure_if_it_fits(context: Context, config: ConfigDict) -> dict[str, Any]:
+def _measure_if_it_fits(context: Context, asked: Settings) -> dict[str, Any]:
     try:
-        return _measure(context, *settle_step(config))
+        return _measure(context, *settle_step(asked))
     except InputError:
         return {"not_run": "it does not suit these devices"}
     except jax.errors.JaxRuntimeError as error:
@@ -126,9 +122,8 @@ def _beside_plan(
 def repeat_gradient(context: Context) -> dict[str, Any]:
     """Whether a step from one state and one batch gives the same bits twice."""
     model = context.models[0]
-    config = load(model, images_a_device() * jax.device_count())
-    config = load_config(config, {"mesh.deterministic": True})  # GPUs need it for equal bits
-    settings, mesh = settle_step(config)
+    images = images_a_device() * jax.device_count()
+    settings, mesh = settle_step(load(model, images, deterministic=True))  # as GPUs need
     experiment = planned_experiment(settings, mesh)
     with jax.set_mesh(mesh):
         compiled = experiment.lower().compile()

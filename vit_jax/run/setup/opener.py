@@ -37,7 +37,7 @@ from vit_jax.run.setup.sources import (
 )
 from vit_jax.run.setup.workdir import StoredRun, check_writable
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
-from vit_jax.run.watch.kernel_choice import choose_kernels, has_form, say_no_form
+from vit_jax.run.watch.kernel_choice import choose_kernels, missing_form
 from vit_jax.run.weights_and_biases import check_installed
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
@@ -72,7 +72,7 @@ class Files(Opener):
 
     def find_faults(self, config: ConfigDict) -> list[str]:
         faults = Faults()
-        mesh = faults.check(check_mesh, config)
+        mesh = faults.check(check_mesh, Settings.of(config))
         if mesh is not None:
             self.mesh = mesh
         faults.check(check_writable, self._workdir)
@@ -84,7 +84,7 @@ class Files(Opener):
         return faults
 
     def weights(self, config: ConfigDict) -> Changes:
-        source, before = _open(config).run.weights_source, self._before
+        source, before = Settings.of(config).run.weights_source, self._before
         is_lost = before.stored is None and config.init_fields == "source"
         if before.saved_steps and not is_lost:
             return {}
@@ -97,7 +97,7 @@ class Files(Opener):
         return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
-        settings = _open(config)
+        settings = Settings.of(config)
         if not gives_classes(settings.objective, settings.data):
             return {}
         self._teachers = self.read_teachers(settings)
@@ -119,15 +119,15 @@ class Files(Opener):
         return read_teachers(settings.objective, settings.data, settings.model)
 
     def data(self, config: ConfigDict) -> Changes:
-        settings = _open(config)
+        settings = Settings.of(config)
         self.preprocessing = parse_preprocessing(settings)
         self.divider = self._open_division(config)
         changes: Changes = dict(find_absent(settings, training=True))
-        settings = _open(config := config_lib.with_values(config, changes))
+        settings = Settings.of(config := config_lib.with_values(config, changes))
         names = settle_names(settings.data, settings.evals)
-        settings = _open(config := config_lib.with_values(config, names))
+        settings = Settings.of(config := config_lib.with_values(config, names))
         facts, sources = open_training(settings, self._taught, self.divider)
-        settings = _open(config_lib.with_values(config, facts))
+        settings = Settings.of(config_lib.with_values(config, facts))
         of_data = settings.data, settings.evals
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
         self.sources = sources | open_evaluated(*of_data, divider=settled, opened=sources)
@@ -141,7 +141,9 @@ class Files(Opener):
             began_with = config if before.stored is None else before.stored.resolved
             named = (self._workdir / "classes.json").exists()  # it is written last
             names = read_class_names(self._workdir) if named else None
-            return Divider(read_division(self._workdir, _open(began_with).data), class_names=names)
+            return Divider(
+                read_division(self._workdir, Settings.of(began_with).data), class_names=names
+            )
         if self.pretrained is None:
             return Divider(anew=True)
         return Divider(self.pretrained.division, self.pretrained.source, anew=True)
@@ -173,8 +175,8 @@ class Files(Opener):
         parts = config.optimizer.accum_steps or 1  # as long as they are open
         config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
-            chosen = self._choose_layout(Settings.read(config), self.mesh).config
-        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen)
+            chosen = self._choose_layout(Settings.read(config), self.mesh)
+        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen.config)
         return {key: flat[key] for key in keys}
 
     def microbatches(self, config: ConfigDict) -> Changes:
@@ -190,10 +192,10 @@ class Files(Opener):
         if name == "auto":
             if stored is not None and self.has_devices_of(stored):
                 return {}
-        elif has_form(settings, self.mesh):
+        elif (fault := missing_form(settings, self.mesh)) is None:
             return {}
         elif before != "measured":  # a measured form may go with the layout
-            say_no_form(settings, self.mesh)
+            raise InputError(fault)
         since = time.perf_counter()
         name = choose_kernels(settings, self.mesh)
         self.choose_s = time.perf_counter() - since
@@ -204,7 +206,7 @@ class Tables(Opener):
     """Gives the facts of known data sets, without devices; opens only the user's own images.
 
     Args:
-      mesh: decides the number of microbatches; None: one.
+      mesh: decides the number of microbatches, and which kernels there are; None: one, and all.
       opens_data: whether the training data are opened, whatever they are.
 
     sources: the training data, if they were opened.
@@ -216,7 +218,7 @@ class Tables(Opener):
     def weights(self, config: ConfigDict) -> Changes:
         if config.init_fields != "source":  # reads no file for nothing
             return {}
-        source = _open(config).run.weights_source
+        source = Settings.of(config).run.weights_source
         assert source is not None  # checked by `sections.Run`
         return take_fields(config, transfer.read_pretrained(source))
 
@@ -226,14 +228,14 @@ class Tables(Opener):
         if not self._opens_data:
             is_here = config_lib.SOURCES.find(d.name).is_own and d.name in config_lib.SOURCES
             if not is_here or not missing:
-                return known_facts(_open(config).data, config.global_batch_size)
+                return known_facts(Settings.of(config).data, config.global_batch_size)
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)
                 raise InputError(
                     f"data.data_dir={d.data_dir!r}: there are no images to count; give their "
                     f"place, or set {remedies}"
                 )
-        settings = _open(config)
+        settings = Settings.of(config)
         learns = gives_classes(settings.objective, settings.data)
         taught = classes_of(abstract_teachers(settings)) if learns else None
         facts, self.sources = open_training(settings, taught)
@@ -246,32 +248,32 @@ class Tables(Opener):
             return {"optimizer.accum_steps": 1}
         return {"optimizer.accum_steps": _settle(config, self._mesh)}
 
-
-def _open(config: ConfigDict) -> Settings:
-    """The settings of a config with open keys, whose faults have been or will be reported."""
-    return Settings.read_open(config)[0]
+    def kernels(self, config: ConfigDict) -> Changes:
+        if self._mesh is not None and (fault := missing_form(Settings.read(config), self._mesh)):
+            raise InputError(fault)
+        return {}
 
 
 def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
     """The number of microbatches; see `settle_microbatches`."""
-    settings = _open(config)
+    settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
     size = settings.run.global_batch_size
     return settle_microbatches(settings.objective, model, size, mesh, recorded)
 
 
-def check_mesh(config: ConfigDict) -> Mesh:
-    """The mesh of the config.
+def check_mesh(settings: Settings) -> Mesh:
+    """The mesh of the settings, which may be open.
 
     Raises:
       InputError: it is invalid, or a batch does not divide over it.
     """
-    axes = {axis: config.mesh[axis] for axis in AXES}
-    mesh, faults, size = make_mesh(**axes), Faults(), config.global_batch_size
+    axes = {axis: getattr(settings.mesh, axis) for axis in AXES}
+    mesh, faults, size = make_mesh(**axes), Faults(), settings.run.global_batch_size
     faults.check(check_batch_size, mesh, size, "global_batch_size")
-    if config.optimizer.accum_steps is not None:
-        faults.check(check_accum_steps, mesh, size, config.optimizer.accum_steps)
-    for name, entry in config.evals.items():
+    if settings.optimizer.accum_steps is not None:
+        faults.check(check_accum_steps, mesh, size, settings.optimizer.accum_steps)
+    for name, entry in settings.evals.items():
         if entry.batch_size is not None:
             faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
     collect_faults(faults)

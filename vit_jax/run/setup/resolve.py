@@ -137,6 +137,8 @@ def resolve(
         ("measured", opener.kernels),
     )
     config, decided_by = continue_run(asked, opener, stored, by_user)
+    if stored is not None:
+        collect_faults(Settings.read_open(config)[1], "with what the run's config.json holds")
     faults = Faults(opener.find_faults(config))
     for by, decide in stages:
         flat = config_lib.flatten(config)
@@ -325,7 +327,7 @@ def freeze_layers(config: ConfigDict) -> Changes:
     last = config.optimizer.last_layers
     if last is None:
         return {}
-    settings, _ = Settings.read_open(config)
+    settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
     params, freeze = tree.unflatten_names(abstract_params(model)), config.optimizer.freeze
     try:

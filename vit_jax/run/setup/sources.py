@@ -207,11 +207,22 @@ def open_training(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
             f"{source.num_examples} in total; leave it out"
         )
+    facts = {
+        "data.num_classes": source.num_classes,
+        "data.num_examples": source.num_examples,
+        "loss.class_weights": _class_weights(settings.loss, d.mix, source, opened),
+        **_find_order(d, settings.run.global_batch_size, source),
+    }
+    return facts, sources
+
+
+def _find_order(d: Data, global_batch_size: int, source: data.Source) -> dict[str, Any]:
+    """The keys of the order in which the training records are read; warns of a slow one."""
     order, streams = data.resolve_order(
         d.order,
         d.streams,
         num_examples=source.num_examples,
-        global_batch_size=settings.run.global_batch_size,
+        global_batch_size=global_batch_size,
         repeats=d.repeats,
         chunks=source.chunks,
     )
@@ -220,15 +231,8 @@ def open_training(
             "data.order=record: reads %d images for each one, as %s stores them together; leave it "
             "out, or set it to chunk", source.chunks.size, source.name,
         )  # fmt: skip
-    facts = {
-        "data.num_classes": source.num_classes,
-        "data.num_examples": source.num_examples,
-        "loss.class_weights": _class_weights(settings.loss, d.mix, source, opened),
-        "data.order": order,
-        "data.streams": streams,
-        "data.chunk_size": data.resolve_chunk_size(d.chunk_size, source.chunks),
-    }
-    return facts, sources
+    chunk_size = data.resolve_chunk_size(d.chunk_size, source.chunks)
+    return {"data.order": order, "data.streams": streams, "data.chunk_size": chunk_size}
 
 
 def _warn_of_evaluated(keys: Sequence[SplitKey], settings: Settings) -> None:

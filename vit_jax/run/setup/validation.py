@@ -19,18 +19,18 @@ from vit_jax.config import (
     REQUIRED,
     Settings,
     add_plugins,
-    checks,
     decided_later,
     evals,
     step_range,
     with_values,
 )
 from vit_jax.config import text as config_text
+from vit_jax.config.checks import find_emptied, find_misshapen, find_unset
 from vit_jax.config.metric_names import chosen_metrics, declared_metrics
 from vit_jax.config.plugins import import_plugins
 from vit_jax.config.stored import read_stored
-from vit_jax.data import checks as data
-from vit_jax.experiment import checks as experiment
+from vit_jax.data.checks import check_data, check_eval_ops
+from vit_jax.experiment.checks import check_experiment
 from vit_jax.run.watch.faults import parse_faults
 
 
@@ -65,12 +65,12 @@ def _check_sections(config: ConfigDict, faults: Faults) -> None:
     of_evals = [fault for fault in wrong if fault.startswith("evals.")]
     faults += [fault for fault in wrong if fault not in of_evals]
     models.check_model(settings.model, settings.data, faults)
-    data.check_data(settings.data, settings.run.global_batch_size, faults)
-    experiment.check_experiment(settings, faults)
+    check_data(settings.data, settings.run.global_batch_size, faults)
+    check_experiment(settings, faults)
     faults.check(parse_faults, settings.job.inject)
     evals.check_names(config.evals, faults)
     faults += of_evals
-    data.check_eval_ops(settings.evals, faults)
+    check_eval_ops(settings.evals, faults)
     check_run(settings, config, faults)
 
 
@@ -79,11 +79,11 @@ def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[
 
     `required`: keys that must be set.
     """
-    faults = Faults(checks.find_misshapen(config))
+    faults = Faults(find_misshapen(config))
     if not faults:
         later = decided_later(config)
-        faults += checks.find_unset(config, [key for key in required if key not in later])
-        emptied = checks.find_emptied(config)
+        faults += find_unset(config, [key for key in required if key not in later])
+        emptied = find_emptied(config)
         faults += emptied
         if not emptied:
             _check_sections(config, faults)
@@ -166,8 +166,8 @@ def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 def load_run(
     workdir: epath.Path, overrides: Sequence[tuple[str, str]]
-) -> tuple[ConfigDict, ConfigDict]:
-    """The config of the run in `workdir` with `overrides`, (key, text), validated; and as it is.
+) -> tuple[ConfigDict, Settings]:
+    """The config of the run in `workdir` with `overrides`, (key, text), validated; and as it ran.
 
     A mesh that the run's devices decided is open again, as these devices may be others.
 
@@ -180,7 +180,7 @@ def load_run(
     validate(config, config_text.apply_overrides(config, overrides), f"{workdir}/config.json")
     if not config.evals:
         raise InputError(f"--workdir={workdir}: its config lists no evaluators (evals)")
-    return config, stored.resolved
+    return config, Settings.of(stored.resolved)
 
 
 def check_evaluates_any(config: ConfigDict, where: str) -> None:

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import importlib
 import json
+import logging
 import operator
 import os
 import pathlib
@@ -25,6 +26,7 @@ from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import LiteralPath, check_folder, json_lines, write_whole
 from vit_jax.checkpoints import restore
+from vit_jax.config import find_unrecorded
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.sections import Job
 from vit_jax.config.stored import StoredConfig, parse_stored
@@ -35,6 +37,8 @@ from vit_jax.job.lock import STALE_S, Lock, NoLock, check_free, is_held, silence
 from vit_jax.job.software import software
 from vit_jax.run.setup.agreement import compare
 from vit_jax.run.setup.resolve import Resolved
+
+logger = logging.getLogger("vit_jax")
 
 _GIT_S = 10  # git on a slow disk is not waited for
 _SHARED_WITHIN_S = 60  # a network disk may hide a new file from other hosts for this long
@@ -188,6 +192,12 @@ def write_workdir(
     workdir.mkdir(parents=True, exist_ok=True)
     if division:  # before config.json, which says that the run has begun
         write_whole(workdir / FILE, division)
+    if unrecorded := find_unrecorded(resolved.config):
+        logger.warning(
+            "%s: this process registered it outside a plug-in, so after a restart, and in other "
+            "commands, it is missing; write it to a file and give --config.plugins=FILE.py (in "
+            'Python {"plugins": ["FILE.py"]})', ", ".join(unrecorded),
+        )  # fmt: skip
     store_plugins(resolved.config.plugins, workdir)
     stored = StoredConfig(resolved.asked, resolved.config, resolved.decided_by)
     write_whole(workdir / "config.json", stored.to_json())

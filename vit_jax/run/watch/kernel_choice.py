@@ -9,7 +9,7 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,6 @@ from etils import epath
 from jax.sharding import Mesh
 
 from vit_jax.base import files
-from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.compiler import compiler_options
@@ -98,17 +97,15 @@ def choose_kernels(settings: Settings, mesh: Mesh) -> str | None:
         return processes.say_to_all("the fastest kernels", choose, deadline_s)
 
 
-def has_form(settings: Settings, mesh: Mesh) -> bool:
-    """Whether the run's model has the form `model.kernels` on the devices of `mesh`."""
-    return settings.model.kernels in ("auto", "calculated", *_find(settings, mesh)[1])
-
-
-def say_no_form(settings: Settings, mesh: Mesh) -> NoReturn:
-    """Raise InputError that names the forms that there are instead of `model.kernels`."""
-    raise InputError(
-        f"model.kernels={settings.model.kernels!r}: {settings.model.name} has no such form on "
-        f"{mesh.devices.flat[0].device_kind}; use auto, calculated, "
-        f"{', '.join(_find(settings, mesh)[1])}"
+def missing_form(settings: Settings, mesh: Mesh) -> str | None:
+    """The fault of a form `model.kernels` that the devices of `mesh` lack; None: they have it."""
+    asked, model = settings.model.kernels, settings.model.name
+    if asked in ("auto", "calculated") or asked in (forms := _find(settings, mesh)[1]):
+        return None
+    kind = mesh.devices.flat[0].device_kind
+    return (
+        f"model.kernels={asked!r}: {model} has no such form on {kind}; use auto, calculated, "
+        f"{', '.join(forms)}"
     )
 
 
