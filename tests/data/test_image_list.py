@@ -86,6 +86,16 @@ def test_several_labels_each(root, suffix):
     }  # fmt: skip
     refused(path, "sub/b.png has 2 labels", "--config=folder:multilabel")
     assert both(path, multi_label=None) == both(path, multi_label=True)
+    none = "file,label\na.jpg,cat\nsub/b.png,-1\nc.jpg,dog\n"  # as in tar and Parquet files
+    if suffix == "jsonl":
+        rows = (
+            {"file": n, "label": c}
+            for n, c in zip(("a.jpg", "sub/b.png", "c.jpg"), ("cat", -1, "dog"), strict=True)
+        )
+        none = "".join(json.dumps(row) + "\n" for row in rows)
+    path = write(root, none, f"none.{suffix}")
+    assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 0], "c.jpg": [0, 1]}
+    refused(path, "sub/b.png has 0 labels", "--config=folder:multilabel")
     one_each = write(root, CSV, "one_each.csv")
     assert both(one_each, multi_label=None) == both(one_each)
 

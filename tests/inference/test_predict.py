@@ -186,6 +186,7 @@ def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
     assert Image.open(sheet).size == (3 * 132 + 12, 146)
     rows = [*csv.DictReader(io.StringIO(predict(capsys, *words, "--format=csv", code=1)))]
     assert (rows[0]["neighbour"], rows[1]["neighbour"]) == (next(iter(found)), "")
+    assert "…" not in predict(capsys, *words, code=1)  # long paths are folded, not cut
 
 
 @pytest.mark.parametrize("number", [pytest.param(16, marks=pytest.mark.slow), 19])  # by 8

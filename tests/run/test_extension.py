@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -191,6 +192,15 @@ def test_a_branch_at_the_last_rate_ends_as_the_run_that_went_on_also_when_killed
     starts = [json.loads(line) for line in (folder / "same/starts.jsonl").read_text().splitlines()]
     assert [line.get("branch_of") for line in starts] == [None, str(folder / "whole"), None, None]
     assert [line["resumed_at"] for line in starts] == [None, 10, 10, 15]
+
+
+def test_lost_rows_are_said_when_the_branch_is_made(runs, caplog):
+    folder = runs[0]
+    shutil.copytree(folder / "whole", folder / "emptied")
+    (folder / "emptied/metrics.jsonl").write_text("")
+    branch(folder / "emptied/checkpoints/10", folder / "of_emptied", "constant")
+    said = f"{folder}/emptied/metrics.jsonl: ends at step 0, but has had rows up to step 10; "
+    assert [m for m in caplog.messages if m.startswith(said)]
 
 
 def test_what_no_branch_can_be_made_of(runs):

@@ -4,6 +4,7 @@ The rows of metrics.jsonl may be damaged or lost. So the values by which the run
 with each state too, and count before the rows; runs stored before have only the rows.
 """
 
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.checkpoints import restore
+
+logger = logging.getLogger("vit_jax")
 
 ROWS = "metrics.jsonl"
 
@@ -35,6 +38,16 @@ def read_history(workdir: epath.Path) -> Iterator[dict[str, Any]]:
     """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
     found = files.read_lines(workdir / ROWS, check_row)
     return (row for _, row in found if row is not None)
+
+
+def warn_of_lost_rows(workdir: epath.Path, last: int, meta: Mapping[str, Any]) -> None:
+    """Warn if the rows end, at step `last`, before the last row that `meta` of a state tells of."""
+    logged = meta.get("logged", 0)  # not in older runs
+    if last < logged:
+        logger.warning(
+            "%s: ends at step %d, but has had rows up to step %d; restore it from a copy if you "
+            "have one: reports lack what is lost", workdir / ROWS, last, logged,
+        )  # fmt: skip
 
 
 def read_values(

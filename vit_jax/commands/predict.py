@@ -178,15 +178,13 @@ def _print_rows(
             print(as_csv([[row["file"], *cells, row.get("error")]]).decode(), end="")
         elif format == "json":
             print(json.dumps(row, ensure_ascii=False))
-        elif "error" in row:
-            table.add_row(Text(row["file"]), row["error"], "")
         else:
+            file = Text(shown(row["file"]), overflow="fold")  # the end of a path counts
             if not found:
-                table.add_row(Text(row["file"]), "none", "")
+                table.add_row(file, Text(row.get("error", "none")), "")
             for i, one in enumerate(found):
-                file = Text(row["file"] if i == 0 else "")
-                name = Text(shown(one[what.name]), overflow="fold")  # the end of a path counts
-                table.add_row(file, name, what.form.format(one[what.value]))
+                name = Text(shown(one[what.name]), overflow="fold")
+                table.add_row("" if i else file, name, what.form.format(one[what.value]))
     if format == "table":
         Console().print(table)
     return num_errors

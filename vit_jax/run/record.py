@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from vit_jax.checkpoints.history import ROWS
+from vit_jax.checkpoints.history import ROWS, warn_of_lost_rows
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.optimizers import LOWERED
@@ -208,7 +208,6 @@ def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, A
     And if there are rows, but no checkpoint. `rows`: of the file. That row was on disk before the
     state of `meta`, {} of a run that starts from scratch, was saved.
     """
-    logged = meta.get("logged", 0)  # not in older runs
     last = max((row["step"] for row in rows), default=0)
     if jax.process_index() == 0 and last and not meta:
         remedy = "to go on instead, stop it and restore both from a copy"
@@ -220,11 +219,8 @@ def check_rows(run: Run, rows: Iterable[Mapping[str, Any]], meta: Mapping[str, A
             run.workdir / ROWS, last, run.workdir / "checkpoints", BEFORE, remedy,
         )  # fmt: skip
         (run.workdir / ROWS).copy(run.workdir / BEFORE, overwrite=True)
-    if jax.process_index() == 0 and last < logged:
-        logger.warning(
-            "%s: ends at step %d, but has had rows up to step %d; restore it from a copy if you "
-            "have one: reports lack what is lost", run.workdir / ROWS, last, logged,
-        )  # fmt: skip
+    if jax.process_index() == 0:
+        warn_of_lost_rows(run.workdir, last, meta)
 
 
 def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> MetricWriter:

@@ -284,7 +284,7 @@ def _parse_row(
 ) -> Row:
     """The row of `path`; raises ValueError with a fault of it."""
     labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
-    if not labels and "labels" not in row:
+    if not labels and "labels" not in row and not str(row.get("label") or "").strip():
         raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
     if len(labels) != 1 and multi_label is False:
         raise ValueError(

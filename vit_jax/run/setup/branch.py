@@ -17,6 +17,7 @@ from vit_jax import config as config_lib
 from vit_jax.base import files
 from vit_jax.base.errors import InputError, check_version, collect_faults, nearest
 from vit_jax.checkpoints import restore
+from vit_jax.checkpoints.history import read_history, warn_of_lost_rows
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import Settings
 from vit_jax.config.base import shares_in_steps
@@ -99,6 +100,8 @@ def branch(
         MetricWriter(workdir, restored_step=step).close()
         record_start(workdir, (), step, command)
         _copy_step(parent, workdir, step)
+        last = max((row["step"] for row in read_history(parent)), default=0)
+        warn_of_lost_rows(parent, last, restore.read_meta(workdir / f"checkpoints/{step}"))
         files.write_whole(workdir / "config.json", new.to_json())  # last: now it is a run
     except BaseException:
         workdir.rmtree(missing_ok=True)
