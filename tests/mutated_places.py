@@ -73,8 +73,8 @@ MUTATIONS = [
     # data: device ops
     M("vit_jax/data/device_ops.py", "/ 255 - means", "/ 256 - means",
       "data/test_device_ops.py::test_value_range"),
-    M("vit_jax/data/device_ops.py", "images[:, :, ::-1]", "images[:, ::-1]",
-      "data/test_device_ops.py::test_flip_exchanges_left_and_right_in_half_of_the_rows"),
+    M("vit_jax/data/device_ops.py", "jnp.flip(images, self.axis)", "jnp.flip(images, 1)",
+      "data/test_device_ops.py::test_images_are_flipped_or_turned_in_equal_shares"),
     M("vit_jax/data/device_ops.py", "mask * pairs.swapped(mask) > 0", "mask > 0",
       "data/test_device_ops.py::test_a_masked_row_is_nobody_s_partner"),
     M("vit_jax/data/device_ops.py", "1 - jnp.prod(opposite - corner, axis=1)",
