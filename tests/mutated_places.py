@@ -128,9 +128,9 @@ MUTATIONS = [
       "models/test_rotary.py::test_a_side_scales_indices_and_registers_have_a_grid_of_their_own"),
     M("vit_jax/models/rotary.py", "rescale[0] * math.log", "0 * rescale[0] * math.log",
       "models/test_rotary.py::test_training_changes_coordinates_for_all_images_alike"),
-    M("vit_jax/models/vit.py", "self._take(x, keep) for x in (x_BND, shared, turns)",
-      "self._take(x, keep) if x is not turns else x[:, : 5 + keep.shape[1]] "
-      "for x in (x_BND, shared, turns)",
+    M("vit_jax/models/vit.py", "take_after(self.num_prefix_tokens, x, keep)",
+      "take_after(self.num_prefix_tokens, x, keep) if x is not turns "
+      "else x[:, : 5 + keep.shape[1]]",
       "models/test_rotary.py::test_kept_patches_take_their_turns_along"),
     M("vit_jax/models/kernels/mlp.py", "grads = [*(g_RC * active_RC for _ in gated), of_z_RC]",
       "grads = [*(g_RC * z_RC for _ in gated), of_z_RC]", "models/test_kernels.py::test_mlp"),
@@ -162,7 +162,7 @@ MUTATIONS = [
       "kind_BN1 < _TO_OTHER",
       "objectives/test_hidden_patches.py"
       "::test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper"),
-    M("vit_jax/objectives/patches.py", "(rng, jnp.arange(num_rows))",
+    M("vit_jax/models/patches.py", "(rng, jnp.arange(num_rows))",
       "(rng, 0 * jnp.arange(num_rows))",
       "objectives/test_hidden_patches.py"
       "::test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper"),

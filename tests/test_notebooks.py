@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import types
+import venv
 
 import notebooks
 import pytest
@@ -62,18 +63,30 @@ def test_a_notebook_runs_on_a_cpu(path, shared_data, tmp_path, monkeypatch):
     assert (tmp_path / "exported/model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory):
+    """(the words of the newest pip, which reads only metadata, a folder of wheels).
+
+    promise, which has no wheel, is made one.
+    """
+    folder = tmp_path_factory.mktemp("pip")
+    venv.create(folder / "venv", with_pip=True)
+    words = [str(folder / "venv/bin/python"), "-m", "pip", "--quiet"]
+    make = [*words, "wheel", "--no-deps", f"--wheel-dir={folder / 'wheels'}", "promise"]
+    for command in ([*words, "install", "--upgrade", "pip"], make):
+        if subprocess.run(command).returncode:
+            pytest.skip("pip reaches no packages here")
+    return words, folder / "wheels"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["tpu", "cuda", "jax[cuda12]>=0.10.2"])
-def test_packages_resolve_for_python_3_12(extra, tmp_path):
-    """By pip, with wheels for it; promise, which has no wheel, gets one first."""
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    wheels = tmp_path / "wheels"
-    if subprocess.run([*pip, "wheel", "--no-deps", f"--wheel-dir={wheels}", "promise"]).returncode:
-        pytest.skip("pip reaches no packages here")
+def test_packages_resolve_for_python_3_12(extra, pip, tmp_path):
+    words, wheels = pip
     root = str(notebooks.ROOT)
     wanted = [root, extra] if "[" in extra else [f"{root}[{extra}]"]
     subprocess.run(
-        [*pip, "install", "--dry-run", "--ignore-installed", "--python-version=3.12",
+        [*words, "install", "--dry-run", "--ignore-installed", "--python-version=3.12",
          "--only-binary=:all:", f"--find-links={wheels}", f"--target={tmp_path / 'target'}",
          f"--report={tmp_path / 'report'}", *wanted],
         check=True,

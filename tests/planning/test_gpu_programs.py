@@ -4,6 +4,7 @@ import json
 import logging
 import lzma
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +190,18 @@ def test_without_cuda_the_log_names_the_extra(monkeypatch, caplog):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     start_planning(Target(find_slice("H100:8")))
     assert "pip install -e '.[cuda]'" in caplog.text and "CUDA" in caplog.text
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", ["gap", "token"])
+def test_tokens_are_not_transposed(pool):
+    """XLA would put their axis of images last: bf16[64, N, 32] as [N, 32, 64]."""
+    settings = settings_of(tiny_config(**{"model.pool": pool}))
+    mesh = plan_mesh(settings, Target(find_slice("H100:8")))
+    with jax.set_mesh(mesh):
+        text = planned_experiment(settings, mesh).lower().compile().as_text()
+    assert not re.search(r"\bbf16\[\d+,32,64\]", text)
 
 
 @needs_cuda

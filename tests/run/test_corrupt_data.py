@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from asked import train_and_evaluate
 from etils import epath
+from prepared import break_image, labelled_images, prepare
 from read_settings import settings_of
 
 from vit_jax.checkpoints import restore
 from vit_jax.config import base_config, text
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 from vit_jax.main import main
 from vit_jax.run.watch.guards import CorruptDataError, CorruptRecords
@@ -30,37 +31,12 @@ CORRUPT = [3, 50, 51, 90]
 def data_dir(tmp_path_factory):
     """100 records of 8 x 8 images in TFDS's format; four of them are not images."""
     root = tmp_path_factory.mktemp("data")
-    folder = root / "noise/1.0.0"
-    folder.mkdir(parents=True)
-    features = tfds.features.FeaturesDict(
-        {
-            "image": tfds.features.Image(shape=(8, 8, 3), encoding_format="png"),
-            "label": tfds.features.ClassLabel(num_classes=10),
-        }
-    )
-    identity = tfds.core.dataset_info.DatasetIdentity(
-        name="noise",
-        version=tfds.core.Version("1.0.0"),
-        data_dir=str(folder),
-        module_name=__name__,
-    )
-    info = tfds.core.DatasetInfo(builder=identity, features=features)
     images = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), np.uint8)
-    examples = [
-        features.serialize_example({"image": image, "label": i % 10})
-        for i, image in enumerate(images)
-    ]
-    with tf.io.TFRecordWriter(str(folder / "noise-train.tfrecord-00000-of-00001")) as writer:
-        for i, example in enumerate(examples):
-            writer.write(example[:40] if i in CORRUPT else example)
-    template = tfds.core.ShardedFileTemplate(
-        dataset_name="noise", data_dir=epath.Path(folder), split="train", filetype_suffix="tfrecord"
-    )
-    split = tfds.core.SplitInfo(
-        name="train", shard_lengths=[100], num_bytes=0, filename_template=template
-    )
-    info.set_splits(tfds.core.splits.SplitDict([split]))
-    info.write_to_directory(folder)
+    examples = [{"image": image, "label": i % 10} for i, image in enumerate(images)]
+    prepare(root, "noise", labelled_images(10, shape=(8, 8, 3), encoding_format="png"), examples)
+    (file,) = (root / "noise/1.0.0").glob("*.tfrecord*")
+    for record in CORRUPT:
+        break_image(file, record)
     return root
 
 

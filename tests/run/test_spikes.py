@@ -45,7 +45,7 @@ POISONED = 27  # the step, in the second epoch
 def make_config(rule, **overrides):
     """40 steps, rows each 5, saves each 10."""
     config = load_config(QUICKSTART)
-    words = {"optimizer.on_spike": rule, **overrides}
+    words = {"optimizer.on_spike": rule, "evals.test": "None", **overrides}
     assert not apply_overrides(config, list(words.items()))
     return config
 

@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.cudnn import described_attention
 from vit_jax.devices.gpus import has_cuda
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models.block_ops import PLAIN, BlockOps, RowKernels, add_bias_on_tpu, multiply_on_cpu
+from vit_jax.models.block_ops import (
+    PLAIN,
+    BlockOps,
+    RowKernels,
+    add_bias_on_tpu,
+    multiply_on_cpu,
+    repeat_on_gpu,
+)
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
 from vit_jax.models.fast_block import FastBlock
@@ -105,7 +112,8 @@ def has_kernels(model: nn.Module) -> bool:
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
-    forms = {"norms": dataclasses.replace(plain, recompute_norms=True)}
+    norms = dataclasses.replace(plain, recompute_norms=True, repeat=repeat_on_gpu)
+    forms = {"norms": norms}
     if _why_plain(model, mesh, on_tpu=False) is None:
         attend = partial(_cudnn_attention, mesh=mesh)
         forms["cudnn"] = dataclasses.replace(

@@ -5,17 +5,22 @@ Axes: B images, N tokens, D width. Models know no devices: who does gives a mode
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from vit_jax.models.dot_product import Attend, dot_product_attention
 from vit_jax.models.dropout import DrawBytes, threefry_bytes
 
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
+
+# repeat(x_1ND, B, dtype) -> (B, N, D): the same tokens for each image.
+Repeat = Callable[[jax.Array, int, Any], jax.Array]
 
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
@@ -71,6 +76,30 @@ def _add_bias_backward(_, grad):
 add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
 
 
+def repeat_plainly(x_1ND, rows: int, dtype):
+    """x_1ND in `dtype` for each of the rows."""
+    return jnp.broadcast_to(x_1ND.astype(dtype), (rows, *x_1ND.shape[1:]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def repeat_on_gpu(x_1ND, rows, dtype):
+    """`repeat_plainly`, whose gradient keeps the order of its axes in memory.
+
+    XLA for GPUs (jax 0.10.2) would put the axis that is summed last, in all tokens of a model, and
+    then transpose them before and after each dense layer.
+    """
+    return repeat_plainly(x_1ND, rows, dtype)
+
+
+def _repeat_backward(rows, dtype, _, grad_BND):
+    del rows, dtype
+    grad_BND = with_layout_constraint(grad_BND, Layout((0, 1, 2)))
+    return (grad_BND.sum(axis=0, keepdims=True, dtype=jnp.float32),)
+
+
+repeat_on_gpu.defvjp(lambda *args: (repeat_plainly(*args), None), _repeat_backward)
+
+
 @jax.custom_vjp
 def multiply_on_cpu(x, kernel_CF):
     """x (..., C) times a kernel (C, F); the kernel's gradient has the form that CPUs compute best.
@@ -119,6 +148,7 @@ class BlockOps:
     rows: kernels of norms, projections and MLPs, which go with an `attention_kernel`.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
+    repeat: of positions and learned tokens.
     recompute_norms: whether the backward pass computes norms again, and keeps only their inputs.
     draw_bytes: random bytes for the masks of dropout.
     token_multiple: an attention kernel takes tokens padded to a multiple of it, from the first
@@ -130,6 +160,7 @@ class BlockOps:
     rows: RowKernels | None = None
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
+    repeat: Repeat = repeat_plainly
     recompute_norms: bool = False
     draw_bytes: DrawBytes = threefry_bytes
     token_multiple: int = 1

@@ -206,7 +206,8 @@ class Tables(Opener):
     """Gives the facts of known data sets, without devices; opens only the user's own images.
 
     Args:
-      mesh: decides the number of microbatches, and which kernels there are; None: one, and all.
+      mesh: decides the number of microbatches, and whether `model.kernels` exists; None: one
+        microbatch, and nothing is checked.
       opens_data: whether the training data are opened, whatever they are.
 
     sources: the training data, if they were opened.
