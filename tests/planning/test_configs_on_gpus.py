@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,8 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
 def test_a_step_lowers_for_rocm(name, words, monkeypatch):
     """With the operations that GPUs without cuDNN get."""
     plain = BlockOps(attend=choose_attention("gpu"))
-    monkeypatch.setattr(kernels, "_ops_on", lambda *_: plain)
+    norms = kernels.gpu_forms(nn.Dense(1), None, plain)
+    monkeypatch.setattr(kernels, "find_forms", lambda *_: norms)
     experiment, _, mesh = on_gpus(name, words, DATA, scan=False, devices=jax.devices())
     with jax.set_mesh(mesh):
         text = experiment.trace().lower(lowering_platforms=("rocm",)).as_text()
