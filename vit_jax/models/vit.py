@@ -212,7 +212,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
-            shared = self.positions(image_size).built(self.pos_embedding)
+            shared = self.positions(image_size).build_checked(self.pos_embedding)
         if acts_on == "tokens" and self.positions_at == "stem":
             assert shared is not None
             x_BND, shared = x_BND + self.ops.repeat(shared, x_BND.shape[0], self.dtype), None
