@@ -178,7 +178,7 @@ def plan(
     certificate = None if measured is None else read_certificate(files.absolute(measured))
     target = find_target(topology, num_slices, certificate, may_compile)
     asked = Settings.of(_load(config, overrides))
-    goodput = None if goodput_of is None else read_goodput(goodput_of)
+    goodput = None if goodput_of is None else read_goodput(goodput_of, "goodput_of")
     known = {"price_per_chip_hour": price_per_chip_hour, "goodput": goodput}
     start_planning(target)
     return plan_run(settle(asked, target), target, known, certificate)
