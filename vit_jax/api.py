@@ -21,7 +21,8 @@ from vit_jax.data.images.given import open_images
 from vit_jax.data.sources.arrays import give
 from vit_jax.devices.mesh import start_backend
 from vit_jax.inference.evaluate import StoredModel, evaluate_model
-from vit_jax.insight.figures import FIGURES, NAMES, draw_figures
+from vit_jax.insight.figure_names import FIGURE_NAMES, FILE_NAMES
+from vit_jax.insight.figures import draw_figures
 from vit_jax.insight.runs import best_first, read_all, read_goodput
 from vit_jax.insight.runs import compare as compare_runs
 from vit_jax.job import exit_codes
@@ -244,7 +245,7 @@ def figures(
     output: epath.PathLike,
     images: Any = None,
     *,
-    names: Sequence[str] = (*FIGURES,),
+    names: Sequence[str] = FIGURE_NAMES,
     compare_to: str | None = None,
     examples: int = 128,
     shown: int = 3,
@@ -259,8 +260,8 @@ def figures(
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: folder to write to.
       images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `insight.figures.FIGURES`; PNGs, unless the name ends in .pdf
-        or .svg.
+      names: of the figures, any of `insight.figure_names.FILE_NAMES`; PNGs, unless the name ends in
+        .pdf or .svg.
       compare_to: a second source, for "similarity" between both.
       examples: images to average over.
       shown: images to draw maps of.
@@ -275,7 +276,7 @@ def figures(
     """
     faults = Faults()
     for name in names:
-        faults.need_known("names", name, NAMES)
+        faults.need_known("names", name, FILE_NAMES)
     collect_faults(faults)
     pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     if not isinstance(images, Source | None):
