@@ -146,11 +146,11 @@ OPS: Registry[Any] = Registry(
         "mixup": "vit_jax.data.device_ops:MixUp",
         "cutmix": "vit_jax.data.device_ops:CutMix",
         "mixup_or_cutmix": "vit_jax.data.device_ops:MixUpOrCutMix",
-        "color_jitter": "vit_jax.data.device_ops:ColorJitter",
-        "greyscale": "vit_jax.data.device_ops:Greyscale",
-        "blur": "vit_jax.data.device_ops:Blur",
-        "solarize": "vit_jax.data.device_ops:Solarize",
-        "three_augment": "vit_jax.data.device_ops:ThreeAugment",
+        "color_jitter": "vit_jax.data.colour_ops:ColorJitter",
+        "greyscale": "vit_jax.data.colour_ops:Greyscale",
+        "blur": "vit_jax.data.colour_ops:Blur",
+        "solarize": "vit_jax.data.colour_ops:Solarize",
+        "three_augment": "vit_jax.data.colour_ops:ThreeAugment",
     },
 )
 
