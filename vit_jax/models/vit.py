@@ -348,7 +348,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     @property
     def num_tokens_in_training(self) -> int:
-        """Of these, the number that passes through the encoder in training."""
+        """Number of tokens of one image that training encodes, prefix tokens included."""
         return count_kept(math.prod(self.grid), self.keep_tokens) + self.num_prefix_tokens
 
     @property
