@@ -202,6 +202,7 @@ def test_tokens_are_not_transposed(pool):
     with jax.set_mesh(mesh):
         text = planned_experiment(settings, mesh).lower().compile().as_text()
     assert not re.search(r"\bbf16\[\d+,32,64\]", text)
+    assert max(each.size for each in Program(text).collectives()) < 64 * 64 * 32  # none of tokens
 
 
 @needs_cuda
