@@ -18,7 +18,7 @@ from vit_jax.models.dropout import DrawBytes, threefry_bytes
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 
-# repeat(x_1ND, B, dtype) -> (B, N, D): the same tokens for each image.
+# repeat(x_1ND, B, dtype) -> (B or 1, N, D): the same tokens for each image; 1: to be broadcast.
 Repeat = Callable[[jax.Array, int, Any], jax.Array]
 
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
@@ -76,15 +76,16 @@ add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def repeat_plainly(x_1ND, rows: int, dtype):
-    """x_1ND in `dtype` for each of the rows."""
-    return jnp.broadcast_to(x_1ND.astype(dtype), (rows, *x_1ND.shape[1:]))
+    """x_1ND in `dtype`."""
+    del rows
+    return x_1ND.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def repeat_in_order(x_1ND, rows, dtype, in_order):
-    """`repeat_plainly`, whose gradient is the sum of in_order(gradients), in float32."""
+    """x_1ND for each of the rows; its gradient is the sum of in_order(gradients), in float32."""
     del in_order
-    return repeat_plainly(x_1ND, rows, dtype)
+    return jnp.broadcast_to(x_1ND.astype(dtype), (rows, *x_1ND.shape[1:]))
 
 
 def _repeat_forward(x_1ND, rows, dtype, in_order):

@@ -209,6 +209,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
             prefix_BND = self.ops.repeat(prefix_1ND, len(x_BND), self.dtype)
+            prefix_BND = jnp.tile(prefix_BND, (len(x_BND) // len(prefix_BND), 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
