@@ -209,6 +209,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
             prefix_BND = self.ops.repeat(prefix_1ND, len(x_BND), self.dtype)
+            prefix_BND = jnp.tile(prefix_BND, (len(x_BND) // len(prefix_BND), 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
@@ -348,7 +349,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     @property
     def num_tokens_in_training(self) -> int:
-        """Of these, the number that passes through the encoder in training."""
+        """Number of tokens of one image that training encodes, prefix tokens included."""
         return count_kept(math.prod(self.grid), self.keep_tokens) + self.num_prefix_tokens
 
     @property
