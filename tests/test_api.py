@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import vit_jax
-from vit_jax import api, create_model, load_image, predict, read_pretrained
+from vit_jax import create_model, load_image, predict, read_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import open_images
@@ -236,7 +236,7 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["test/top1"] == results["test/top1"]
     rows = predict(list(digits[:4]), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    monkeypatch.setattr(api, "evaluate_model", lambda *args, **_: args)
+    monkeypatch.setattr("vit_jax.inference.evaluate.evaluate_model", lambda *args, **_: args)
     overrides = {"global_batch_size": 40}
     asked, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
     assert asked.run.global_batch_size == 40

@@ -621,6 +621,13 @@ def test_better_plain_vit_trains_as_long_as_published():
     assert settings_of(c).durations["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
+def test_words_of_pretraining_in_any_place():
+    expected = load("pretrain", "ViT-L/16,imagenet21k,30ep,debug")
+    for words in ("debug,ViT-L/16,30ep,imagenet21k", "30ep,debug,ViT-L/16,imagenet21k"):
+        assert load("pretrain", words) == expected
+    assert expected.model.name == "ViT-mu/16"
+
+
 @pytest.mark.parametrize(
     ("words", "model", "image_size"),
     [

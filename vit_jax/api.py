@@ -4,10 +4,14 @@
 `InputError`, a ValueError that lists all faults.
 """
 
+# As in commands, heavy imports are inside functions: each loads only what it needs.
+
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -15,34 +19,12 @@ from ml_collections import ConfigDict
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import REQUIRED, REQUIRED_TO_EVALUATE, Settings
-from vit_jax.config.stored import read_asked
-from vit_jax.data import Source
-from vit_jax.data.images.given import open_images
-from vit_jax.data.sources.arrays import give
-from vit_jax.devices.mesh import start_backend
-from vit_jax.inference.evaluate import StoredModel, evaluate_model
+from vit_jax.devices.chips import find_slices
 from vit_jax.insight.figure_names import FIGURE_NAMES, FILE_NAMES
-from vit_jax.insight.figures import draw_figures
-from vit_jax.insight.runs import best_first, read_all, read_goodput
-from vit_jax.insight.runs import compare as compare_runs
-from vit_jax.job import exit_codes
-from vit_jax.job.allocator import limit_arenas
-from vit_jax.planning.measured import read_certificate
-from vit_jax.planning.run_plan import find_target, plan_run
-from vit_jax.planning.search import choose_layout
-from vit_jax.planning.targets import settle, start_planning
-from vit_jax.run.build import Callback
-from vit_jax.run.setup.validation import (
-    as_pairs,
-    check_evaluates_any,
-    load_config,
-    load_run,
-    validate,
-)
-from vit_jax.run.train import train_and_evaluate
-from vit_jax.studies.preparation import prepare_study
-from vit_jax.studies.running import Call, conduct_study
-from vit_jax.transfer import Pretrained, read_pretrained
+
+if TYPE_CHECKING:
+    from vit_jax.run.build import Callback
+    from vit_jax.transfer import Pretrained
 
 ConfigLike = ConfigDict | str | os.PathLike
 
@@ -86,6 +68,14 @@ def train(
       InputError: a ValueError that lists all faults; nothing has been written.
       NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
     """
+    from vit_jax.config.stored import read_asked
+    from vit_jax.data.sources.arrays import give
+    from vit_jax.devices.mesh import start_backend
+    from vit_jax.job.allocator import limit_arenas
+    from vit_jax.planning.search import choose_layout
+    from vit_jax.run.setup.validation import load_config, validate
+    from vit_jax.run.train import train_and_evaluate
+
     limit_arenas()
     if config is None:
         config = read_asked(files.absolute(workdir))
@@ -126,6 +116,12 @@ def evaluate(
     Raises:
       InputError: a ValueError that lists all faults.
     """
+    from vit_jax.data.sources.arrays import give
+    from vit_jax.devices.mesh import start_backend
+    from vit_jax.inference.evaluate import StoredModel, evaluate_model
+    from vit_jax.run.setup.validation import as_pairs, check_evaluates_any, load_run
+    from vit_jax.transfer import read_pretrained
+
     model: StoredModel | Pretrained
     with give(data) as chosen:
         overrides = {**chosen, **(overrides or {})}
@@ -144,7 +140,7 @@ def evaluate(
 
 def plan(
     config: ConfigLike,
-    topology: str,
+    topology: str | None,
     overrides: Mapping[str, Any] | None = None,
     *,
     num_slices: int = 1,
@@ -162,7 +158,7 @@ def plan(
 
     Args:
       config, overrides: as in `load_config`.
-      topology: a TPU slice or GPUs: "v5e:4x4", "H100:64".
+      topology: a TPU slice or GPUs: "v5e:4x4", "H100:64"; None: the CPU that `measured` is of.
       num_slices: TPU slices, joined by DCN.
       price_per_chip_hour: in any currency; None: no cost.
       goodput_of: a run on such machines, or a folder of runs, by whose share of steps the hours are
@@ -176,8 +172,14 @@ def plan(
     Raises:
       InputError: a ValueError that names the key or the argument.
     """
+    from vit_jax.insight.runs import read_goodput
+    from vit_jax.planning.measured import read_certificate
+    from vit_jax.planning.run_plan import find_target, plan_run
+    from vit_jax.planning.targets import settle, start_planning
+
+    found = None if topology is None else find_slices(topology, num_slices)
     certificate = None if measured is None else read_certificate(files.absolute(measured))
-    target = find_target(topology, num_slices, certificate, may_compile)
+    target = find_target(found, num_slices, certificate, may_compile)
     asked = Settings.of(_load(config, overrides))
     goodput = None if goodput_of is None else read_goodput(goodput_of, "goodput_of")
     known = {"price_per_chip_hour": price_per_chip_hour, "goodput": goodput}
@@ -210,6 +212,11 @@ def study(
     Raises:
       InputError: a ValueError that lists all faults; or the first run was rejected.
     """
+    from vit_jax.job import exit_codes
+    from vit_jax.run.setup.validation import as_pairs
+    from vit_jax.studies.preparation import prepare_study
+    from vit_jax.studies.running import Call, conduct_study
+
     name = os.fspath(config)
     call = Call(name, as_pairs(overrides), files.absolute(workdir), launcher=None, again=False)
     made = prepare_study(_load(name, overrides), call, sweep)
@@ -236,8 +243,10 @@ def compare(workdirs: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[s
     Raises:
       InputError: a ValueError that names each workdir that holds neither.
     """
+    from vit_jax.insight import runs
+
     paths = [workdirs] if isinstance(workdirs, str | os.PathLike) else workdirs
-    return compare_runs(best_first(read_all(paths)[0]))
+    return runs.compare(runs.best_first(runs.read_all(paths)[0]))
 
 
 def figures(
@@ -274,6 +283,11 @@ def figures(
     Raises:
       InputError: a ValueError that names the argument.
     """
+    from vit_jax.data import Source
+    from vit_jax.data.images.given import open_images
+    from vit_jax.insight.figures import draw_figures
+    from vit_jax.transfer import Pretrained, read_pretrained
+
     faults = Faults()
     for name in names:
         faults.need_known("names", name, FILE_NAMES)
@@ -290,6 +304,8 @@ def _load(
     config: ConfigLike, overrides: Mapping[str, Any] | None, required: Sequence[str] = REQUIRED
 ) -> ConfigDict:
     """`load_config`, and a check of the whole config."""
+    from vit_jax.run.setup.validation import load_config, validate
+
     loaded = load_config(config, overrides)
     validate(loaded, [], "config", required)
     return loaded

@@ -87,6 +87,12 @@ def test_config_is_locked_but_for_the_names_of_evals():
         c.evals.mine.brightness = 1
 
 
+def test_config_file_cannot_set_a_wrong_type(config):
+    for key, value in [("seed", "x"), ("duration", 3), ("global_batch_size", 1.5)]:
+        with pytest.raises(TypeError, match=key):
+            config[key] = value
+
+
 def test_base_configs_share_nothing():
     one, other = base_config(), base_config()
     one.model.width, one.data.mean = 3, (0.0, 0.0, 0.0)
@@ -211,6 +217,7 @@ IMPORTS = """
 import sys
 
 import vit_jax.config
+vit_jax.compare  # its reader of runs is loaded by the call
 assert not {"jax", "flax", "numpy"} & sys.modules.keys()
 
 import vit_jax.commands.evaluate

@@ -282,6 +282,13 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
     assert flatten(decided(config)).items() <= found.items()
 
 
+def test_a_stored_config_names_who_decided_in_text(config, tmp_path):
+    content = json.loads(config_json(config))
+    content["decided_by"]["seed"] = 3
+    with pytest.raises(InputError, match="decided_by: seed=3 is no text"):
+        parse_stored(json.dumps(content), epath.Path(tmp_path))
+
+
 def write(folder, text, name="mine.py"):
     path = folder / name
     path.write_text(text)

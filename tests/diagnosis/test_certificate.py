@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from at_fault import at_fault
 from etils import epath
 
 from vit_jax.base.errors import InputError
@@ -17,6 +18,7 @@ from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.certificate.measures import _without_values
 from vit_jax.main import main
 from vit_jax.planning.measured import read_certificate
+from vit_jax.planning.run_plan import find_target
 
 DEVICES = {"device_kind": "cpu", "num_chips": 1, "memory_bytes": 8e9, "flops_per_s": 1e11,
            "memory_bytes_per_s": 1e10, "software": {"jax": "0.10.2"}, "held": None,
@@ -52,6 +54,8 @@ def test_a_plan_by_a_certificate(made, capsys):
     calculated = planned(capsys, f"--measured={made}", *words)["memory_bytes"]["temporaries"]
     assert memory["temporaries"] == pytest.approx(1.5 * calculated, rel=1e-6)
     assert "cpu" not in CHIPS  # the chip is known to plans by this certificate only
+    with at_fault("--num_slices"):
+        find_target(None, 2, read_certificate(made), may_compile=False)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hand_made import OF_SPLITS, run_on_features
+from hand_made import OF_SPLITS, digit_splits, run_on_digits, run_on_features
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
+from vit_jax.config import linear_probe
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import linear_probe as linear_probe_lib
 from vit_jax.evaluators.linear_probe import Classifier, LinearProbe, fit
 
@@ -78,3 +80,13 @@ def test_the_weight_is_chosen_on_held_out_training_images():
     assert result["held_out_top1"] == pytest.approx(max(scores.values()))
     assert scores[result["l2"]] == max(scores.values())
     assert result["top1"] == pytest.approx(scikit_learn(train, test, result["l2"]), abs=0.02)
+
+
+@pytest.mark.slow
+def test_digits_over_eight_devices():
+    """With 1,437 images, which do not divide over eight devices."""
+    mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
+    result = run_on_digits(linear_probe(**OF_SPLITS, l2=(0.1,)), mesh)
+    expected = scikit_learn(*digit_splits(), 0.1)
+    assert result == {"top1": pytest.approx(expected, abs=1.5 / 360)}
+    assert 0.7 < result["top1"] < 1

@@ -137,6 +137,23 @@ def test_a_teacher_is_laid_out_like_parameters():
         assert experiment.flops_per_image > 1.3 * supervised.flops_per_image
 
 
+@pytest.mark.slow
+def test_eight_devices_learn_from_a_teacher_as_one_does(mesh):
+    config = taught_config()
+    teachers, found = read_teachers(*teaching(config)), []
+    for where in (mesh, make_mesh(replica=1, data=2, fsdp=2, tensor=2)):
+        experiment = make_experiment(settings_of(config), where, teachers=teachers)
+        with jax.set_mesh(where):
+            frozen = place_teachers(teachers, experiment.abstract_frozen)
+            batch = {
+                name: jax.device_put(leaf, experiment.abstract_batch[name].sharding)
+                for name, leaf in make_batch(0).items()
+            }
+            state, metrics = experiment.train_step(experiment.init(), batch, *frozen)
+            found.append(jax.device_get((state.params, metrics)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *found)
+
+
 def test_losses_and_model_fields_are_chosen_by_the_config(mesh):
     config = small_config(pool="gap", scan=True, dtype="bfloat16", head_bias=-10.0)
     config.loss.name = "sigmoid"

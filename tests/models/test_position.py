@@ -14,9 +14,9 @@ from numpy_vit import random_params
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIONS
-from vit_jax.models import create_model
+from vit_jax.models import create_model, position
 from vit_jax.models.layers import Encoder, EncoderBlock
-from vit_jax.models.position import PositionEmbedding, RelativePositions, sincos_2d
+from vit_jax.models.position import PositionEmbedding, Relative, RelativePositions, sincos_2d
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.transfer.fit import stack_layers
 from vit_jax.transfer.shapes import abstract_params
@@ -283,6 +283,15 @@ def test_build_of_another_shape_is_refused(acts_on, gives, got, monkeypatch):
         InputError, match=re.escape(f"Mine.build, which acts on {acts_on}, gave {got}")
     ):
         jax.eval_shape(make(pos_embed="mine").init, jax.random.key(0), IMAGES)
+
+
+def test_the_shape_of_logits_is_traced_once(monkeypatch):
+    traced, logits = [], Relative.logits
+    monkeypatch.setattr(Relative, "logits", lambda *args: traced.append(1) or logits(*args))
+    position._trace_logits.cache_clear()
+    model = make(pos_embed="relative")
+    jax.eval_shape(model.init, jax.random.key(0), IMAGES)
+    assert len(traced) == model.depth + 1
 
 
 @pytest.fixture

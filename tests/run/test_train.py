@@ -686,21 +686,21 @@ def test_more_memory_than_there_is_is_said_with_what_saves_some(
     stats = {"bytes_limit": 8 << 30} if platform == "gpu" else None
     device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh = types.SimpleNamespace(local_devices=[device] * 2, size=2, shape={"fsdp": 1})
+    on_one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     experiment = types.SimpleNamespace(
         objective=types.SimpleNamespace(couples_rows=False),
         model=types.SimpleNamespace(remat="none"),
+        abstract_state=jax.ShapeDtypeStruct((gib << 30,), "uint8", sharding=on_one),
     )
-    loop.warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
+    run = types.SimpleNamespace(mesh=mesh, experiment=experiment)
+    loop.warn_of_memory(run)  # of the state
     remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
     assert [name in caplog.text for name in remedies] == [said] * 4
     experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
     caplog.clear()
-    run = types.SimpleNamespace(mesh=mesh, experiment=experiment)
-    loop.warn_of_memory(run, 99 << 30, warned_of=gib << 30)
-    assert ("expected to take" in caplog.text) == (platform != "other" and not said)
-    caplog.clear()
-    loop.warn_of_memory(types.SimpleNamespace(mesh=mesh, experiment=experiment), gib << 30)
-    assert [name in caplog.text for name in remedies] == [said, False, False, False]
+    loop.warn_of_memory(run, 99 << 30)  # of the step, unless the state has been warned of
+    is_due = platform != "other" and not said
+    assert [name in caplog.text for name in remedies] == [is_due, False, False, False]
 
 
 def test_a_loss_that_did_not_fall_is_the_last_word(finished, monkeypatch, caplog):
@@ -718,7 +718,7 @@ def test_a_loss_that_did_not_fall_is_the_last_word(finished, monkeypatch, caplog
 
 def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(loop.psutil, "virtual_memory", lambda: types.SimpleNamespace(total=1))
-    monkeypatch.setattr("vit_jax.run.train.start_state", stop_here)
+    monkeypatch.setattr("vit_jax.run.train.restore_from_memory", stop_here)
     with pytest.raises(Started):
         train_and_evaluate(make_config(), tmp_path / "run")
     assert "expected to take at least" in caplog.text

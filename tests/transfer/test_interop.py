@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 from published import random_model
 from safetensors.numpy import load_file, save_file
+from test_modern import HF, NOT_WRITTEN, TIMM
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
@@ -354,3 +355,30 @@ def test_images_are_cut_as_transformers_does(tmp_path, stated):
     )
     processor = getattr(transformers, kind).from_pretrained(tmp_path)
     assert_same_pixels(tmp_path, lambda image: processor(image)["pixel_values"][0])
+
+
+@pytest.mark.parametrize("name", [name for name in TIMM + HF if name not in (*NOT_WRITTEN, "vit5")])
+def test_libraries_compute_their_goldens_from_our_files(golden, tmp_path, name):
+    torch = pytest.importorskip("torch")
+    source = golden / name if name in HF else golden / f"{name}.safetensors"
+    pretrained = read_pretrained(source)
+    format = "hf" if name in HF else "timm"
+    save_pretrained(
+        tmp_path / "made", pretrained.model, pretrained.variables, format, pretrained.spec
+    )
+    expected = np.load(source / "io.npz" if name in HF else golden / f"{name}.io.npz")
+    images = torch.from_numpy(expected["image"].transpose(0, 3, 1, 2).copy())
+    with torch.no_grad():
+        if name in HF:
+            transformers = pytest.importorskip("transformers")
+            config = json.loads((tmp_path / "made/config.json").read_text())
+            (architecture,) = config["architectures"]
+            model = getattr(transformers, architecture).from_pretrained(tmp_path / "made").eval()
+            found = model(pixel_values=images)
+            found = getattr(found, "logits", None) if "logits" in expected else found[0]
+        else:
+            timm = pytest.importorskip("timm")
+            model = timm.create_model(f"local-dir:{tmp_path / 'made'}", pretrained=True).eval()
+            found = model(images)
+    kind = "logits" if "logits" in expected else "tokens" if name in HF else "features"
+    assert_close(found.numpy(), expected[kind])

@@ -77,6 +77,15 @@ def test_every_table_of_every_layer_is_resampled(kind, place, family, caplog):
     jax.eval_shape(found.model.apply, variables, images)
 
 
+def test_the_same_grid_is_left_alone(caplog):
+    caplog.set_level(logging.INFO, "vit_jax")
+    made = make("relative", None)
+    found = with_image_size(made, made.model.image_size)
+    for name, array in made.params.items():
+        assert found.params[name] is array
+    assert not caplog.records
+
+
 def test_tables_of_layers_are_stacked_for_a_model_that_scans():
     made = make("learned_2d", "layers")
     found, _ = init_variables(made, made.model.clone(scan=True), keep_head=True)
@@ -129,6 +138,17 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
     assert found.params.keys() == made.params.keys()
     for name, array in made.params.items():
         np.testing.assert_array_equal(found.params[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [pytest.param("learned_2d", "layers", marks=pytest.mark.slow), ("relative", None)],
+)
+def test_a_program_has_positions(tmp_path, kind, place):
+    made = make(kind, place, depth=1)
+    receipt = export(made, tmp_path / "model.stablehlo", "stablehlo")  # which compares the logits
+    assert receipt["model"]["pos_embed"] == kind
+    assert receipt["model"]["pos_embed_at"] == place
 
 
 @pytest.mark.parametrize("format", ["npz", "npz_v2", "hf", "timm"])

@@ -49,7 +49,10 @@ def main(flags: argparse.Namespace) -> int:
     asked = None
     if flags.config is not None:
         config = load_valid_config(flags)
-        config.data.data_dir = config.data.data_dir or flags.data_dir
+        own = config.data.data_dir
+        if None not in (own, flags.data_dir) and own != flags.data_dir:
+            raise InputError(f"--data_dir={flags.data_dir}: the config has {own}; leave one out")
+        config.data.data_dir = flags.data_dir = own or flags.data_dir
         asked = Settings.of(config)
 
     from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last

@@ -30,7 +30,7 @@ from vit_jax.commands.flags import (
     require_flags,
 )
 from vit_jax.config import Settings
-from vit_jax.devices.chips import find_slice
+from vit_jax.devices.chips import find_slice, find_slices
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -75,6 +75,8 @@ def main(flags: argparse.Namespace) -> int:
     example = "vit_jax plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     if flags.measured is not None and flags.search is not None:
         raise InputError("--measured: plans one layout; leave out --search")
+    given = flags.topology
+    found = None if given is None else find_slices(given, flags.num_slices)
     certificate = None
     if flags.measured is not None:
         from vit_jax.planning.measured import read_certificate
@@ -93,7 +95,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    target = find_target(flags.topology, flags.num_slices, certificate, not flags.no_compile)
+    target = find_target(found, flags.num_slices, certificate, not flags.no_compile)
     settings = settle(Settings.of(config), target)
     start_planning(target)
     if flags.show_sharding:
@@ -124,11 +126,11 @@ def _list_recipes(flags: argparse.Namespace) -> int:
     given += ["--num_slices"] * (flags.num_slices != 1)
     if given:
         raise InputError(f"--budget: lists shipped recipes; leave out {', '.join(given)}")
+    target = find_slice(flags.topology)
     from vit_jax.planning.plan_tables import recipes_table
     from vit_jax.planning.recipe_costs import affordable, without_costs
 
     known = _known(flags)
-    target = find_slice(flags.topology)
     rows = affordable(flags.budget, target, **known)
     draw = functools.partial(recipes_table, asked=target.name, without=without_costs(target))
     return _show(flags, rows, draw, bool(rows))

@@ -22,6 +22,7 @@ import argparse
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -31,6 +32,9 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults, shown_lines
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.insight.runs import Run
 
 logger = logging.getLogger("vit_jax")
 
@@ -104,22 +108,33 @@ def main(flags: argparse.Namespace) -> int:
     if flags.format == "json":
         print(json.dumps(said, indent=2, default=str))
         return exit_codes.DONE
-    if not found:  # a study that waits
-        return exit_codes.DONE
+    if found:  # else a study waits
+        _print_comparison(found, **said)
+    return exit_codes.DONE
+
+
+def _print_comparison(
+    found: Sequence["Run"],
+    runs: Sequence[str],
+    config: Mapping[str, Sequence[object]],
+    metrics: Mapping[str, Sequence[float | None]],
+) -> None:
+    """Print the tables of `found`; the rest is what `insight.runs.compare` says of them."""
+    from vit_jax.insight.runs import by_use, show_mean
+
     cells = {"step": [run.short_state for run in found]} | {
-        name: ["" if x is None else runs.show_mean(name, [x]) for x in last[name]]
-        for name in (*runs.by_use(found), "train/loss")
-        if name in last
+        name: ["" if x is None else show_mean(name, [x]) for x in metrics[name]]
+        for name in (*by_use(found), "train/loss")
+        if name in metrics
     }
     common = [f"{key} {value}" for key in _COMMON if key not in config
               and (value := found[0].config.get(key)) is not None]  # fmt: skip
-    print_runs(Console(), names, cells, common)
+    print_runs(Console(), runs, cells, common)
     if config:
         by_user = {key for run in found for key, by in run.decided_by.items() if by == "user"}
         print_differences(Console(), config, by_user)
-    elif len(names) > 1:
+    elif len(runs) > 1:
         print("The configs are the same.")
-    return exit_codes.DONE
 
 
 def print_runs(

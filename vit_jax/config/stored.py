@@ -141,7 +141,9 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], dict[
                 if not isinstance(values.get(name, {}), dict):
                     raise TypeError(f"{name}: {values[name]!r} is no section")
         decided_by = dict(content["decided_by"])
-        "".join(decided_by.values())  # they are texts
+        for name, by in decided_by.items():
+            if not isinstance(by, str):
+                raise TypeError(f"decided_by: {name}={by!r} is no text")
         return asked, resolved, decided_by
 
 

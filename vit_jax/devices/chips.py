@@ -248,3 +248,20 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
     tpus = {kind: f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items()}
     every = "; ".join([*tpus.values(), *(f"{gpu}:NUMBER" for gpu in gpus)])
     raise InputError(f"{flag}={name}: no such slice; known: {tpus.get(chip, every)}")
+
+
+def find_slices(name: str, number: int) -> Slice:
+    """The slice called `name`, of which a run has `number`.
+
+    Raises:
+      InputError: as `find_slice`, or so many cannot be joined.
+    """
+    found = find_slice(name)
+    if number < 1:
+        raise InputError(f"--num_slices={number}: needs a positive number")
+    if number > 1 and CHIPS[found.chip].is_gpu:
+        raise InputError(
+            f"--num_slices={number}: joins slices of TPUs, and {name} has GPUs; give the number of "
+            "all GPUs in --topology"
+        )
+    return found

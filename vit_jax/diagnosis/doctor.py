@@ -80,8 +80,8 @@ def examine(
     """
     platform = pixel_range = None
     if asked is not None:
-        platform, wandb = asked.mesh.platform, wandb or asked.log.wandb is not None
-        data_dir, pixel_range = asked.data.data_dir, asked.data.pixel_range
+        platform, pixel_range = asked.mesh.platform, asked.data.pixel_range
+        wandb = wandb or asked.log.wandb is not None
     start_s = max(timeout_s, _START_S)
     install = "pip install -e '.' installs what is missing"
     yield bounded("software", check_software, start_s, install)

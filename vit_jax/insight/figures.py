@@ -85,7 +85,7 @@ def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
     tables = {"stem": next(iter(found.values()), None)}
     if model.positions_at == "layers":
         tables = {f"layer {i}": found[f"encoder/layer_{i}/"] for i in range(model.depth)}
-    build, prefix = model.positions(image_size).built, model.num_prefix_tokens
+    build, prefix = model.positions(image_size).build_checked, model.num_prefix_tokens
     return {name: np.asarray(build(given))[0, prefix:] for name, given in tables.items()}
 
 

@@ -200,7 +200,9 @@ class EncoderBlock(BlockFields, nn.Module):
     def place(self, x_BND, positions):
         """x with the block's positions, or those that all share; and relative ones, or None."""
         if self.positions is not None:
-            positions = self.positions.built(self.param("pos_embedding", self.positions.init))
+            positions = self.positions.build_checked(
+                self.param("pos_embedding", self.positions.init)
+            )
         if positions is None or hasattr(positions, "logits"):
             return x_BND, positions
         padding = x_BND.shape[1] - positions.shape[1]

@@ -5,6 +5,7 @@ of a head.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -205,7 +206,7 @@ class PositionEmbedding:
         """
         raise InputError(f"{type(self).__name__} needs a method build, see `PositionEmbedding`")
 
-    def built(self, tables: Any = None) -> Any:
+    def build_checked(self, tables: Any = None) -> Any:
         """The result of `build`; raises InputError if it has another shape than `acts_on` needs."""
         tokens, width = self.num_prefix + self.num_patches, self.width // self.num_heads
         needed: tuple[int, ...] | None = {
@@ -215,8 +216,7 @@ class PositionEmbedding:
         }.get(self.acts_on)
         found = adds = self.build(tables)
         if self.acts_on == "logits" and hasattr(found, "logits"):
-            q_BHNK = jax.ShapeDtypeStruct((2, self.num_heads, tokens, width), jnp.float32)
-            adds = jax.eval_shape(found.logits, q_BHNK)
+            adds = _trace_logits(self)
         got = getattr(adds, "shape", None if adds is None else type(adds).__name__)
         if got != needed:
             raise InputError(
@@ -247,6 +247,19 @@ class PositionEmbedding:
         none_1ND = jnp.zeros((1, num_without, self.width), added_1ND.dtype)
         of_prefix, of_patches = added_1ND[:, : -self.num_patches], added_1ND[:, -self.num_patches :]
         return jnp.concatenate([of_prefix, none_1ND, of_patches], axis=1)
+
+
+@functools.cache  # each layer asks for it, and tracing takes time
+def _trace_logits(positions: PositionEmbedding) -> Any:
+    """The shape of the logits of two images."""
+    tokens = positions.num_prefix + positions.num_patches
+    shape = 2, positions.num_heads, tokens, positions.width // positions.num_heads
+
+    def logits(key, q_BHNK):
+        tables = positions.init(key) if positions.collection else None
+        return positions.build(tables).logits(q_BHNK)
+
+    return jax.eval_shape(logits, jax.random.key(0), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 class NoPositions(PositionEmbedding):

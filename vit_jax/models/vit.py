@@ -208,15 +208,16 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         image_size = self.image_size if image_size is None else image_size
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
-            prefix_BND = self.ops.repeat(prefix_1ND, len(x_BND), self.dtype)
-            prefix_BND = jnp.tile(prefix_BND, (len(x_BND) // len(prefix_BND), 1, 1))
+            rows = x_BND.shape[0]  # in an export, a number that is not known
+            prefix_BND = self.ops.repeat(prefix_1ND, rows, self.dtype)
+            prefix_BND = jnp.tile(prefix_BND, (rows // len(prefix_BND), 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
-            shared = self.positions(image_size).built(self.pos_embedding)
+            shared = self.positions(image_size).build_checked(self.pos_embedding)
         if acts_on == "tokens" and self.positions_at == "stem":
             assert shared is not None
-            x_BND, shared = x_BND + self.ops.repeat(shared, len(x_BND), self.dtype), None
+            x_BND, shared = x_BND + self.ops.repeat(shared, x_BND.shape[0], self.dtype), None
         turns = self._turns(image_size, train)
         if acts_on == "turns":
             turns, shared = shared, None

@@ -1,6 +1,7 @@
 """Block-wise masks: rectangles of patches that are hidden together.
 
-Axes: B images, U of their views that have hidden patches, N patches, M at most hidden in a view.
+Axes: B images, G global views of each, U of these that have hidden patches, N patches, M at most
+hidden in a view.
 
 Source: Bao et al. 2021 (arXiv:2106.08254), algorithm 1, with the numbers of Oquab et al. 2023
 (arXiv:2304.07193).
@@ -61,6 +62,15 @@ class Hidden(NamedTuple):
     mask: jax.Array
     which: jax.Array
     counts: jax.Array
+
+    def in_all_views(self, num_views: int) -> jax.Array:
+        """bool (B G, N): the hidden patches of all views, of which there are `num_views` = B G."""
+        rows, number, num_patches = self.mask.shape
+        masks = jnp.zeros((rows, num_views // rows, num_patches), bool)
+        for u in range(number):
+            is_view = jnp.arange(masks.shape[1])[None] == self.views[:, u, None]
+            masks |= is_view[:, :, None] & self.mask[:, u, None]
+        return masks.reshape(num_views, -1)
 
 
 def draw_hidden(

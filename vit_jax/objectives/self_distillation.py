@@ -344,7 +344,7 @@ class _SelfDistillation:
         def encode(model, images, train):
             x = model.embed(images)
             if hides and hidden is not None:
-                masked = _masked_patches(hidden, images.shape[0])
+                masked = hidden.in_all_views(images.shape[0])
                 x = jnp.where(masked[:, :, None], own["mask_token"].astype(x.dtype), x)
             keep = model.draw_keep(*x.shape[:2], train=train)
             x = model.encode(x, keep=keep, image_size=images.shape[1:3], train=train)
@@ -440,13 +440,3 @@ def _fit(group: int | None, rows: int) -> int:
     common divisor.
     """
     return math.gcd(group or rows, rows)
-
-
-def _masked_patches(hidden: Hidden, num_views: int) -> jax.Array:
-    """bool (B G, N): the hidden patches of all views, of which there are `num_views` = B G."""
-    rows, number = hidden.mask.shape[:2]
-    masks = jnp.zeros((rows, num_views // rows, hidden.mask.shape[2]), bool)
-    for u in range(number):
-        is_view = jnp.arange(masks.shape[1])[None] == hidden.views[:, u, None]
-        masks |= is_view[:, :, None] & hidden.mask[:, u, None]
-    return masks.reshape(num_views, -1)

@@ -8,7 +8,7 @@ from typing import Any
 from vit_jax import planning
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
-from vit_jax.devices.chips import find_slice
+from vit_jax.devices.chips import Slice
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.measured import Certificate
@@ -20,26 +20,29 @@ logger = logging.getLogger("vit_jax")
 
 
 def find_target(
-    topology: str | None, num_slices: int, certificate: Certificate | None, may_compile: bool
+    found: Slice | None, num_slices: int, certificate: Certificate | None, may_compile: bool
 ) -> Target:
-    """The hardware to plan for; without a `topology` that of a CPU's certificate.
+    """The hardware to plan for.
+
+    Args:
+      found: from `chips.find_slices`; None: the CPU of the certificate.
+      num_slices: slices joined by DCN; 1 for a CPU.
 
     Raises:
-      InputError: there is no such slice, or the certificate is of another chip.
+      InputError: there is no slice, or the certificate is of another chip.
     """
-    if topology is None and certificate is not None:
-        target = certificate.target
-    else:
-        target = Target(find_slice(topology or ""), num_slices, may_compile=may_compile)
-    if num_slices < 1 or (num_slices > 1 and target.chip.platform != "tpu"):
+    if found is not None:
+        if certificate is not None:
+            certificate.check_chip(found.chip)
+        return Target(found, num_slices, may_compile=may_compile and certificate is None)
+    if certificate is None or not certificate.is_of_cpu:
+        raise InputError("--topology: missing; only the certificate of a CPU needs none")
+    if num_slices != 1:
         raise InputError(
-            f"--num_slices={num_slices}: needs a positive number, for GPUs 1; give the number of "
-            "all GPUs in --topology"
+            f"--num_slices={num_slices}: joins slices of TPUs, and {certificate.source} is of a "
+            "CPU; leave it out"
         )
-    if certificate is None:
-        return target
-    certificate.check_chip(target.slice.chip)
-    return target._replace(may_compile=False)
+    return certificate.target
 
 
 def plan_run(

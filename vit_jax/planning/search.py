@@ -31,7 +31,7 @@ from vit_jax.models.fields import REMAT
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
-from vit_jax.planning.targets import Target, batch_ways, describe_devices, target_mesh, target_of
+from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_mesh, target_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -53,7 +53,7 @@ def _model_of(settings: Settings) -> Model:
 
 def meshes(settings: Settings, target: Target) -> list[dict[str, int]]:
     """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64."""
-    own = target_mesh(settings, target, describe_devices(target)).shape
+    own = described_mesh(settings, target).shape
     rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
     splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
     return [dict(own) | {"fsdp": fsdp, "data": rest // fsdp} for fsdp in sorted(splits)]
@@ -181,7 +181,7 @@ def _try(
 def _calculated_batch(settings: Settings, target: Target) -> int | None:
     """The largest batch that surely fits by calculation, or None."""
     memory = calculate_memory(settings, target)
-    ways = batch_ways(target_mesh(settings, target, describe_devices(target)).shape)
+    ways = batch_ways(described_mesh(settings, target).shape)
     growing = memory["batch"] + memory["temporaries"]
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
     room = max(int(certain) - memory["peak"] + growing, 0)

@@ -170,14 +170,18 @@ def target_mesh(settings: Settings, target: Target, devices: Sequence[Any] | Non
     return make_mesh(**axes, devices=find_devices(target) if devices is None else devices)
 
 
-def settle(asked: Settings, target: Target, tables: type[Tables] = Tables) -> Settings:
+def settle(asked: Settings, target: Target) -> Settings:
     """The resolved settings of a run on the target; no data are read, but for `Tables`.
 
     Raises:
       InputError: the settings lack something, or do not suit the target.
     """
-    mesh = target_mesh(asked, target, describe_devices(target))
-    return resolve(asked.config, tables(mesh)).settings
+    return resolve(asked.config, Tables(described_mesh(asked, target))).settings
+
+
+def described_mesh(settings: Settings, target: Target) -> Mesh:
+    """`target_mesh` over descriptions of devices, for which nothing can be compiled."""
+    return target_mesh(settings, target, describe_devices(target))
 
 
 def plan_mesh(settings: Settings, target: Target, devices: Sequence[Any] | None = None) -> Mesh:

@@ -281,22 +281,24 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
     )
-    before = sharding.bytes_per_device(run.experiment.abstract_state)
-    warn_of_memory(run, memory.total, warned_of=before)
+    warn_of_memory(run, memory.total)
     return compiled
 
 
-def warn_of_memory(run: Run, expected: int, warned_of: int = 0) -> None:
-    """Warn if `expected` bytes for each device are more than there are; names what saves some.
+def warn_of_memory(run: Run, step_bytes: int | None = None) -> None:
+    """Warn if each device has too little memory for the step; names what saves some.
 
-    `warned_of`: the bytes of an earlier call; if they were too many, it has warned.
+    step_bytes: of the compiled step; None: the state is about to be made, which all steps hold. A
+      state that is too large is warned of then, and not again.
     """
+    state_bytes = sharding.bytes_per_device(run.experiment.abstract_state)
+    expected = step_bytes or state_bytes
     devices = run.mesh.local_devices
     there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
     if devices[0].platform == "cpu":  # all share the host's
         there, where = psutil.virtual_memory().total, "this host"
-        expected, warned_of = expected * len(devices), warned_of * len(devices)
-    if there is None or expected <= there or warned_of > there:
+        expected, state_bytes = expected * len(devices), state_bytes * len(devices)
+    if there is None or expected <= there or (step_bytes and state_bytes > there):
         return
     remedies = ["a smaller --config.global_batch_size"]
     if not run.experiment.objective.couples_rows:

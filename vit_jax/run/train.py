@@ -81,7 +81,6 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
-    warn_of_memory(run, sharding.bytes_per_device(run.experiment.abstract_state))
     for model in dict.fromkeys(each.model for each in run.experiment.passes):
         check_kernels(model, run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
@@ -149,6 +148,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     Raises:
       InputError: if the checkpoint was made with other data or another order.
     """
+    warn_of_memory(run)
     e, directory = run.experiment, run.workdir / "checkpoints"
     if kept := restore_from_memory(run):
         state, meta, memory = kept

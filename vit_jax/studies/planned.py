@@ -15,9 +15,9 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
-from vit_jax.planning.targets import Target, settle
+from vit_jax.planning.targets import Target, described_mesh
 from vit_jax.run.setup.opener import Tables
-from vit_jax.run.setup.resolve import Changes
+from vit_jax.run.setup.resolve import Changes, resolve
 from vit_jax.studies.engine import Study
 from vit_jax.studies.tables import Report
 
@@ -46,7 +46,8 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        settings = settle(Settings.of(config), self._target, _Tables)
+        tables = _Tables(described_mesh(Settings.of(config), self._target))
+        settings = resolve(config, tables).settings
         flat = flatten(settings.config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)

@@ -255,7 +255,7 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
         table = np.zeros((1, rows * columns, model.width), np.float32)
         if model.position_class.acts_on != "nothing":
             tables = tree.unflatten_names(params).get("pos_embedding")
-            table = np.asarray(model.positions(model.image_size).built(tables))
+            table = np.asarray(model.positions(model.image_size).build_checked(tables))
             placed, prefix = model.num_prefix_positions, model.num_prefix_tokens
             table = np.concatenate([table[:, :placed], table[:, prefix:]], axis=1)
         params = {name: leaf for name, leaf in params.items() if not _POSITIONS.fullmatch(name)}

@@ -106,24 +106,34 @@ def branch(
     except BaseException:
         workdir.rmtree(missing_ok=True)
         raise
-    was, now = stored.resolved.optimizer.peak_lr, new.resolved.optimizer.peak_lr
     settings = Settings.read(new.resolved)
+    _tell(workdir, rule, step, settings, lowered)
+    was, now = stored.resolved.optimizer.peak_lr, settings.optimizer.peak_lr
+    if now < HARDLY_LEARNS * was:
+        _warn_of_rate(now, was, is_given="optimizer.peak_lr" in dict(as_pairs(overrides)))
+
+
+def _tell(workdir: epath.Path, rule: str, step: int, settings: Settings, lowered: float) -> None:
+    """Log the way of the learning rate from `step` on, and the command that trains the branch."""
     first, warmup = lowered * float(schedule_of(settings)(step)), settings.schedule.warmup
-    rises = f", which rises to {now:.4g} by step {step + warmup}" * (warmup > 0)
+    peak = settings.optimizer.peak_lr
+    rises = f", which rises to {peak:.4g} by step {step + warmup}" * (warmup > 0)
     logger.info(
         "%s: %s from step %d to step %d, at first with a learning rate of %.4g%s; to train it: "
         "vit_jax --workdir=%s%s", workdir, rule, step, settings.run.duration, first, rises, workdir,
-        " --trust_plugins" * bool(new.resolved.plugins),
+        " --trust_plugins" * bool(settings.config.plugins),
     )  # fmt: skip
-    if now < HARDLY_LEARNS * was:
-        is_given = "optimizer.peak_lr" in dict(as_pairs(overrides))
-        logger.warning(
-            "--config.optimizer.peak_lr=%.3g: a model hardly learns with less than a "
-            "twentieth of the run's peak of %.3g; raise it" if is_given else
-            "the learning rate is %.3g at this step of the run, after a peak of %.3g; to raise it "
-            "again, give --config.optimizer.peak_lr and --config.schedule.warmup, or branch from "
-            "an earlier step", now, was,
-        )  # fmt: skip
+
+
+def _warn_of_rate(now: float, was: float, *, is_given: bool) -> None:
+    """Warn of a peak of the rate, `now`, below a twentieth of the run's, `was`."""
+    logger.warning(
+        "--config.optimizer.peak_lr=%.3g: a model hardly learns with less than a "
+        "twentieth of the run's peak of %.3g; raise it" if is_given else
+        "the learning rate is %.3g at this step of the run, after a peak of %.3g; to raise it "
+        "again, give --config.optimizer.peak_lr and --config.schedule.warmup, or branch from "
+        "an earlier step", now, was,
+    )  # fmt: skip
 
 
 def _find_step(source: epath.Path, parent: epath.Path) -> int:

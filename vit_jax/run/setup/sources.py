@@ -196,6 +196,18 @@ def open_training(
         )
     source = data.concatenate(opened) if others else opened[0]
     sources[config_lib.train_split(d)] = source
+    _check_whole(d, source, divider)
+    facts = {
+        "data.num_classes": source.num_classes,
+        "data.num_examples": source.num_examples,
+        "loss.class_weights": _class_weights(settings.loss, d.mix, source, opened),
+        **_find_order(d, settings.run.global_batch_size, source),
+    }
+    return facts, sources
+
+
+def _check_whole(d: Data, source: data.Source, divider: data.Divider) -> None:
+    """Raise InputError if training images are missing, or are not as many as the config says."""
     if missing := divider.find_missing():
         raise InputError(
             f"data.data_dir={d.data_dir!r}: {len(missing):,} of the images that the run began to "
@@ -207,13 +219,6 @@ def open_training(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
             f"{source.num_examples} in total; leave it out"
         )
-    facts = {
-        "data.num_classes": source.num_classes,
-        "data.num_examples": source.num_examples,
-        "loss.class_weights": _class_weights(settings.loss, d.mix, source, opened),
-        **_find_order(d, settings.run.global_batch_size, source),
-    }
-    return facts, sources
 
 
 def _find_order(d: Data, global_batch_size: int, source: data.Source) -> dict[str, Any]:
