@@ -210,7 +210,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
             rows = x_BND.shape[0]  # in an export, a number that is not known
             prefix_BND = self.ops.repeat(prefix_1ND, rows, self.dtype)
-            prefix_BND = jnp.tile(prefix_BND, (rows // len(prefix_BND), 1, 1))
+            prefix_BND = jnp.tile(prefix_BND, (rows // prefix_BND.shape[0], 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
