@@ -222,24 +222,26 @@ def check_config_travels(job: Job, where: str) -> None:
 
 def check_data_travels(
     job: Job, where: str, variables: Mapping[str, str], has: Callable[[str], bool], remedy: str
-) -> None:
-    """Raise InputError if the processes of a job cannot read its data.
+) -> list[str]:
+    """The folders on disk of a job's data; raises InputError if its processes cannot read them.
 
     `where` names the place of a process and `variables` are its environment; `has` says whether a
     folder may be there, and `remedy` how the user gets it there.
     """
-    faults = []
+    faults, folders = [], dict[str, None]()
     for key, name, folder in job.data:
         bucket = "" if SOURCES.find(name).is_own else "gs://bucket/tensorflow_datasets"
         folder = folder or (variables.get("TFDS_DATA_DIR") if bucket else None)
         at_store = "://" in (folder or "") and name not in ("folder", "list", "unlabelled")
         if folder is not None and (has(folder) or at_store):
+            folders |= {} if "://" in folder else {folder: None}
             continue
         of_key = bucket and key != "data.mix"  # whose value holds more than a folder
         copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if of_key else ""
         what = name if bucket else "images"
         faults.append(f"{key}={folder!r}: {where} has no {what} there; {copy}{remedy}")
     collect_faults(faults)
+    return [*folders]
 
 
 def is_on_own_disk(folder: str) -> bool:

@@ -96,13 +96,12 @@ def check(flags: argparse.Namespace) -> None:
         )
 
 
-def may_have(folder: str) -> bool:
-    """Whether compute nodes may have `folder`; warns if this node lacks it, as with their disks."""
-    is_path = "://" not in folder
-    if is_path and not pathlib.Path(folder).expanduser().exists():
-        print(f"warning: {folder}: does not exist here; the job ends at its start if the compute "
-              "nodes have none either", file=sys.stderr)  # fmt: skip
-    return is_path
+def warn_of_missing(folders: Sequence[str]) -> None:
+    """Warn of folders that this node lacks; compute nodes may have them."""
+    for folder in folders:
+        if not pathlib.Path(folder).expanduser().exists():
+            print(f"warning: {folder}: does not exist here; the job ends at its start if the "
+                  "compute nodes have none either", file=sys.stderr)  # fmt: skip
 
 
 _SCRIPT = """\
@@ -203,7 +202,10 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     script, logs = render(flags, job, members), [log_folder(job), *map(log_folder, members)]
     variables = read_environment(flags, job)
     of_nodes = {"TFDS_DATA_DIR": "~/tensorflow_datasets"} | os.environ | variables.all
-    check_data_travels(job, "a compute node", of_nodes, may_have, "give a shared folder")
+    folders = check_data_travels(
+        job, "a compute node", of_nodes, lambda folder: "://" not in folder, "give a shared folder"
+    )
+    warn_of_missing(folders)
     if flags.dry_run:
         print(shell(["mkdir", "-p", *map(str, logs)]))
         say(f"{variables.shown}sbatch <<'END'\n{script}END")

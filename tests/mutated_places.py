@@ -54,7 +54,7 @@ MUTATIONS = [
     # data: views
     M("vit_jax/data/batch.py", "self.first_view + v + 1", "self.first_view + 1",
       "data/test_pipeline.py::test_a_view_depends_on_its_position_and_number_only"),
-    M("vit_jax/data/device_ops.py", "jnp.minimum(k, 4 - k)", "jnp.minimum(k, 3 - k)",
+    M("vit_jax/data/colour_ops.py", "jnp.minimum(k, 4 - k)", "jnp.minimum(k, 3 - k)",
       "data/test_device_ops.py::test_hue_turns_as_in_colorsys"),
     # objectives: self-distillation
     M("vit_jax/objectives/prototypes.py", "all_B1K - targets_BGK",

@@ -28,6 +28,7 @@ from vit_jax.config import (
     POSITIONS,
     SCHEDULES,
     SOURCES,
+    base_config,
     find_unrecorded,
     plugins,
 )
@@ -143,18 +144,42 @@ def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path
 
 def test_parts_that_no_other_process_finds_are_named(config, monkeypatch, tmp_path, caplog):
     assert find_unrecorded(config) == []
+    cell = type("Cell", (OPTIMIZERS.find("adamw"),), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Cell", cell, raising=False)
     monkeypatch.setitem(OPTIMIZERS, "my_cell", "__main__:Cell")
+    monkeypatch.setitem(SOURCES, "mine", SOURCES.find("digits"))
     for registry, name in ((LOSSES, "softmax"), (FAMILIES, "ViT"), (OPS, "flip")):
         cell = type("Cell", (registry.find(name),), {"__module__": "__main__"})
         monkeypatch.setitem(registry, "MyCell" if registry is FAMILIES else "my_cell", cell)
+    monkeypatch.setitem(OPS, "images", cell)  # the last one
+    monkeypatch.setitem(METRICS, "1", METRICS.find("top1"))
+    config.data.data_dir, config.data.ops = "/home/images/my_cell", f"{config.data.ops}|erase(1.0)"
     assert find_unrecorded(config) == []  # it takes none of them
     config.model.name, config.loss.name, config.optimizer.name = "MyCell-S/4", "my_cell", "my_cell"
     config.data.ops += "|my_cell"
-    unrecorded = ["model.name=MyCell", "loss.name=my_cell", "optimizer.name=my_cell", "op=my_cell"]
+    config.data.mix, config.log.metrics = "mine@train=0.1, [not]=0.2", ("1",)
+    unrecorded = ["model.name=MyCell", "data.name=mine", "loss.name=my_cell",
+                  "optimizer.name=my_cell", "metrics=1", "op=my_cell"]  # fmt: skip
+    assert find_unrecorded(config) == unrecorded
+    config.data.mix = "[{'weight': 0.1, 'name': 'mine'}]"
     assert find_unrecorded(config) == unrecorded
     resolved = types.SimpleNamespace(config=config, asked=config, decided_by={})
     write_workdir(epath.Path(tmp_path / "run"), resolved, types.SimpleNamespace(class_names=None))
     assert f"{', '.join(unrecorded)}: this process registered" in caplog.text
+
+
+def test_a_plug_in_may_add_a_class_of_another_library(parts, tmp_path, monkeypatch):
+    library = types.ModuleType("other_library")
+    library.Foreign = type("Foreign", (LOSSES.find("softmax"),), {"__module__": "other_library"})
+    monkeypatch.setitem(sys.modules, "other_library", library)
+    file = tmp_path / "adds_foreign.py"
+    file.write_text("import other_library\nfrom vit_jax.config import LOSSES\n"
+                    'LOSSES["foreign"] = other_library.Foreign\n')  # fmt: skip
+    config = base_config([str(file)])
+    config.loss.name = "foreign"
+    assert find_unrecorded(config) == []
+    config.plugins = ()
+    assert find_unrecorded(config) == ["loss.name=foreign"]
 
 
 def test_keys_reach_the_part_alone(config):

@@ -23,7 +23,8 @@ def tool(tmp_path, monkeypatch):
         tool.started.append((case, restart_s))
         faults = {"none": 0, "once": 1}.get(case.every, 2)
         return {"steps": 1000, "faults": faults, "goodput": 0.5, "wall_s": 60.0, "lost_s": 1.0,
-                "down_s": 8.0 + 13.0 * faults, "bits": tool.bits[case.processes]}  # fmt: skip
+                "down_s": 1.0 * faults, "starts_s": 12.0 * (faults + 1),
+                "bits": tool.bits[case.processes]}  # fmt: skip
 
     tool.bits = {"2": "a", "4": "b"}
     monkeypatch.setattr(tool, "run", run)

@@ -12,6 +12,7 @@ ended with other bits than the run without faults. WORKDIR keeps the output of e
 import argparse
 import csv
 import hashlib
+import io
 import itertools
 import json
 import pathlib
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import matplotlib
 from etils import epath
 
+from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.restore import read_meta
 
 matplotlib.use("Agg")
@@ -108,17 +110,20 @@ def run(case: Case, workdir: pathlib.Path, restart_s: float, until: float) -> di
         "goodput": summary["goodput"],
         "wall_s": sum(seconds.values()),
         "lost_s": seconds["lost"],
-        "down_s": sum(seconds[kind] for kind in ("restart", "start", "choose", "compile")),
+        "down_s": seconds["restart"],
+        "starts_s": sum(seconds[kind] for kind in ("start", "choose", "compile")),
         "bits": hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16],
     }
 
 
-def seconds_to_next_step(row: dict, rows: list[dict]) -> float | None:
-    """From a fault to the next step, on average; None for a run without faults."""
-    if not int(row["faults"]):
+def seconds_to_next_step(row: dict) -> float | None:
+    """From the end of the processes to the next step, on average; None for a run without faults.
+
+    The starts of a run, the first one too, are taken to be equally long.
+    """
+    if not row["faults"]:
         return None
-    whole = next(r for r in rows if _kind(r) == _kind(row) and r["every"] == "none")
-    return (float(row["down_s"]) - float(whole["down_s"])) / int(row["faults"])
+    return row["down_s"] / row["faults"] + row["starts_s"] / (row["faults"] + 1)
 
 
 def _kind(row: dict) -> tuple[str, str]:
@@ -133,13 +138,13 @@ def measure(rows: list[dict], workdir: pathlib.Path, until: float) -> list[Case]
         if not known and time.monotonic() < until:
             found = run(case, workdir / "_".join(case), restart_s, until)
             if found is not None:
-                row = case._asdict() | found
-                known = [row | {"to_next_step_s": seconds_to_next_step(row, [*rows, row])}]
+                known = [case._asdict() | found | {"to_next_step_s": seconds_to_next_step(found)}]
                 rows += known
-                with open(TABLE, "w") as file:
-                    writer = csv.DictWriter(file, known[0])
-                    writer.writeheader()
-                    writer.writerows(rows)
+                text = io.StringIO(newline="")
+                writer = csv.DictWriter(text, known[0], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+                write_whole(epath.Path(TABLE), text.getvalue())
                 print(", ".join(f"{name} {value}" for name, value in known[0].items()), flush=True)
         if not known:
             left.append(case)
@@ -189,7 +194,8 @@ def main() -> int:
     workdir.mkdir(parents=True, exist_ok=True)
     rows = [*csv.DictReader(TABLE.read_text().splitlines())] if TABLE.exists() else []
     left = measure(rows, workdir, until)
-    draw(rows)
+    if rows:
+        draw(rows)
     for case in left:
         print("left out:", ", ".join(f"{k} {v}" for k, v in case._asdict().items()))
     ends = {n: {row["bits"] for row in rows if row["processes"] == n} for n in "24"}

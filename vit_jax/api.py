@@ -20,6 +20,7 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import REQUIRED, REQUIRED_TO_EVALUATE, Settings
 from vit_jax.devices.chips import find_slices
+from vit_jax.insight.figure_names import FIGURE_NAMES, FILE_NAMES
 
 if TYPE_CHECKING:
     from vit_jax.run.build import Callback
@@ -180,7 +181,7 @@ def plan(
     certificate = None if measured is None else read_certificate(files.absolute(measured))
     target = find_target(found, num_slices, certificate, may_compile)
     asked = Settings.of(_load(config, overrides))
-    goodput = None if goodput_of is None else read_goodput(goodput_of)
+    goodput = None if goodput_of is None else read_goodput(goodput_of, "goodput_of")
     known = {"price_per_chip_hour": price_per_chip_hour, "goodput": goodput}
     start_planning(target)
     return plan_run(settle(asked, target), target, known, certificate)
@@ -253,7 +254,7 @@ def figures(
     output: epath.PathLike,
     images: Any = None,
     *,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = FIGURE_NAMES,
     compare_to: str | None = None,
     examples: int = 128,
     shown: int = 3,
@@ -268,8 +269,8 @@ def figures(
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: folder to write to.
       images: as in `predict`, or a `data.Source`; None: only figures that need none.
-      names: of the figures, any of `insight.figures.FIGURES`; None: all. PNGs, unless the name
-        ends in .pdf or .svg.
+      names: of the figures, any of `insight.figure_names.FILE_NAMES`; PNGs, unless the name ends in
+        .pdf or .svg.
       compare_to: a second source, for "similarity" between both.
       examples: images to average over.
       shown: images to draw maps of.
@@ -284,13 +285,12 @@ def figures(
     """
     from vit_jax.data import Source
     from vit_jax.data.images.given import open_images
-    from vit_jax.insight.figures import FIGURES, NAMES, draw_figures
+    from vit_jax.insight.figures import draw_figures
     from vit_jax.transfer import Pretrained, read_pretrained
 
-    names = [*FIGURES] if names is None else names
     faults = Faults()
     for name in names:
-        faults.need_known("names", name, NAMES)
+        faults.need_known("names", name, FILE_NAMES)
     collect_faults(faults)
     pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
     if not isinstance(images, Source | None):

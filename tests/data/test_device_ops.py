@@ -14,7 +14,8 @@ import scipy.stats
 from vit_jax.base.errors import InputError
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.batch import Crops
-from vit_jax.data.device_ops import Pairs, symmetric_beta, turn_hue
+from vit_jax.data.colour_ops import turn_hue
+from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import Views, parse_view_ops
 from vit_jax.experiment.state import TrainState

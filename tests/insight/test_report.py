@@ -187,7 +187,8 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     (run / "diverged.json").write_text('{"error": "step 9: loss is nan"}')
     read = runs.read_all([tmp_path / f"seed_{i}" for i in range(3)])[0]
     (group,) = runs.group_seeds(read)
-    assert group.values["test/top1"] == "60.00 ± 14.14 %"
+    assert group.values["test/top1"] == [0.5, 0.7]
+    assert runs.show_mean("test/top1", group.values["test/top1"]) == "60.00 ± 14.14 %"
     assert (group.steps, group.num_measured, len(group.runs)) == ([9], 2, 3)
     mean = [[9, 0.6, np.std([0.5, 0.7], ddof=1)]]
     np.testing.assert_allclose(runs.mean_curve(group, "test/top1"), mean)

@@ -78,7 +78,8 @@ def test_tables_and_image(workdirs, tmp_path, capsys):
     assert main([*words, *outputs]) == 0
     assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
     assert "<svg" in (tmp_path / "c.svg").read_text()
-    assert r"a/run & 1 & - & 50.00 \% \\" in (tmp_path / "t.tex").read_text()
+    table = (tmp_path / "t.tex").read_text()
+    assert r"a/run & 1 & - & 50.00 \% \\" in table and "±" not in table
     capsys.readouterr()
     assert main([*words, "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -171,6 +172,21 @@ def test_no_run_has_a_row_yet(tmp_path, capsys):
     assert "0 unfinished" in capsys.readouterr().out
     assert main([*words, f"--output={tmp_path / 'c.png'}"]) == 2
     assert "no run has a metric yet" in capsys.readouterr().err
+    assert main([*words, f"--output={tmp_path / 't.csv'}", f"--output={tmp_path / 't.tex'}"]) == 2
+    assert "no run has a value for the table yet" in capsys.readouterr().err
+    assert not (tmp_path / "t.csv").exists()
+
+
+def test_a_latex_table_has_the_number_of_values_of_each_cell(tmp_path):
+    for seed, rows in enumerate(([0.25, 2.0], [0.75, 4.0], [None, 6.0])):
+        top1, loss = rows
+        row = {"step": 1, "train/loss": loss} | ({} if top1 is None else {"test/top1": top1})
+        write_run(tmp_path / f"run_{seed}", [row], seed=seed)
+    read = runs.read_all([tmp_path])[0]
+    table = runs.as_latex(read, ["train/loss", "test/top1"])
+    assert r"run & 3 & 4 $\pm$ 2 & 50.00 $\pm$ 35.36 \% (n=2) \\" in table
+    assert "standard deviation over n runs" in table
+    assert r"run & 2 & 50.00 $\pm$ 35.36 \% \\" in runs.as_latex(read)
 
 
 REFUSED = {

@@ -53,6 +53,9 @@ def test_a_fault_of_a_process_is_made_by_the_clock_or_by_chance():
         ("kill:process=1:step=3:every=60s", "write kill:process=1:every=60s:seed=3"),
         ("slow:process=1:every=60s", "write slow:process=1:every=60s:seed=3:seconds=5"),
         ("flip:weight:device=3:every=60s", "write flip:weight:device=3:step=12 or flip:"),
+        ("clock:process=1:every=60s:seconds=5", "write clock:process=1:step=12:seconds=-3600"),
+        ("slow_disk:process=0:every=60s:seed=3:seconds=1", "write slow_disk:process=0:step=12:sec"),
+        ("full_disk:process=0:every=60s", "write full_disk:process=0:step=12"),
         ("kill:process=1", "write kill:process=1:step=12"),
     ],
 )

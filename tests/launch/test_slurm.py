@@ -121,8 +121,10 @@ def test_missing_data_are_said(slurm, call, tmp_path, monkeypatch):
     sweep = ["study", *words, "--config.study.metric=val/top1", "--sweep=seed=0,1"]
     code, _, err = call(slurm, "--dry_run", "--", *sweep)
     assert code == 2 and "data.data_dir=None: a compute node has no images there" in err
-    _, _, err = call(slurm, "--dry_run", "--", "--config=configs/cifar10.py", words[1])
+    two = "--config.data.mix=cifar100=0.25"
+    _, _, err = call(slurm, "--dry_run", "--", "--config=configs/cifar10.py", words[1], two)
     assert err.startswith("warning: ~/tensorflow_datasets: does not exist here; ")
+    assert err.count("does not exist here") == 1
 
 
 def test_what_an_array_hands_over_is_not_handed_over_twice(slurm, call, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from vit_jax.config import OBJECTIVES
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
-from vit_jax.models.patches import draw_kept
+from vit_jax.models.patches import draw_patches
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives import masked_patches
 from vit_jax.objectives.contract import RunFacts, Teacher
@@ -73,7 +73,7 @@ def test_the_patches_of_a_row_are_the_same_on_every_mesh():
 
     split = jax.device_put(IMAGES, NamedSharding(mesh, PartitionSpec("data")))
     np.testing.assert_allclose(logits(split), logits(IMAGES), atol=2e-6)
-    kept = draw_kept(jax.random.key(0), 1000, 24, 0.5)
+    kept = draw_patches(jax.random.key(0), 1000, 24, 0.5)
     shares = np.bincount(np.asarray(kept).ravel(), minlength=24) / 1000
     assert kept.shape == (1000, 12) and np.abs(shares - 0.5).max() < 0.06
 
@@ -89,6 +89,7 @@ OF_VIEWS = {
 }  # fmt: skip
 TASKS = {
     "supervised": {},
+    "lejepa": {"directions": 8, "head_width": 8},
     "masked_patches": {"target": "pixels"},
     "self_distillation": OF_VIEWS,
     "distillation": {"teacher": "t", "mode": "features", "features": "pooled, tokens, 0:0",
@@ -97,7 +98,7 @@ TASKS = {
 
 
 def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
-    """loss(params, images) of an objective, and parameters for it."""
+    """loss(params, changed) -> the sums of an objective, and parameters for it."""
     model = network(keep_tokens, num_classes)
     taught = network(num_classes=3, width=8)
     variables = {"params": with_head(taught)}
@@ -114,8 +115,7 @@ def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
     state = TrainState(jnp.int32(0), params, {}, (), ema, {}, state)
 
     def loss(params, changed):
-        out = objective.loss(params, state, batch | changed, (variables,), jax.random.key(1))
-        return out.loss
+        return objective.loss(params, state, batch | changed, (variables,), jax.random.key(1))
 
     return loss, params
 
@@ -124,7 +124,10 @@ def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
 def test_a_share_that_keeps_every_patch_changes_no_loss(name):
     """23.9 of 24 patches are 24: all go the way of patches that are chosen."""
     (found, params), (wanted, _) = (loss_of(name, share) for share in (0.996, 1.0))
-    each = (jax.jit(jax.value_and_grad(loss))(params, {}) for loss in (found, wanted))
+    each = (
+        jax.jit(jax.value_and_grad(lambda params, sums=sums: sums(params, {}).loss))(params)
+        for sums in (found, wanted)
+    )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), *each)
 
 
@@ -133,16 +136,31 @@ def test_a_patch_that_is_left_out_counts_nowhere(name, monkeypatch):
     """No gradient reaches its pixels; where a corrupted patch becomes another, that is seen."""
     kept = jnp.asarray([0, 3, 5, 8, 9, 14, 20, 22])
 
-    def draw_kept(rng, rows, num, share):
+    def draw_patches(rng, rows, num, share):
         return jnp.tile(kept if num == 24 else jnp.arange(2), (rows, 1))
 
-    monkeypatch.setattr("vit_jax.models.contract.draw_kept", draw_kept)
+    monkeypatch.setattr("vit_jax.models.contract.draw_patches", draw_patches)
     monkeypatch.setattr(masked_patches, "_TO_MASK", 1.0)
     loss, params = loss_of(name, 1 / 3)
     key = "global_views" if name == "self_distillation" else "image"
-    slopes = jax.jit(jax.grad(lambda x: loss(params, {key: x})))(jnp.asarray(BATCH[key]))
+    slopes = jax.jit(jax.grad(lambda x: loss(params, {key: x}).loss))(jnp.asarray(BATCH[key]))
     rows = np.abs(slopes).reshape(-1, 4, 4, 6, 4, 3).sum(axis=(0, 2, 4, 5)).ravel()
     assert rows[kept].all() and not np.delete(rows, kept).any()
+
+
+def test_a_row_whose_corrupted_patches_are_not_seen_has_no_weight(monkeypatch):
+    monkeypatch.setattr(
+        "vit_jax.models.contract.draw_patches", lambda _, rows, *__: jnp.zeros((rows, 1), int)
+    )
+    loss, params = loss_of("masked_patches", 0.04)
+    whole = jax.jit(lambda params: loss(params, {}))(params)
+    weights = [
+        float(jax.jit(lambda mask: loss(params, {"mask": mask}).weight_sum)(row))
+        for row in jnp.eye(B)
+    ]
+    assert {*weights} == {0.0, 1.0} and whole.weight_sum == sum(weights)
+    seen = jnp.asarray(weights)
+    np.testing.assert_allclose(whole.loss, loss(params, {"mask": seen}).loss, rtol=1e-5)
 
 
 def test_features_of_the_patches_that_are_seen_are_compared():

@@ -96,8 +96,9 @@ def test_a_step_compiles(name, words, axes, scan, shared_kernels):
 def test_a_step_lowers_for_rocm(name, words, monkeypatch):
     """With the operations that GPUs without cuDNN get."""
     plain = BlockOps(attend=choose_attention("gpu"))
-    norms = kernels.gpu_forms(nn.Dense(1), None, plain)
-    monkeypatch.setattr(kernels, "find_forms", lambda *_: norms)
+    monkeypatch.setattr(
+        kernels, "find_forms", lambda _, mesh: kernels.gpu_forms(nn.Dense(1), mesh, plain)
+    )
     experiment, _, mesh = on_gpus(name, words, DATA, scan=False, devices=jax.devices())
     with jax.set_mesh(mesh):
         text = experiment.trace().lower(lowering_platforms=("rocm",)).as_text()

@@ -27,6 +27,7 @@ from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.insight.runs import read_goodput
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
@@ -428,7 +429,7 @@ def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
     alone = plan_by_command(capsys, *words)[1]["estimate"]["run"]
     for name, waited in (("a", 1.0), ("b", 3.0)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(config_json(base_config()))
+        (tmp_path / name / "config.json").write_text(config_json(tiny_config()))
         row = {"step": 1, "time/seconds": 8.0, "time/input_wait_s": waited, "time/wall_s": 10.0}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     figures = plan_by_command(capsys, *words, f"--goodput_of={tmp_path}")[1]
@@ -439,6 +440,10 @@ def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
     assert " hours (goodput 60.0%), " in plan_tables.answer(figures)
     assert main(["plan", *words, f"--goodput_of={tmp_path / 'none'}"]) == 2
     assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "a/metrics.jsonl").write_text("")
+    for name in ("--goodput_of", "goodput_of"):  # of the command, and of `vit_jax.plan`
+        with pytest.raises(InputError, match=f"^{name}=.*/a: no step is timed yet"):
+            read_goodput(tmp_path / "a", name)
 
 
 def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):

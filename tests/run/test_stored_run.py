@@ -40,7 +40,7 @@ def test_its_keys_and_values_are_read_as_they_were_written(workdir):
         later = found.keys() - flatten(ConfigDict(written[name]))
         keys = declared_keys(config)
         before = {key: declared.before for key, declared in keys.items()}
-        meant = {key: before[key] for key in later if before[key] is not ...}
+        meant = {key: before[key] for key in later if before.get(key, ...) is not ...}
         meant = meant if name == "resolved" else {}  # what is asked now has today's defaults
         default = {key: declared.default for key, declared in keys.items()}
         default |= flatten(default_config()) | meant

@@ -157,7 +157,7 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
     assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]
     assert r"| 3e-3 | [bold] decode\|flip | 30.00 ± 0.00 |" in (tmp_path / "w/study.md").read_text()
     assert "\n± is the sample standard deviation over n=2 seeds.\n" in page
-    latex = r"3e-3 & [bold] decode|flip & 30.00 $\pm$ 0.00 \\"
+    latex = r"3e-3 & {[}bold] decode\textbar{}flip & 30.00 $\pm$ 0.00 \\"
     assert latex in (tmp_path / "w/study.tex").read_text()
     assert [str(tmp_path / "w" / name) for name in found["best"]] == best
     sweep = [flag.removeprefix("--sweep=") for flag in flags]

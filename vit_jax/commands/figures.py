@@ -32,11 +32,8 @@ from vit_jax.commands.flags import (
     read_source,
 )
 from vit_jax.devices.mesh import start_backend
+from vit_jax.insight.figure_names import FIGURE_NAMES, FILE_NAMES
 from vit_jax.job import exit_codes
-
-NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
-         "similarity")  # fmt: skip
-_KNOWN = (*NAMES, *(f"{name}.{form}" for form in ("png", "pdf", "svg") for name in NAMES))
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +42,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=files.absolute, metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--figures", metavar="NAME,...",
-        help=f"any of {', '.join(NAMES)}, each may end in .pdf or .svg; default: all, as PNGs",
+        help=f"any of {', '.join(FIGURE_NAMES)}, each may end in .pdf or .svg; default: all, as "
+        "PNGs",
     )  # fmt: skip
     parser.add_argument(
         "--compare_to", metavar="SOURCE", help="second model, for `similarity` between both"
@@ -92,13 +90,13 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
     """The names of the figures to draw; raises InputError that lists all faults of the flags."""
     found = Faults()
     found.need(flags.output, "--output: missing; give a folder, e.g. --output=figures")
-    chosen = [name.strip() for name in (flags.figures or ",".join(NAMES)).split(",")]
+    chosen = [name.strip() for name in (flags.figures or ",".join(FIGURE_NAMES)).split(",")]
     for name in chosen:
-        found.need_known("--figures", name, _KNOWN)
+        found.need_known("--figures", name, FILE_NAMES)
     if flags.compare_to is not None:
-        is_drawn = "similarity" in str(chosen)
+        is_drawn = "similarity" in {name.partition(".")[0] for name in chosen}
         found.need(is_drawn, "--compare_to: is for `similarity`; add it to --figures")
     both = flags.images and flags.data
     found.need(not both, "give either images (files, folders) or --data=NAME:SPLIT, not both")
     collect_faults(found)
-    return [name for name in _KNOWN if name in chosen]
+    return [name for name in FILE_NAMES if name in chosen]

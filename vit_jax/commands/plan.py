@@ -113,7 +113,7 @@ def _known(flags: argparse.Namespace) -> dict[str, float | None]:
     if flags.goodput_of is not None:
         from vit_jax.insight.runs import read_goodput
 
-        goodput = read_goodput(flags.goodput_of)
+        goodput = read_goodput(flags.goodput_of, "--goodput_of")
     return {"price_per_chip_hour": flags.price_per_chip_hour, "goodput": goodput}
 
 

@@ -9,7 +9,7 @@ It prints the last metrics of the runs, the best run first, and the config keys 
 differ; FILE.csv holds the same of every metric. FILE.png, FILE.pdf and FILE.svg have a panel for
 each --metric, by default the first four of train/loss, the evaluators' top-1 and their other
 metrics. FILE.tex is a LaTeX table of the evaluators' last values, or of each --metric; runs that
-differ in the seed only share a row: mean, sample standard deviation, and n, their number.
+differ in the seed only share a row: mean, sample standard deviation, and n, the number of values.
 
 FILE.html shows results with deviations over seeds, curves that zoom, times, the configs and their
 differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
@@ -97,11 +97,12 @@ def main(flags: argparse.Namespace) -> int:
         ".csv": lambda: tables.as_csv([("kind", "name", *names), *rows]),
         ".tex": lambda: runs.as_latex(found, flags.metric).encode(),
     }
-    for output in flags.output:
-        if output.suffix in _IMAGES:
-            content = plots.as_file(plots.draw_runs(found, curves), output.suffix[1:])
-        else:
-            content = make[output.suffix]()
+    make |= {
+        form: lambda form=form: plots.as_file(plots.draw_runs(found, curves), form[1:])
+        for form in _IMAGES
+    }
+    contents = [make[output.suffix]() for output in flags.output]  # all, or none is written
+    for output, content in zip(flags.output, contents, strict=True):
         files.write_whole(output, content)
         logger.info("written: %s", output)
     if flags.format == "json":

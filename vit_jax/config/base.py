@@ -19,8 +19,8 @@ from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.durations import to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator
 from vit_jax.config.node import Node, flatten
-from vit_jax.config.parts import DURATIONS, LARGEST_SIDE, Key, add_keys, as_pair
-from vit_jax.config.registries import ALL_REGISTRIES, REGISTRIES, SOURCES
+from vit_jax.config.parts import DURATIONS, LARGEST_SIDE, Key, Registry, add_keys, as_pair
+from vit_jax.config.registries import ALL_REGISTRIES, OPS, REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS, Data
 
 # Keys that change the speed and the memory of a step, and its result only by rounding.
@@ -85,15 +85,34 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
 
 def find_unrecorded(config: ConfigDict) -> list[str]:
     """KEY=NAME of each part of `config` that was added by code outside its plug-ins."""
-    known = ("vit_jax.", *(f"{plugins_lib.find_plugin(name).module}." for name in config.plugins))
-    said = str([*flatten(config).values()])
+    modules = [plugins_lib.find_plugin(name).module for name in config.plugins]
+
+    def is_outside(registry: Registry[Any], name: str) -> bool:
+        if name not in registry.keys() & registry.added.keys() or registry.added[name] in modules:
+            return False
+        part = registry[name]
+        of_part = part.partition(":")[0] if isinstance(part, str) else part.__module__
+        return not f"{of_part}.".startswith(tuple(f"{module}." for module in modules))
+
     return [
         f"{registry.selector}={name}"
         for registry in ALL_REGISTRIES
-        for name, part in registry.items()
-        if not (part if isinstance(part, str) else f"{part.__module__}.").startswith(known)
-        and re.search(rf"\b{re.escape(name)}\b", said)
+        for name in dict.fromkeys(map(registry.entry, _names_in(config, registry)))
+        if is_outside(registry, name)
     ]
+
+
+def _names_in(config: ConfigDict, registry: Registry[Any]) -> list[str]:
+    """The names of parts in the keys of `config` that select from `registry`."""
+    values = flatten(config)
+    if registry is OPS:
+        ops = [values[k] or "" for k, key in declared_keys(config).items() if key.form == "ops"]
+        return [op.partition("(")[0].strip() for op in re.split("[|;]", "|".join(ops))]
+    ends = (registry.selector, "data_name") if registry is SOURCES else (registry.selector,)
+    found = [v for k, v in values.items() if k in ends or k.endswith(tuple(f".{x}" for x in ends))]
+    if registry is SOURCES:  # NAME=WEIGHT, NAME@SPLIT=WEIGHT, or a list of dicts
+        found += re.split(r"""[\s=@,'"]+""", config.data.mix)
+    return [name for v in found if v for name in (v if isinstance(v, tuple) else (v,))]
 
 
 def _type_faults(config: ConfigDict, section: str, keys: Mapping[str, Key]) -> list[str]:

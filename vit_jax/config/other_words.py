@@ -68,11 +68,11 @@ FLAGS = (
          "mixup_switch_prob", "", "for each pair one of both, with equal probability"),
     Flag("data.ops=erase", "reprob remode recount", "reprob remode recount",
          "reprob remode recount", "", "erase(probability, area_max=0.333) in data.ops, always with "
-         "uniform noise; once for each rectangle"),
+         "uniform noise; repeat the op for more rectangles"),
     Flag("data.ops=color_jitter", "color_jitter", "color_jitter", "color_jitter", "",
-         "color_jitter(1, 0.4, 0.4, 0.4, 0) in data.ops for 0.4; timm has none beside aa"),
-    Flag("data.ops=vertical_flip", "vflip", "", "", "", "vertical_flip in data.ops: of half the "
-         "images"),
+         "color_jitter(1, 0.4, 0.4, 0.4, 0) in data.ops for 0.4; timm leaves it out if aa is set"),
+    Flag("data.ops=vertical_flip", "vflip", "", "", "", "vertical_flip in data.ops flips half "
+         "of the images"),
     Flag("data.ops=three_augment", "", "ThreeAugment", "", ""),
     Flag("data.repeats", "aug_repeats", "repeated_aug", "", ""),
     Flag("loss.name", "bce_loss", "bce_loss", "", "loss", "sigmoid for binary cross-entropy"),

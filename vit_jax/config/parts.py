@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.config import plugins
 from vit_jax.config.durations import check_duration, split_durations
 
 P = TypeVar("P", bound="Part")
@@ -298,6 +299,7 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
     selector: the key of a config whose value selects a part, such as "objective.name".
     common: the keys of its section that belong to no part. A part's keys are None in the section
       until they are set.
+    added: {name of a part that was added: module of the plug-in that was being imported, or None}.
     """
 
     def __init__(self, selector: str, common: type[Section], parts: Mapping[str, "type[P] | str"]):
@@ -305,9 +307,15 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         self.selector, self.common = selector, common
         self.section, dot, self._leaf = selector.rpartition(".")
         self._prefix = self.section + dot
+        self.added: dict[str, str | None] = {}
+
+    def entry(self, name: str) -> str:
+        """The name in this dict of the part that a config calls `name`."""
+        return name
 
     def find(self, name: str) -> type[P]:
         """The class of the part called `name`; raises InputError if there is none."""
+        name = self.entry(name)
         found = self.get(name)
         if found is None:
             raise InputError(f"{self.selector}={name!r}: {nearest(str(name), list(self))}")
@@ -328,6 +336,7 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
             raise InputError(f"{self.selector}={name!r}: exists; give your part another name")
         if not isinstance(part, str):
             self.keys_of(part)  # here, so that the error has the line of the plug-in
+        self.added[name] = plugins.importing()
         super().__setitem__(name, part)
 
     def make(

@@ -57,6 +57,7 @@ class Plugin(NamedTuple):
 # Plug-ins imported by this process, by name.
 _PLUGINS: dict[str, Plugin] = {}
 
+_importing: contextvars.ContextVar[str | None] = contextvars.ContextVar("importing", default=None)
 _named: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("named", default=())
 _trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("trusted", default=False)
 _beside: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
@@ -95,6 +96,11 @@ def beside(folder: pathlib.Path) -> Iterator[None]:
 def named_by_command() -> tuple[str, ...]:
     """Plug-ins of the innermost `using`."""
     return _named.get()
+
+
+def importing() -> str | None:
+    """Name of the module of the plug-in that is being imported; None: there is none."""
+    return _importing.get()
 
 
 def has_devices() -> bool:
@@ -224,12 +230,14 @@ def _run(name: str, module_name: str, file: str, content: bytes) -> types.Module
     module.__file__ = file
     module.__package__ = module_name.rpartition(".")[0]
     sys.modules[module_name] = module  # dataclasses resolve annotations there
-    had_devices = has_devices()
+    had_devices, token = has_devices(), _importing.set(module_name)
     try:
         exec(compile(content, file, "exec"), vars(module))
     except (Exception, SystemExit) as e:  # a user's file may raise anything
         del sys.modules[module_name]
         raise InputError(f"plugins={name}: {say_fault_of_file(e, file)}") from e
+    finally:
+        _importing.reset(token)
     if has_devices() and not had_devices:
         del sys.modules[module_name]
         raise InputError(

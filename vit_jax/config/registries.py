@@ -88,12 +88,11 @@ class DataSets(Registry[Any]):
     A config may have keys of several data sets, for mixtures and evaluators; each takes its own.
     """
 
-    def find(self, name: str) -> type[Any]:
+    def entry(self, name: str) -> str:
         if name in self:
-            return super().find(name)
+            return name
         kinds = {"hf:": "hf", "vtab/": "vtab", "arrays@": "arrays"}
-        found = (kind for start, kind in kinds.items() if str(name).startswith(start))
-        return super().find(next(found, "tfds"))
+        return next((kind for start, kind in kinds.items() if str(name).startswith(start)), "tfds")
 
     def make(
         self, values: Mapping[str, Any], prefix: str | None = None, in_steps: Any = None
@@ -147,11 +146,11 @@ OPS: Registry[Any] = Registry(
         "mixup": "vit_jax.data.device_ops:MixUp",
         "cutmix": "vit_jax.data.device_ops:CutMix",
         "mixup_or_cutmix": "vit_jax.data.device_ops:MixUpOrCutMix",
-        "color_jitter": "vit_jax.data.device_ops:ColorJitter",
-        "greyscale": "vit_jax.data.device_ops:Greyscale",
-        "blur": "vit_jax.data.device_ops:Blur",
-        "solarize": "vit_jax.data.device_ops:Solarize",
-        "three_augment": "vit_jax.data.device_ops:ThreeAugment",
+        "color_jitter": "vit_jax.data.colour_ops:ColorJitter",
+        "greyscale": "vit_jax.data.colour_ops:Greyscale",
+        "blur": "vit_jax.data.colour_ops:Blur",
+        "solarize": "vit_jax.data.colour_ops:Solarize",
+        "three_augment": "vit_jax.data.colour_ops:ThreeAugment",
     },
 )
 
@@ -184,11 +183,9 @@ class Families(Registry[Any]):
     number of the ResNet's layers is left out.
     """
 
-    def find(self, name: str) -> type[Any]:
+    def entry(self, name: str) -> str:
         """The family, for its own name or for the name of one of its models."""
-        if name in self:
-            return super().find(name)
-        return super().find(re.sub(r"^R\d+\+", "R+", str(name).partition("-")[0]))
+        return name if name in self else re.sub(r"^R\d+\+", "R+", str(name).partition("-")[0])
 
     def chosen_keys(self, name: str | None) -> dict[str, Key]:
         """With the sizes of the model called `name` as defaults."""

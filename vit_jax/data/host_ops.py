@@ -143,13 +143,13 @@ class ResizeSmall(Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
     An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
-    image only what a crop after it keeps is made, as the whole may take gigabytes.
+    image only what the crop after it keeps is made, as the whole may take gigabytes.
     """
 
-    cut: ClassVar[Crop | None] = None  # the central crop after it
+    cut: ClassVar[Crop | None] = None  # the crop after it
 
     def before(self, after):
-        if not isinstance(after, Crop) or isinstance(after, RandomCrop):
+        if not isinstance(after, Crop):
             return self
         own = copy.copy(self)
         object.__setattr__(own, "cut", after)
@@ -165,7 +165,7 @@ class ResizeSmall(Resize):
         def whole():
             return _bilinear(image, resized, self.antialias)
 
-        if not isinstance(cut, Crop):
+        if cut is None:
             return whole()
         own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
         grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))

@@ -2,8 +2,8 @@
 
 A string joins small ops by "|"; arguments are literals. An op is a part: one class, whose fields
 are its arguments, and one line in `registries.OPS`. Host ops come first and run in tf.data
-(host_ops.py); device ops come last and run inside the jitted step (device_ops.py). Parsing finds
-every fault without TensorFlow.
+(host_ops.py); device ops come last and run inside the jitted step (device_ops.py, colour_ops.py).
+Parsing finds every fault without TensorFlow.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vit_jax.config.registries import OPS
 Size = int | tuple[int, int] | None
 Hw = tuple[int, int]
 SIZE = "(height, width), or one number for both; None: data.image_size"
+PROBABILITY = "share of the images that are changed"
 
 
 class Op(Part):

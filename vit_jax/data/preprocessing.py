@@ -23,7 +23,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.config.sections import Data
 from vit_jax.data.batch import BatchSpec, Crops
-from vit_jax.data.device_ops import ColourOp, DeviceTransform, make_device_transform
+from vit_jax.data.colour_ops import ColourOp
+from vit_jax.data.device_ops import DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, Hw, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 

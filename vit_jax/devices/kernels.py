@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +27,7 @@ from vit_jax.models.block_ops import (
     RowKernels,
     add_bias_on_tpu,
     multiply_on_cpu,
-    repeat_on_gpu,
+    repeat_in_order,
 )
 from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import choose_attention
@@ -112,8 +113,8 @@ def has_kernels(model: nn.Module) -> bool:
 
 def gpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str, BlockOps]:
     """The forms of `model` on GPUs beside `plain`; see `find_forms`."""
-    norms = dataclasses.replace(plain, recompute_norms=True, repeat=repeat_on_gpu)
-    forms = {"norms": norms}
+    repeat = partial(_repeat_on_gpu, mesh=mesh)
+    forms = {"norms": dataclasses.replace(plain, recompute_norms=True, repeat=repeat)}
     if _why_plain(model, mesh, on_tpu=False) is None:
         attend = partial(_cudnn_attention, mesh=mesh)
         forms["cudnn"] = dataclasses.replace(
@@ -250,6 +251,21 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
         return share(*args)
 
     return on_all
+
+
+def _repeat_on_gpu(x_1ND, rows: int, dtype, *, mesh: Mesh):
+    """`block_ops.Repeat`, whose gradients keep the order of their axes in memory.
+
+    XLA for GPUs (jax 0.10.2) would put the axis that is summed last, in all tokens of a model, and
+    then transpose them before and after each dense layer. Each device states the order of its own
+    rows: of all rows, XLA would gather them.
+    """
+
+    def in_order(grad_BND):
+        state = partial(with_layout_constraint, layouts=Layout((0, 1, 2)))
+        return _on_rows(state, mesh, (P(BATCH_AXES),))(grad_BND)
+
+    return repeat_in_order(x_1ND, rows, dtype, in_order)
 
 
 def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):

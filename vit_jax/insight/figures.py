@@ -18,6 +18,7 @@ from vit_jax.data import Source
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
+from vit_jax.insight.figure_names import FIGURE_NAMES
 from vit_jax.insight.measured import (
     MIN_IMAGES,
     Measured,
@@ -188,19 +189,11 @@ def _similarity(subject: Subject) -> Made | str:
     return plots.draw_similarity(found, names), [("layer", "other_layer", "cka"), *rows]
 
 
-FIGURES: dict[str, Callable[[Subject], Made | str]] = {
-    "filters": _filters,
-    "positions": _positions,
-    "distance": _distance,
-    "rollout": _rollout,
-    "heads": _heads,
-    "features": _features,
-    "entropy": _entropy,
-    "norms": _norms,
-    "similarity": _similarity,
-}
-# With the ending of a name; without one it is a PNG.
-NAMES = (*FIGURES, *(f"{name}.{form}" for name in FIGURES for form in ("png", "pdf", "svg")))
+_FUNCTIONS = (_filters, _positions, _distance, _rollout, _heads, _features, _entropy, _norms,
+              _similarity)  # fmt: skip
+FIGURES: dict[str, Callable[[Subject], Made | str]] = dict(
+    zip(FIGURE_NAMES, _FUNCTIONS, strict=True)
+)
 _OF_PARAMETERS = ("filters", "positions")
 _OF_ATTENTION = ("distance", "rollout", "heads", "entropy")
 

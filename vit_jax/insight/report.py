@@ -32,6 +32,7 @@ from vit_jax.insight.runs import (
     evaluated,
     group_seeds,
     short_names,
+    show_mean,
 )
 from vit_jax.run.watch.ledger import add_up
 
@@ -87,6 +88,7 @@ def write(
         styles=plots.styles(groups),
         groups=groups,
         evaluated=evaluated(runs),
+        show_mean=show_mean,
         curves=curves,
         speeds=speeds,
         divs={chart.title: Markup(div) for chart, div in zip(drawn, divs, strict=True)},

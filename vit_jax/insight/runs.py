@@ -111,8 +111,10 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dic
     ]
 
 
-def read_goodput(workdir: str | os.PathLike) -> float:
+def read_goodput(workdir: str | os.PathLike, name: str) -> float:
     """The share of steps in the time of a run, or of the runs in a folder.
+
+    `name`: of the caller's flag or argument, for errors.
 
     Raises:
       InputError: no step is timed yet, or as `read_all`.
@@ -122,7 +124,7 @@ def read_goodput(workdir: str | os.PathLike) -> float:
         seconds.update(run.seconds)
     if found := goodput(seconds):
         return found
-    raise InputError(f"--goodput_of={workdir}: no step is timed yet; give a longer run")
+    raise InputError(f"{name}={workdir}: no step is timed yet; give a longer run")
 
 
 def _find(path: epath.Path, depth: int = _DEPTH) -> tuple[list[epath.Path], list[epath.Path]]:
@@ -323,14 +325,14 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
 class Group(NamedTuple):
     """Runs whose configs differ in nothing but the seed.
 
-    values: {metric: its last value, as text}: mean and sample deviation of the runs that have not
-      diverged. num_measured: their number. steps: their last steps; a deviation over several is no
-      deviation over seeds only.
+    values: {metric: last values of the runs that have it and have not diverged}. num_measured:
+      number of runs that have not diverged. steps: their last steps; a deviation over several is
+      no deviation over seeds only.
     """
 
     name: str
     runs: Sequence[Run]
-    values: Mapping[str, str]
+    values: Mapping[str, Sequence[float]]
     num_measured: int
     steps: Sequence[int]
 
@@ -344,7 +346,7 @@ class Group(NamedTuple):
 
 
 def group_seeds(runs: Sequence[Run]) -> list[Group]:
-    """Group the runs, with the mean and the sample deviation of each evaluator's last values."""
+    """Group the runs, with the last values of each metric."""
     by_config: dict[str, list[Run]] = {}
     for run in runs:
         config = {key: value for key, value in run.config.items() if key != "seed"}
@@ -356,8 +358,8 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
             name = re.sub(r"[_./=-]*(seed)?[_./=-]*\d+$", "", name) or name
         measured = [run for run in members if run.diverged is None]
         values = {
-            name: show_mean(name, [r.curves[name][-1][1] for r in measured if name in r.curves])
-            for name in evaluated(measured)
+            name: [run.curves[name][-1][1] for run in measured if name in run.curves]
+            for name in _known(measured)
         }
         steps = sorted({run.step for run in measured})
         groups.append(Group(name, members, values, len(measured), steps))
@@ -365,17 +367,27 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
 
 
 def as_latex(runs: Sequence[Run], metrics: Sequence[str] = ()) -> str:
-    """A table with a row for each group of seeds: its name, number of runs and last values.
+    """A table with a row for each group of seeds: its name, the number n of values, and the values.
 
-    `metrics`: of evaluators; () takes all but counts.
+    A cell of fewer than n values says its own n. `metrics`: () takes those of evaluators, but no
+    counts.
+
+    Raises:
+      InputError: no run has a value.
     """
-    names = list(metrics) or by_use(runs)
-    rows = [
-        (group.name, str(group.num_measured), *(group.values.get(name, "-") for name in names))
-        for group in group_seeds(runs)
-    ]
-    note = "The number after ± is the sample standard deviation over the n runs of a row."
-    return latex.as_latex([("run", "n", *names), *rows], note)
+    names, rows = [*dict.fromkeys(metrics)] or by_use(runs), []
+    for group in group_seeds(runs):
+        found = {name: group.values.get(name, ()) for name in names}
+        n = max(map(len, found.values()), default=0)
+        cells = [
+            show_mean(name, values) + f" (n={len(values)})" * (len(values) < n) if values else "-"
+            for name, values in found.items()
+        ]
+        rows.append((group.name, str(n), *cells))
+    if not any(n != "0" for _, n, *_ in rows):
+        raise InputError("no run has a value for the table yet; wait, or give another --metric")
+    note = "The number after ± is the sample standard deviation over n runs."
+    return latex.as_latex([("run", "n", *names), *rows], note * ("±" in str(rows)))
 
 
 def mean_curve(group: Group, metric: str) -> np.ndarray:

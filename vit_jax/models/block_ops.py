@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from vit_jax.models.dot_product import Attend, dot_product_attention
 from vit_jax.models.dropout import DrawBytes, threefry_bytes
@@ -19,7 +18,7 @@ from vit_jax.models.dropout import DrawBytes, threefry_bytes
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 
-# repeat(x_1ND, B, dtype) -> (B, N, D): the same tokens for each image.
+# repeat(x_1ND, B, dtype) -> (B or 1, N, D): the same tokens for each image; 1: to be broadcast.
 Repeat = Callable[[jax.Array, int, Any], jax.Array]
 
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
@@ -77,27 +76,28 @@ add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def repeat_plainly(x_1ND, rows: int, dtype):
-    """x_1ND in `dtype` for each of the rows."""
+    """x_1ND in `dtype`."""
+    del rows
+    return x_1ND.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def repeat_in_order(x_1ND, rows, dtype, in_order):
+    """x_1ND for each of the rows; its gradient is the sum of in_order(gradients), in float32."""
+    del in_order
     return jnp.broadcast_to(x_1ND.astype(dtype), (rows, *x_1ND.shape[1:]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def repeat_on_gpu(x_1ND, rows, dtype):
-    """`repeat_plainly`, whose gradient keeps the order of its axes in memory.
-
-    XLA for GPUs (jax 0.10.2) would put the axis that is summed last, in all tokens of a model, and
-    then transpose them before and after each dense layer.
-    """
-    return repeat_plainly(x_1ND, rows, dtype)
+def _repeat_forward(x_1ND, rows, dtype, in_order):
+    return repeat_in_order(x_1ND, rows, dtype, in_order), None
 
 
-def _repeat_backward(rows, dtype, _, grad_BND):
+def _repeat_backward(rows, dtype, in_order, _, grad_BND):
     del rows, dtype
-    grad_BND = with_layout_constraint(grad_BND, Layout((0, 1, 2)))
-    return (grad_BND.sum(axis=0, keepdims=True, dtype=jnp.float32),)
+    return (in_order(grad_BND).sum(axis=0, keepdims=True, dtype=jnp.float32),)
 
 
-repeat_on_gpu.defvjp(lambda *args: (repeat_plainly(*args), None), _repeat_backward)
+repeat_in_order.defvjp(_repeat_forward, _repeat_backward)
 
 
 @jax.custom_vjp

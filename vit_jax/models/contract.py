@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import collect_faults
 from vit_jax.config.parts import find_wrong, keys_of_fields
 from vit_jax.models.fields import WITHOUT, field_names
-from vit_jax.models.patches import draw_kept
+from vit_jax.models.patches import draw_patches
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 
@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
     """The sizes of a model's attention between all tokens of an image.
 
     width: of a head.
-    num_tokens: of an image; None: the model takes images of any size.
+    num_tokens: of an image in training; None: the model takes images of any size.
     dropout: the rate at which training drops attention weights.
     relative: whether relative positions add to the logits.
     """
@@ -150,7 +150,7 @@ class Model(nn.Module):
         """
         if not train or self.keep_tokens == 1:
             return None
-        return draw_kept(self.make_rng("dropout"), rows, patches, self.keep_tokens)
+        return draw_patches(self.make_rng("dropout"), rows, patches, self.keep_tokens)
 
     @property
     def draws_rows_apart(self) -> bool:

@@ -80,8 +80,7 @@ def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
     """`fields` converted for the family's `module`: sizes to pairs, the name of a dtype to it.
 
-    A family that lacks `dtype`, `remat`, `remat_layers`, `scan` or `channels` accepts the value
-    that describes it anyway.
+    A family that lacks a field of `WITHOUT` accepts the value that describes it anyway.
 
     Raises:
       InputError: prefixed with `where`; names all fields that the family lacks, or all values of

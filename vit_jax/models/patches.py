@@ -48,10 +48,10 @@ def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
     Its gradient adds nothing up, for which GPUs would have no fixed order.
     """
 
-    def take(x_N, which_M):
+    def of_row(x_N, which_M):
         return x_N.at[which_M].get(mode="promise_in_bounds", unique_indices=True)
 
-    return jax.vmap(take)(x_BN, which_BM)
+    return jax.vmap(of_row)(x_BN, which_BM)
 
 
 def take_after(prefix: int, x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def take_after(prefix: int, x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
     return jnp.concatenate([x_BND[:, :prefix], take_once(x_BND[:, prefix:], which_BM)], axis=1)
 
 
-def draw_kept(rng: jax.Array, rows: int, num: int, share: float) -> jax.Array:
+def draw_patches(rng: jax.Array, rows: int, num: int, share: float) -> jax.Array:
     """A share of `num` patches, drawn for each row: raster indices, rising, int32 (rows, M)."""
     order_BN = random_order(row_keys(rng, rows), num)
     return jnp.sort(order_BN[:, : count_kept(num, share)], axis=1)

@@ -208,7 +208,9 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         image_size = self.image_size if image_size is None else image_size
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
-            prefix_BND = self.ops.repeat(prefix_1ND, x_BND.shape[0], self.dtype)
+            rows = x_BND.shape[0]  # in an export, a number that is not known
+            prefix_BND = self.ops.repeat(prefix_1ND, rows, self.dtype)
+            prefix_BND = jnp.tile(prefix_BND, (rows // prefix_BND.shape[0], 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
@@ -348,7 +350,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     @property
     def num_tokens_in_training(self) -> int:
-        """Of these, the number that passes through the encoder in training."""
+        """Number of tokens of one image that training encodes, prefix tokens included."""
         return count_kept(math.prod(self.grid), self.keep_tokens) + self.num_prefix_tokens
 
     @property

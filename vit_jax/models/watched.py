@@ -70,5 +70,5 @@ def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.A
     """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is."""
     if x.ndim == 4:
         return x
-    rows, _ = model.clone(image_size=image_size).grid
-    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows)
+    rows, columns = model.clone(image_size=image_size).grid
+    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows, c=columns)

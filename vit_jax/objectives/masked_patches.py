@@ -177,7 +177,10 @@ class _MaskedPatches:
         corruption = draw_corruption(keys_B, self.num_patches)
         found, seen_BM = self.predict(params, images, corruption, dropout_key)
         loss_B, metrics = self.compare(found, images, corruption, seen_BM)
-        sums = sums_of_rows(loss_B, batch["mask"], **metrics)
+        mask_B = batch["mask"]
+        if seen_BM is not None:
+            mask_B = mask_B * seen_BM.max(axis=1)
+        sums = sums_of_rows(loss_B, mask_B, **metrics)
         return ObjectiveOutput(**sums, model_state=state.model_state)
 
     def predict(

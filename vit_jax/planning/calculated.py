@@ -239,7 +239,8 @@ def _shares_bytes(experiment: Experiment, images: int) -> int:
     values = 2 * sum(
         leaf.size for leaf in jax.tree.leaves(state.params) if "data" in leaf.sharding.spec
     )
-    values += images * model.depth * model.num_tokens * (model.width + model.mlp_dim)
+    tokens = model.num_tokens_in_training
+    values += images * model.depth * tokens * (model.width + model.mlp_dim)
     return values * jnp.dtype(model.dtype).itemsize
 
 

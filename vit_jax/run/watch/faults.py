@@ -3,7 +3,8 @@
 Each is made once in a workdir, before a step; "," separates several. With `every=60s` in the place
 of `step=12`, a fault of a process is made 60 s after the run's first start, and again 60 s after
 each time. With `every=60s:seed=3` these times are drawn from an exponential distribution with a
-mean of 60 s. A flipped bit is the highest of the mantissa of an array's first number.
+mean of 60 s. Faults that last from then on (`clock`, `slow_disk`, `full_disk`) take no `every`. A
+flipped bit is the highest of the mantissa of an array's first number.
 `run.watch.injected` makes the faults of processes.
 """
 
@@ -41,6 +42,7 @@ FAULTS = {  # example: meaning
     "damage:process=0:step=12": "one bit in the largest file of the newest save flips, half a row "
                                 "is written, and process 0 is killed",
 }  # fmt: skip
+_REPEATED = r"(?!clock|slow_disk|full_disk)\w+:process=\d+"  # the others last from then on
 _WORDS = {2: jnp.uint16, 4: jnp.uint32}  # by the bytes of a float
 
 
@@ -90,7 +92,8 @@ def parse_faults(text: str | None) -> list[Fault]:
 
 
 def _parse(word: str) -> Fault:
-    times = re.match(r"\w+:process=\d+:(every=([1-9]\d{0,8})s(?::seed=(\d{1,9}))?)", word, re.ASCII)
+    every = r"(every=([1-9]\d{0,8})s(?::seed=(\d{1,9}))?)"
+    times = re.match(f"{_REPEATED}:{every}", word, re.ASCII)
     plain = word.replace(times[1], "step=0") if times else word
     for example in FAULTS:
         form = re.sub(r"seconds=[\d.]+", r"seconds=(\\d{1,6}(?:\\.\\d+)?)", example)
@@ -105,7 +108,7 @@ def _parse(word: str) -> Fault:
     kind = word.partition(":")[0]
     same = [example for example in FAULTS if example.startswith(f"{kind}:")]
     if "every=" in word:
-        same = [re.sub(r"(process=\d):step=12", r"\1:every=60s:seed=3", each) for each in same]
+        same = [re.sub(f"^({_REPEATED}):step=12", r"\1:every=60s:seed=3", each) for each in same]
     hint = f"write {' or '.join(same)}" if same else nearest(word, [*FAULTS])
     raise InputError(f"job.inject={word!r}: no such fault; {hint}")
 
