@@ -1,6 +1,6 @@
 """Python functions that do what commands do: they take a config, or runs and sources by name.
 
-`vit_jax.NAME` finds them, and those of other modules that Python users call. Errors are
+`vit_jax.NAME` finds them, as it finds what Python users call in other modules. Errors are
 `InputError`, a ValueError that lists all faults.
 """
 
