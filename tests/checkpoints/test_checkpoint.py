@@ -273,6 +273,7 @@ def test_a_run_resumes_before_it_initialises_before_it_starts_anew(directory):
     run = types.SimpleNamespace(
         workdir=directory.parent,
         settings=settings_of(base_config()),
+        mesh=make_mesh(data=8, fsdp=1),
         fingerprint=META["data_fingerprint"],
         experiment=types.SimpleNamespace(
             abstract_state=abstract(make_state(0)), init=lambda: make_state(0)
