@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pathlib
+import signal
 import sys
 
 from cheap_compilation import cheap_flags
@@ -39,6 +40,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so a shell starts a job with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send Ctrl-C to processes
     if not config.getoption("--unpatched"):
         use_cheap_keys()
         use_cheap_tracing()
