@@ -72,7 +72,7 @@ def plan(recipe: str, topology: str, *, compiled: bool) -> dict | str:
 
 
 def row(recipe: str, topology: str, figures: dict) -> dict[str, str]:
-    """A row of the table; its MiB are what a chip sends in a step."""
+    """A row of the table; a chip sends its MiB in a step."""
     run, memory = figures["estimate"]["run"], figures["memory_bytes"]
     cpus, chips = SLICES[topology]
     cycles, by_kernel = figures["compiler_cycles"], figures["estimate"]["by_kernel"]

@@ -158,11 +158,11 @@ def plan(
 
     Args:
       config, overrides: as in `load_config`.
-      topology: a TPU slice or GPUs: "v5e:4x4", "H100:64"; None: the CPU that `measured` is of.
+      topology: a TPU slice or GPUs: "v5e:4x4", "H100:64"; None: the CPU of `measured`.
       num_slices: TPU slices, joined by DCN.
       price_per_chip_hour: in any currency; None: no cost.
-      goodput_of: a run on such machines, or a folder of runs, by whose share of steps the hours are
-        divided; None: input, evaluations and saves are left out.
+      goodput_of: a run on such machines, or a folder of runs; the hours are divided by its share of
+        steps. None: input, evaluations and saves are left out.
       measured: certificate.json of `certify`, made on such chips; None: no measurement is used.
       may_compile: False: calculate in seconds, without a compiler.
 

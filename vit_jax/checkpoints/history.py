@@ -41,7 +41,7 @@ def read_history(workdir: epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def warn_of_lost_rows(workdir: epath.Path, last: int, meta: Mapping[str, Any]) -> None:
-    """Warn if the rows end, at step `last`, before the last row that `meta` of a state tells of."""
+    """Warn if the rows end at step `last`, and `meta` of a saved state names a later row."""
     logged = meta.get("logged", 0)  # not in older runs
     if last < logged:
         logger.warning(

@@ -119,7 +119,7 @@ def _print_comparison(
     config: Mapping[str, Sequence[object]],
     metrics: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """Print the tables of `found`; the rest is what `insight.runs.compare` says of them."""
+    """Print the tables of `found`; the other arguments are the values of `insight.runs.compare`."""
     from vit_jax.insight.runs import by_use, show_mean
 
     cells = {"step": [run.short_state for run in found]} | {

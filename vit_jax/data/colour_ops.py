@@ -1,7 +1,7 @@
 """Preprocessing on the device that changes the colours of each image, or blurs it.
 
-Results are float32, clipped to 0 to 255, and not rounded between ops, where Pillow rounds to whole
-numbers. Ops on colours need 3 channels.
+Results are float32, from 0 to 255. They are not rounded between ops; Pillow rounds them. Ops on
+colours need 3 channels.
 
 Axes: H height, W width.
 """

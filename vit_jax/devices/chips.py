@@ -251,10 +251,10 @@ def find_slice(name: str, flag: str = "--topology") -> Slice:
 
 
 def find_slices(name: str, number: int) -> Slice:
-    """The slice called `name`, of which a run has `number`.
+    """The slice called `name`, for a run on `number` such slices.
 
     Raises:
-      InputError: as `find_slice`, or so many cannot be joined.
+      InputError: there is no such slice, or so many of them cannot be joined.
     """
     found = find_slice(name)
     if number < 1:

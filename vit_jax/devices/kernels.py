@@ -258,7 +258,7 @@ def _repeat_on_gpu(x_1ND, rows: int, dtype, *, mesh: Mesh):
 
     XLA for GPUs (jax 0.10.2) would put the axis that is summed last, in all tokens of a model, and
     then transpose them before and after each dense layer. Each device states the order of its own
-    rows: of all rows, XLA would gather them.
+    rows. If the program stated it for all rows, XLA would gather them on each device.
     """
 
     def in_order(grad_BND):

@@ -245,7 +245,7 @@ def draw_figures(
     pretrained: Pretrained,
     output: epath.Path,
     images: Source | None,
-    names: Iterable[str],
+    names: Sequence[str],
     *,
     compare_to: str | None = None,
     **how: int,
@@ -254,10 +254,10 @@ def draw_figures(
 
     `how`: the arguments of `measure`.
     """
-    subject = Subject(pretrained)
+    subject, plain = Subject(pretrained), [name.partition(".")[0] for name in names]
     if images is not None:
         subject.seen = measure(pretrained, images, **how)
-        if compare_to is not None and "similarity" in str(names):
+        if compare_to is not None and "similarity" in plain:
             other = read_pretrained(compare_to)
             if other.spec.image_size is None:
                 other = with_image_size(other, pretrained.spec.image_size)

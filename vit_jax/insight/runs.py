@@ -367,10 +367,10 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
 
 
 def as_latex(runs: Sequence[Run], metrics: Sequence[str] = ()) -> str:
-    """A table with a row for each group of seeds: its name, the number n of values, and the values.
+    """A table with a row for each group of seeds: its name, the number n of values, their means.
 
-    A cell of fewer than n values says its own n. `metrics`: () takes those of evaluators, but no
-    counts.
+    A cell with fewer values than n states their number. `metrics`: () takes all that evaluators
+    measure, except counts.
 
     Raises:
       InputError: no run has a value.

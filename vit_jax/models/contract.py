@@ -146,7 +146,7 @@ class Model(nn.Module):
     def draw_keep(self, rows: int, patches: int, *, train: bool) -> jax.Array | None:
         """The patches of each image that a pass keeps, by `keep_tokens`; None: all.
 
-        Objectives that call "embed" and "encode" of a ViT give it to the latter as `keep`.
+        Objectives that call "encode" of a ViT give it as `keep`.
         """
         if not train or self.keep_tokens == 1:
             return None

@@ -45,7 +45,7 @@ def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
 def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
     """The entries `which_BM` of each row, none of them twice: (B, N, ...) -> (B, M, ...).
 
-    Its gradient adds nothing up, for which GPUs would have no fixed order.
+    Its gradient adds nothing up; GPUs add in no fixed order.
     """
 
     def of_row(x_N, which_M):

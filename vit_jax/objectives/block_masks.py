@@ -55,7 +55,7 @@ class Hidden(NamedTuple):
     views: which views of an image have any, int32 (B, U), others have none.
     mask: bool (B, U, N), the hidden patches, in raster order.
     which: int32 (B, U, M), their raster indices, then those of other patches.
-    counts: (B, U, M), 1 for the former, 0 for the latter.
+    counts: (B, U, M), 1 for a hidden patch, 0 for another.
     """
 
     views: jax.Array
@@ -64,7 +64,7 @@ class Hidden(NamedTuple):
     counts: jax.Array
 
     def in_all_views(self, num_views: int) -> jax.Array:
-        """bool (B G, N): the hidden patches of all views, of which there are `num_views` = B G."""
+        """The hidden patches of all views, bool (B G, N); `num_views` is B G."""
         rows, number, num_patches = self.mask.shape
         masks = jnp.zeros((rows, num_views // rows, num_patches), bool)
         for u in range(number):

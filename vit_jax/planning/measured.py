@@ -31,9 +31,9 @@ class Step(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """What a certificate says for plans.
+    """The figures of a certificate for plans.
 
-    target: the hardware that it was made on.
+    target: the hardware on which it was made.
     """
 
     source: str

@@ -217,7 +217,7 @@ def _image_size(
     theirs: Mapping[str, str],
     patch_size: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The stated size; without one, that of a square of all positions; None: any size."""
+    """The stated size. If none is stated, all positions make a square. None: any size."""
     if "image_size" in stated:
         size = source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
         if name.startswith("dinov2") and size[0] != size[1]:
