@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import sections
 from vit_jax.config.base import declared_keys, flatten, with_values
 from vit_jax.config.durations import to_steps
@@ -26,6 +26,7 @@ from vit_jax.config.registries import (
     SOURCES,
     STUDIES,
 )
+from vit_jax.config.sizes import Stages, make_stages
 
 if TYPE_CHECKING:
     from vit_jax.experiment.optimizers.optimizers import Optimizer
@@ -130,6 +131,44 @@ class Settings:
             for key, declared in section.declared().items()
             if declared.form in DURATIONS[:3] and (steps := getattr(section, key)) is not None
         }
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The image sizes of the run's stages; the last is `data.image_size`."""
+        asked = self.data.declared()["image_size"].sizes(self.config.data.image_size)
+        return [*((size, size) for size, _ in asked[:-1]), self.data.image_size]
+
+    def at(self, size: tuple[int, int]) -> "Settings":
+        """The settings of the stage with images of `size`, in batches by `data.image_size_keeps`.
+
+        Equal tokens: the batch is the largest multiple of a quarter of `global_batch_size` that has
+        no more pixels than a batch of the last size.
+        """
+        (h, w), (height, width), batch = size, self.data.image_size, self.run.global_batch_size
+        quarters = 4 * height * width // (h * w) if self.data.image_size_keeps == "tokens" else 4
+        return dataclasses.replace(
+            self,
+            data=dataclasses.replace(self.data, image_size=size),
+            run=dataclasses.replace(self.run, global_batch_size=batch * quarters // 4),
+        )
+
+    @functools.cached_property
+    def stages(self) -> Stages:
+        """The stages of a resolved run: one for each of its `sizes`.
+
+        Raises:
+          InputError: they do not fit into the run, or into the order of its data.
+        """
+        data, sizes = self.data, self.sizes
+        starts = data.declared()["image_size"].durations(self.config.data.image_size)
+        starts_in_steps = [to_steps(self.config, text, "data.image_size") for text in starts]
+        batches = [self.at(size).run.global_batch_size for size in sizes]
+        if data.order == "chunk" and {*batches} != {batches[-1]}:
+            raise InputError(
+                "data.image_size_keeps='tokens': data.order=chunk deals batches of one size; "
+                "set --config.data.image_size_keeps=batch or --config.data.order=record"
+            )
+        return make_stages(sizes, [0, *starts_in_steps], batches, self.run.duration)
 
     @property
     def has_average(self) -> bool:

@@ -252,5 +252,7 @@ def _set(
     if optional and text == "none" and "none" not in choices:
         raise ValueError("write None, with a capital N")
     of_strings = declared is not None and declared.item is str
+    is_schedule = declared is not None and declared.form == "sizes" and " at " in text
     with node.ignore_type():
-        node[leaf] = _parse_value(text, node.get_type(leaf), optional, of_strings)
+        kind = str if is_schedule else node.get_type(leaf)
+        node[leaf] = _parse_value(text, kind, optional, of_strings)

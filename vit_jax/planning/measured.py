@@ -10,6 +10,7 @@ from etils import epath
 from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import CHIPS, Chip, Slice
 from vit_jax.planning.plan_figures import judge
+from vit_jax.planning.stages import add_up
 from vit_jax.planning.targets import Target
 
 SCHEMA = 1  # of the files that this module reads
@@ -55,6 +56,8 @@ class Certificate(NamedTuple):
 
     def correct(self, figures: dict[str, Any], target: Target) -> dict[str, Any]:
         """The figures of a calculated plan with the temporaries of the nearest step."""
+        if "stages" in figures:
+            return add_up([self.correct(stage, target) for stage in figures["stages"]])
         memory, step = dict(figures["memory_bytes"]), self.nearest_to(figures)
         temporaries = round(memory["temporaries"] * step.temporaries)
         memory["peak"] += temporaries - memory["temporaries"]

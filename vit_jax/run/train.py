@@ -81,7 +81,8 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
-    for model in dict.fromkeys(each.model for each in run.experiment.passes):
+    passes = [each for e in run.experiments for each in e.passes]
+    for model in dict.fromkeys(each.model for each in passes):
         check_kernels(model, run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
@@ -118,8 +119,8 @@ def begin(
         record_start(run.workdir, devices, resumed_at, command, time.perf_counter() - began)
 
     def find() -> dict[str, Any]:
-        start, size = resumed_at or 0, run.settings.run.global_batch_size
-        first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
+        start, images = resumed_at or 0, run.settings.stages.images
+        first = np.arange(images(start), images(start + _BATCHES_COMPARED))
         ids = np.asarray(run.order(first)).tobytes()
         return {"first step": start + 1, "ids of the first batches": ids}
 

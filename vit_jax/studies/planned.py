@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -15,6 +16,7 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
+from vit_jax.planning.stages import plan_stages
 from vit_jax.planning.targets import Target, described_mesh
 from vit_jax.run.setup.opener import Tables
 from vit_jax.run.setup.resolve import Changes, resolve
@@ -50,10 +52,12 @@ class Planner:
         settings = resolve(config, tables).settings
         flat = flatten(settings.config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
+        if len(settings.stages) > 1:
+            kept["duration"] = repr(flat["duration"])  # decides how many steps each stage has
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
             layout = rank_layouts(settings, self._target)[0]
-            self._plans[key] = calculate_plan(layout, self._target)
+            self._plans[key] = plan_stages(layout, partial(calculate_plan, target=self._target))
         steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]
