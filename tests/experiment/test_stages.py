@@ -18,6 +18,7 @@ WORDS = {
     "global_batch_size": "32",
     "model.patch_size": "2",
     "data.ops": "resize|flip",
+    "evals.test.ops": "resize",
     "data.image_size": "4, 6 at 25 %, 8 at 7 steps",
     "data.image_size_keeps": "tokens",
     "optimizer.ema_decay": "0.9",
@@ -94,8 +95,8 @@ def shapes_of(state):
 @pytest.mark.parametrize(("file", "first"), OBJECTIVES)
 def test_every_objective_trains(tmp_path, file, first):
     config = with_half_the_size(file, first)
-    config.duration, config.schedule.warmup = "6 steps", "1 steps"
-    assert train_and_evaluate(config, tmp_path)["step"] == 6
+    config.duration, config.schedule.warmup = "12 steps", "1 steps"
+    assert train_and_evaluate(config, tmp_path)["step"] == 12
 
 
 @pytest.mark.parametrize(
