@@ -90,8 +90,11 @@ def measure(method: str, seed: int, cpu_s: float, work: pathlib.Path) -> dict:
     words = ["evaluate", f"--init_from={workdir}", "--config=evaluate:knn,probe,cifar10", *SIZE,
              f"--config.data.data_dir={DATA}", "--config.evals.probe.l2=0.01",
              "--config.evals.knn.num_neighbours=20", "--quiet"]  # fmt: skip
-    words += [f"--config.evals.{name}.{split}_split={split}[:{share}%]"
-              for name in ("knn", "probe") for split, share in (("train", 10), ("test", 20))]
+    words += [
+        f"--config.evals.{name}.{split}_split={split}[:{share}%]"
+        for name in ("knn", "probe")
+        for split, share in (("train", 10), ("test", 20))
+    ]
     judged = subprocess.run(
         [*MAIN, *words], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

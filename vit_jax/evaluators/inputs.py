@@ -117,7 +117,9 @@ class EvalInputs:
         def gather(batch):
             return batch["id"], batch["image"], batch["mask"]
 
-        rows = (zip(*part, strict=True) for part in fetch(map(gather, self.some(split_key, record_ids))))
+        rows = (
+            zip(*part, strict=True) for part in fetch(map(gather, self.some(split_key, record_ids)))
+        )
         return {int(at): image for part in rows for at, image, mask in part if mask > 0}
 
 

@@ -116,7 +116,9 @@ def _draw_baselines(
             line = Line(**where, line_color=colours[run.name], line_dash="dotted")
             label = Text(**where, text="text", text_font_size="9px", text_color="#555555")
             for data, glyph in (source, line), (first, label):
-                chart.add_glyph(data, glyph, name=f"{run.name}, {text}", tags=[{"run": i, "band": True}])
+                chart.add_glyph(
+                    data, glyph, name=f"{run.name}, {text}", tags=[{"run": i, "band": True}]
+                )
 
 
 def _chart(**fields: Any) -> BokehFigure:

@@ -99,11 +99,15 @@ def _say_not_above_start(run: Run, summary: Mapping[str, Any]) -> None:
     start = values_at(0, run.workdir)
     for name, evaluator in run.settings.evals.items():
         for metric, better in (evaluator.reports() or {}).items():
-            found = [start.get(f"{name}/{metric}"), start.get(f"{name}/{PIXELS}{metric}"),
-                     summary.get(f"{name}/{metric}")]  # fmt: skip
-            if better == "higher" and None not in found and found[2] <= max(found[:2]):
+            known = (
+                summary.get(f"{name}/{metric}"),
+                *(start.get(f"{name}/{begins}{metric}") for begins in ("", PIXELS)),
+            )
+            values = [value for value in known if value is not None]
+            if better == "higher" and len(values) == len(known) and values[0] <= max(values[1:]):
                 logger.warning(
-                    "evals.%s: %s ends at %.2f %%, the weights at step 0 had %.2f %%, the pixels "
+                    "evals.%s: %s ends at %.2f %%; the weights at step 0 had %.2f %%, the pixels "
                     "have %.2f %%: the features have not become useful. Train longer, or take "
-                    "another method: docs/explanation/does_it_learn.md", name, metric, *(100 * value for value in found[2:] + found),
+                    "another method: docs/explanation/does_it_learn.md",
+                    name, metric, *(100 * value for value in values),
                 )  # fmt: skip
