@@ -928,4 +928,4 @@ def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
     )
     shown = figures | {"estimate": estimate(figures)}
     titles = [getattr(part, "title", "") for part in plan_tables.print_plan(shown)]
-    assert "Stages: the tables above are of the last" in titles
+    assert any(str(title).startswith("Stages") for title in titles)

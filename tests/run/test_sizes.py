@@ -15,6 +15,7 @@ from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run import loop
 from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.watch.blame import compute_again
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -123,6 +124,20 @@ def test_a_run_goes_on_from_any_stage(finished, tmp_path, monkeypatch):
     assert {k: v.tobytes() for k, v in found.items()} == {
         k: v.tobytes() for k, v in expected.items()
     }
+
+
+def test_what_watches_a_run_knows_the_size_of_a_step(tmp_path, finished):
+    """The norms by layer and replays; and what computes step 2 again from a later state."""
+    words = {"log.by_layer": "true", "job.replay_every": "1 steps"}
+    config = make_config(duration="4 steps", data__image_size="4, 8 at 50 %", **words)
+    train_and_evaluate(config, tmp_path)
+    norms = [row[name] for row in rows(tmp_path) if (name := "train/grad_norm/head") in row]
+    assert len(norms) == 4 and all(norms)
+    run = prepare(make_config(), finished[0])
+    with jax.set_mesh(run.mesh):
+        for step in (2, 6, 12):
+            own, turned = compute_again(run, step, 12, ())
+            np.testing.assert_array_equal(own["loss"], turned["loss"])
 
 
 def test_a_longer_run_keeps_its_stages(finished):

@@ -170,9 +170,9 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 
 
 def stages_table(figures: dict[str, Any]) -> Table:
-    """Table of the stages of a schedule of image sizes; the other tables show the last one."""
+    """Table of the stages of a schedule of image sizes."""
     columns = ("pixels", "steps", "batch", "step", "hours", "memory")
-    table = Table(*columns, title="Stages: the tables above are of the last")
+    table = Table(*columns, title="Stages: the other tables are of the last, run and cost of all")
     for stage, estimate in zip(figures["stages"], figures["estimate"]["stages"], strict=True):
         run, peak = estimate["run"], stage["memory_bytes"]["peak"]
         table.add_row(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -57,7 +56,7 @@ class Planner:
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
             layout = rank_layouts(settings, self._target)[0]
-            self._plans[key] = plan_stages(layout, partial(calculate_plan, target=self._target))
+            self._plans[key] = plan_stages(layout, lambda run: calculate_plan(run, self._target))
         steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]
