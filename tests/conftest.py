@@ -188,9 +188,9 @@ def experiments_made_once():
 
     made, make = [], build.make_experiment
 
-    def make_once(settings, mesh, preprocessing=None, teachers=(), last=None):
-        if teachers or last:
-            return make(settings, mesh, preprocessing, teachers, last)
+    def make_once(settings, mesh, preprocessing=None, teachers=()):
+        if teachers:
+            return make(settings, mesh, preprocessing, teachers)
         s = settings
         log = dataclasses.replace(s.log, every=1)  # which no step depends on
         sections = s.run, s.model, s.data, s.objective, s.loss, s.optimizer, s.schedule, log, mesh

@@ -10,6 +10,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.stages import make_stage
 from vit_jax.run.setup.validation import find_faults
 
 WORDS = {
@@ -40,8 +41,8 @@ def test_eight_devices_compute_as_one(tmp_path):
         with jax.set_mesh(mesh):
             state, losses = whole.init(), []
             for size in settings.sizes:
-                last = None if size == settings.sizes[-1] else whole
-                e = make_experiment(settings.at(size), mesh, last=last)
+                is_last = size == settings.sizes[-1]
+                e = whole if is_last else make_stage(settings.at(size), mesh, (), whole)
                 batch = made_up_batch(e, 10)
                 state, metrics = e.train_step(state, batch)
                 losses.append((batch["image"].shape, float(metrics["loss"])))
@@ -97,6 +98,12 @@ def test_every_objective_trains(tmp_path, file, first):
     config = with_half_the_size(file, first)
     config.duration, config.schedule.warmup = "12 steps", "1 steps"
     assert train_and_evaluate(config, tmp_path)["step"] == 12
+
+
+def test_a_schedule_may_have_the_quotes_of_a_sweep():
+    config = load_config("quickstart:debug")
+    assert not apply_overrides(config, [("data.image_size", "'4, 8 at 50 %'")])
+    assert config.data.image_size == "4, 8 at 50 %"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from vit_jax.experiment.model import (
 from vit_jax.experiment.objective import make_objective
 from vit_jax.experiment.optimizers import make_average, make_optimizer
 from vit_jax.experiment.schedules import Schedule, schedule_of
-from vit_jax.experiment.stages import check_stage
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import (
     AbstractBatch,
@@ -209,7 +208,7 @@ def make_experiment(
       preprocessing: the config's, if it has been parsed already.
       teachers: of the objective, with arrays or their shapes.
       last: the experiment of the run's last image size, whose state this one takes, if `settings`
-        are those of an earlier size; its `init` makes the state.
+        are those of an earlier size; see `stages.make_stage`.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.
@@ -218,8 +217,6 @@ def make_experiment(
     preprocessing = preprocessing or parse_preprocessing(settings)
     batch = describe_batch(data, run.global_batch_size, preprocessing)
 
-    if last is not None:
-        check_stage(settings, mesh, last.model, last.abstract_state)
     model = make_model(settings.model, data, mesh)
 
     def objective_of(model: nn.Module, in_form: InForm) -> Objective:

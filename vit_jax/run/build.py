@@ -25,6 +25,7 @@ from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
@@ -224,7 +225,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     teachers = compare_classes(settings.objective, teachers, train_source.class_names)
     experiment = make_experiment(settings, mesh, preprocessing, teachers)
     earlier = [
-        make_experiment(settings.at(stage.size), mesh, None, teachers, experiment)
+        make_stage(settings.at(stage.size), mesh, teachers, experiment)
         for stage in settings.stages[:-1]
     ]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
