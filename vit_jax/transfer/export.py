@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,8 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer import FORMATS, find_writer, load_pretrained, read_pretrained
+from vit_jax.models.zero_shot import TextSide, need_text_side
+from vit_jax.transfer import FORMATS, find_writer, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.source import to_json
@@ -54,7 +56,7 @@ def export(
     Args:
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: a file or folder to write.
-      format: "npz", "npz_v2", "hf", "timm", "t2t" or "stablehlo".
+      format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t" or "stablehlo".
 
     Raises:
       InputError: if the format cannot hold the model, or `output` cannot be written.
@@ -66,6 +68,9 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
+    side = None
+    if writer.of_pairs:
+        side = need_text_side(pretrained.read_text_side, f"--format={format}: {pretrained.source}")
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
@@ -73,17 +78,17 @@ def export(
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    # Pass parameters as an argument: XLA would fold constants and round differently.
-    expected = np.asarray(jax.jit(model.apply)(pretrained.variables, images))
+    expected = np.asarray(_logits(model, pretrained.variables, side)(images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
         with _without_warnings():  # they would name the temporary folder
-            found = np.asarray((writer.open or _open)(staged)(images))
+            open_files = writer.open or partial(_open, of_pairs=writer.of_pairs)
+            found = np.asarray(open_files(staged)(images))
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
-        receipt = _describe_export(pretrained, format, own_dtype, image_size)
+        receipt = _describe_export(pretrained, format, own_dtype, image_size, side)
         receipt["read_back"] = _compare(found, expected, output)
         receipt["software"] = software()
         inside = staged.is_dir()
@@ -110,10 +115,23 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _open(path: epath.Path) -> Logits:
+def _open(path: epath.Path, of_pairs: bool) -> Logits:
     """The function images -> logits of the model in the files at `path`."""
-    model, variables = load_pretrained(path)
-    return partial(jax.jit(model.apply), variables)
+    found = read_pretrained(path)
+    side = need_text_side(found.read_text_side, str(path)) if of_pairs else None
+    return _logits(found.model, found.variables, side)
+
+
+def _logits(model: nn.Module, variables: dict[str, Any], side: TextSide | None) -> Logits:
+    """images -> logits; of the towers of a pair, those for two texts of any ids."""
+    # Pass parameters as an argument: XLA would fold constants and round differently.
+    apply = partial(jax.jit(model.apply), variables)
+    if side is None:
+        return apply
+    text = side.matcher.text
+    ids = np.random.default_rng(1).integers(0, text.vocabulary, (2, text.length))
+    match = jax.jit(side.matcher.apply)
+    return lambda images: match(side.variables, apply(images), ids)
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
@@ -143,22 +161,27 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
 
 
 def _describe_export(
-    pretrained: Pretrained, format: str, own_dtype: str, image_size: tuple[int, int] | None
+    pretrained: Pretrained,
+    format: str,
+    own_dtype: str,
+    image_size: tuple[int, int] | None,
+    side: TextSide | None,
 ) -> dict[str, Any]:
     """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
     library_ops = FORMATS[format].library_ops
-    fields = {name: value for name, value in vars(pretrained.model).items()
-              if isinstance(value, bool | int | float | str | tuple | None)}  # fmt: skip
+    held = {**pretrained.params, **(side.params if side else {})}
+    of_texts = {"text": _fields(side.matcher.text)} if side else {}
     return {
         "format": format,
         "source": pretrained.source,
         **(pretrained.run or {}),
-        "model": {"family": type(pretrained.model).__name__} | fields,
+        "model": {"family": type(pretrained.model).__name__} | _fields(pretrained.model),
+        **of_texts,
         "computed_in": own_dtype,
         "parameters": {
-            "count": sum(array.size for array in pretrained.params.values()),
-            "sha256": hash_params({**pretrained.params, **pretrained.model_state}),
+            "count": sum(array.size for array in held.values()),
+            "sha256": hash_params({**held, **pretrained.model_state}),
         },
         "preprocessing": {
             "image_size": image_size and list(image_size),
@@ -172,6 +195,11 @@ def _describe_export(
         "loss": spec.loss,
         "class_names": spec.class_names,
     }
+
+
+def _fields(model: nn.Module) -> dict[str, Any]:
+    kinds = bool | int | float | str | tuple | None
+    return {name: value for name, value in vars(model).items() if isinstance(value, kinds)}
 
 
 def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
