@@ -120,13 +120,19 @@ class TokenizerFiles(NamedTuple):
             if (adds := stated.get(f"add_{name}_token")) is not None:
                 around[name] = (ids[name],) * adds
         pad = ids["pad"] if self.pad is None else self.pad
-        if None in (pad, *around["bos"], *around["eos"]):
+        if pad is None or None in (*around["bos"], *around["eos"]):
             raise InputError(f"{self.folder}: states no pad_token that {path.name} has; add it")
         kind = stated.get("tokenizer_class", "").removesuffix("Fast")
-        own = {"SiglipTokenizer": canonical, "CLIPTokenizer": str}.get(kind, str.lower)
-        left, specials = stated.get("padding_side") == "left", tuple(filter(None, texts.values()))
-        clean, length = self.clean or own, self.length
-        return Tokenizer(encode, clean, length, *around.values(), pad, left, specials)
+        return Tokenizer(
+            encode=encode,
+            clean=self.clean or _CLEANS.get(kind, str.lower),
+            length=self.length,
+            start=around["bos"],
+            end=around["eos"],
+            pad=pad,
+            pads_left=stated.get("padding_side") == "left",
+            specials=tuple(filter(None, texts.values())),
+        )
 
 
 Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple]]
@@ -185,3 +191,6 @@ def clean_as_open_clip(text: str, kind: str) -> str:
     if kind == "canonicalize":
         return canonical(text.replace("_", " "))
     return text.lower() if kind == "lower" else text
+
+
+_CLEANS: dict[str, Callable[[str], str]] = {"SiglipTokenizer": canonical, "CLIPTokenizer": str}

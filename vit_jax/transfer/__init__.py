@@ -226,10 +226,11 @@ def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Fo
     if format not in writers:
         raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
     writer = writers[format]
-    others = [n for n, other in writers.items() if not (other.of_pairs or other.check(model))]
+    of_towers = {name: other for name, other in writers.items() if not other.of_pairs}
+    others = [name for name, other in of_towers.items() if not other.check(model)]
     where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
     collect_faults(writer.check(model), where)
-    owners = [name for name, other in writers.items() if path.suffix in (other.suffixes or ())]
+    owners = [name for name, other in of_towers.items() if path.suffix in (other.suffixes or ())]
     suffixes = writer.suffixes or (path.suffix,)
     if path.suffix not in suffixes and ("" not in suffixes or owners):
         kinds = " or ".join(f"a {suffix} file" if suffix else "a folder" for suffix in suffixes)
