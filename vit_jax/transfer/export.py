@@ -25,7 +25,7 @@ from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.zero_shot import TextSide, need_text_side
-from vit_jax.transfer import FORMATS, find_writer, read_pretrained
+from vit_jax.transfer import FORMATS, Format, find_writer, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.source import to_json
@@ -68,9 +68,7 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
-    side = None
-    if writer.of_pairs:
-        side = need_text_side(pretrained.read_text_side, f"--format={format}: {pretrained.source}")
+    side = _read_text_side(pretrained, writer)
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
@@ -78,12 +76,12 @@ def export(
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    expected = np.asarray(_logits(model, pretrained.variables, side)(images))
+    expected = np.asarray(_logits(pretrained, side)(images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
         with _without_warnings():  # they would name the temporary folder
-            open_files = writer.open or partial(_open, of_pairs=writer.of_pairs)
+            open_files = writer.open or partial(_open, writer=writer)
             found = np.asarray(open_files(staged)(images))
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
@@ -115,22 +113,26 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _open(path: epath.Path, of_pairs: bool) -> Logits:
+def _open(path: epath.Path, writer: Format) -> Logits:
     """The function images -> logits of the model in the files at `path`."""
     found = read_pretrained(path)
-    side = need_text_side(found.read_text_side, str(path)) if of_pairs else None
-    return _logits(found.model, found.variables, side)
+    return _logits(found, _read_text_side(found, writer))
 
 
-def _logits(model: nn.Module, variables: dict[str, Any], side: TextSide | None) -> Logits:
-    """images -> logits; of the towers of a pair, those for two texts of any ids."""
+def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
+    """The text side, for a format of pairs."""
+    read = pretrained.read_text_side
+    return need_text_side(read, pretrained.source) if writer.of_pairs else None
+
+
+def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
+    """The function images -> logits; with a text side, those for two texts of any ids."""
     # Pass parameters as an argument: XLA would fold constants and round differently.
-    apply = partial(jax.jit(model.apply), variables)
+    apply = partial(jax.jit(pretrained.model.apply), pretrained.variables)
     if side is None:
         return apply
-    text = side.matcher.text
+    text, match = side.matcher.text, jax.jit(side.matcher.apply)
     ids = np.random.default_rng(1).integers(0, text.vocabulary, (2, text.length))
-    match = jax.jit(side.matcher.apply)
     return lambda images: match(side.variables, apply(images), ids)
 
 
@@ -251,6 +253,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
         f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
+        *(f"- Texts: up to {text['length']} tokens" for text in [receipt.get("text")] if text),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
         f"{back['largest_logit_difference']:.3g}; the largest is {back['largest_logit']:.3g}",
