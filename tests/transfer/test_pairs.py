@@ -159,10 +159,20 @@ def test_open_clip_needs_its_config(golden, tmp_path):
         read_pretrained(tmp_path / "open_clip_model.safetensors")
 
 
-def test_images_are_prepared_as_open_clip_states(golden):
-    clip, siglip = (read_pretrained(golden / name).spec for name in OPEN_CLIP)
-    assert clip.mean == (0.48145466, 0.4578275, 0.40821073) and siglip.mean == (0.5,) * 3
-    assert clip.cut.mode == "center" and clip.cut.interpolation == "bicubic"
+@pytest.mark.parametrize("name", OPEN_CLIP)
+def test_images_are_prepared_as_open_clip_states(golden, tmp_path, name, caplog):
+    def squash(config):
+        stated = {"mean": [0.1] * 3, "std": [0.2] * 3, "resize_mode": "squash"}
+        config["preprocess_cfg"] = stated | {"interpolation": "bilinear"}
+
+    spec = read_pretrained(changed(golden, tmp_path / "own", name, squash)).spec
+    assert (spec.mean, spec.std) == ((0.1,) * 3, (0.2,) * 3)
+    assert spec.cut[:3] == (1.0, "squash", "bilinear")
+    assert "mean" not in caplog.text
+    path = changed(golden, tmp_path / "none", name, lambda c: c.pop("preprocess_cfg"))
+    spec = read_pretrained(path).spec
+    assert spec.mean == (0.48145466, 0.4578275, 0.40821073)
+    assert spec.cut[:3] == (1.0, "center", "bicubic")
 
 
 def test_from_the_hub(golden, tmp_path, monkeypatch):

@@ -194,7 +194,7 @@ def _describe_export(
             "library_ops": library_ops and image_size and library_ops(spec),
             **{key: value for key, value in spec.stated_reading.items() if value is not None},
         },
-        "loss": spec.loss,
+        "loss": side.matcher.loss if side else spec.loss,
         "class_names": spec.class_names,
     }
 
@@ -251,9 +251,13 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
         *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
-        f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
+        (
+            f"- Texts: up to {receipt['text']['length']} tokens"
+            if "text" in receipt
+            else f"- Classes: {model['num_classes']}"
+        )
+        + f"; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
-        *(f"- Texts: up to {text['length']} tokens" for text in [receipt.get("text")] if text),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
         f"{back['largest_logit_difference']:.3g}; the largest is {back['largest_logit']:.3g}",

@@ -64,8 +64,10 @@ def recognises(source: Source) -> bool:
     return find_kind(source) is not None
 
 
-def read(source: Source) -> Pretrained:
+def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     """Make the model of the arrays.
+
+    `pixels`: values of a preprocessor_config.json; None: of the file.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
@@ -83,7 +85,7 @@ def read(source: Source) -> Pretrained:
     model = _make_model(source, name, prefix, stated)
     params = read_rows(make_rows(name, prefix, model), source, model)
     names = class_names_of(read_labels(stated), model.num_classes, str(source.path))
-    pixels = read_pixels(source)
+    pixels = read_pixels(source) if pixels is None else pixels
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
     loss = LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)

@@ -66,30 +66,27 @@ def read(source: Source) -> Pretrained:
     has_trunk = _TRUNK in source.arrays
     _refuse_others(source, vision, text, has_trunk)
     _rename(source, has_trunk)
+    pixels = source.read_stated(stated.get("preprocess_cfg"), _PIXELS)
+    pixels = {key: list(value) for key, value in CLIP.items()} | pixels
+    mode = pixels.get("resize_mode", "shortest")
+    source.refuse([] if mode in _MODES else [f"resize_mode={mode!r}: needs {' or '.join(_MODES)}"])
     act = "quick_gelu" if model.get("quick_gelu") else "gelu"
     source.config = {"text_config": _tower_config(text, text.get("heads", 8), act)}
     if has_trunk:
         read_text_side = take_texts(source, "siglip_vision_model")
-        pretrained = timm.read(_as_timm(source, vision, stated.get("timm_model_args", {})))
+        args = stated.get("timm_model_args", {})
+        pretrained = timm.read(_as_timm(source, vision, args, {**pixels, "crop_pct": 1.0}))
     else:
         heads = source.arrays[_CLASS].shape[-1] // vision.get("head_width", 64)
         of_images = {"image_size": vision.get("image_size")}
         source.config["vision_config"] = _tower_config(vision, heads, act) | of_images
-        pretrained = huggingface.read(source)
+        theirs = {f"image_{key}": pixels[key] for key in ("mean", "std")}
+        pretrained = huggingface.read(source, theirs)
         read_text_side = pretrained.read_text_side
     if read_text_side is not None:
         read_text_side = partial(read_text_side, **_tokenizer(text))
-    pixels = source.read_stated(stated.get("preprocess_cfg"), _PIXELS)
-    mode = pixels.get("resize_mode", "shortest")
-    source.refuse([] if mode in _MODES else [f"resize_mode={mode!r}: needs {' or '.join(_MODES)}"])
-    spec = pretrained.spec._replace(
-        resize="antialiased",
-        mean=tuple(pixels.get("mean", CLIP["mean"])),
-        std=tuple(pixels.get("std", CLIP["std"])),
-        cut=Cut(1.0, _MODES[mode], pixels.get("interpolation", "bicubic")),
-        ops=None,
-        fault=None,
-    )
+    cut = Cut(1.0, _MODES[mode], pixels.get("interpolation", "bicubic"))
+    spec = pretrained.spec._replace(resize="antialiased", cut=cut, ops=None, fault=None)
     return pretrained._replace(spec=spec, read_text_side=read_text_side)
 
 
@@ -129,13 +126,16 @@ def _tower_config(stated: Mapping[str, Any], heads: int, act: str) -> dict[str, 
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
 
 
-def _as_timm(source: Source, vision: Mapping[str, Any], args: Mapping[str, Any]) -> Source:
+def _as_timm(
+    source: Source, vision: Mapping[str, Any], args: Mapping[str, Any], pixels: Mapping[str, Any]
+) -> Source:
     """The image tower of `source`, as a source of timm."""
     tower = copy.copy(source)
     tower.arrays = {n.removeprefix("visual.trunk."): array for n, array in source.arrays.items()}
     sizes = {} if "image_size" not in vision else {"img_size": vision["image_size"]}
     name = vision.get("timm_model_name")
-    tower.config = {"architecture": name, "model_args": {**sizes, **args}}
+    args = {**sizes, **args}
+    tower.config = {"architecture": name, "model_args": args, "pretrained_cfg": pixels}
     return tower
 
 
