@@ -9,7 +9,7 @@ from PIL import Image
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.data.words import PROMPTS, check_prompts, names_in_words, read_prompts
+from vit_jax.data.words import PROMPTS, names_in_words, read_prompts
 from vit_jax.inference.labels import with_labels
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
@@ -135,11 +135,11 @@ def test_a_model_needs_its_own_tokenizer(golden, sources, tmp_path):
 
 
 def test_prompts(sources):
-    assert read_prompts("") == read_prompts(None) == PROMPTS == check_prompts(PROMPTS)
+    assert read_prompts("") == read_prompts(None) == PROMPTS == read_prompts(PROMPTS)
     with pytest.raises(InputError, match="prompts: has 'a photo'; needs lines such as 'a photo"):
-        check_prompts(["{}", "a photo"])
+        read_prompts(["{}", "a photo"])
     with pytest.raises(InputError, match="prompts: is empty; needs lines"):
-        check_prompts([])
+        read_prompts([])
     with pytest.raises(InputError, match="labels='a cat': needs a list of texts"):
         vit_jax.load_predictor(sources["clip"], "a cat")
 

@@ -123,16 +123,12 @@ class TokenizerFiles(NamedTuple):
         if pad is None or None in (*around["bos"], *around["eos"]):
             raise InputError(f"{self.folder}: states no pad_token that {path.name} has; add it")
         kind = stated.get("tokenizer_class", "").removesuffix("Fast")
-        return Tokenizer(
-            encode=encode,
-            clean=self.clean or _CLEANS.get(kind, str.lower),
-            length=self.length,
-            start=around["bos"],
-            end=around["eos"],
-            pad=pad,
-            pads_left=stated.get("padding_side") == "left",
-            specials=tuple(filter(None, texts.values())),
+        clean, left = (
+            self.clean or _CLEANS.get(kind, str.lower),
+            stated.get("padding_side") == "left",
         )
+        specials, (start, end) = tuple(filter(None, texts.values())), around.values()
+        return Tokenizer(encode, clean, self.length, start, end, pad, left, specials)
 
 
 Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple]]

@@ -22,28 +22,26 @@ PROMPTS = (
 )
 
 
-def read_prompts(path: str | None, key: str = "prompts") -> tuple[str, ...]:
-    """The prompts in a text file, one a line; PROMPTS for None or "". Messages name `key`.
+def read_prompts(given: str | Sequence[str] | None, key: str = "prompts") -> tuple[str, ...]:
+    """The prompts in a list, or in a text file, one a line; PROMPTS for None or "".
 
     Raises:
-      InputError: the file cannot be read, or a line has no {}.
+      InputError: the file cannot be read, or a prompt has no {}; names `key`.
     """
-    if not path:
+    if given is None or given == "":
         return PROMPTS
-    try:
-        lines = epath.Path(path).read_text().removeprefix("\ufeff").splitlines()
-    except (OSError, ValueError) as e:
-        raise InputError(f"{key}={path!r}: cannot be read ({e})") from None
-    return check_prompts([line.strip() for line in lines if line.strip()], f"{key}={path!r}")
-
-
-def check_prompts(prompts: Sequence[str], where: str = "prompts") -> tuple[str, ...]:
-    """`prompts`; raises InputError if there are none, or one has no {}."""
-    wrong = [prompt for prompt in prompts if "{}" not in prompt]
+    if isinstance(given, str):
+        key = f"{key}={given!r}"
+        try:
+            given = epath.Path(given).read_text().removeprefix("\ufeff").split("\n")
+        except (OSError, ValueError) as e:
+            raise InputError(f"{key}: cannot be read ({e})") from None
+    prompts = tuple(line.strip() for line in given if line.strip())
+    wrong = next((prompt for prompt in prompts if "{}" not in prompt), None)
     if wrong or not prompts:
-        found = f"has {wrong[0]!r}" if wrong else "is empty"
-        raise InputError(f"{where}: {found}; needs lines such as 'a photo of {{}}'")
-    return tuple(prompts)
+        found = f"has {wrong!r}" if wrong else "is empty"
+        raise InputError(f"{key}: {found}; needs lines such as 'a photo of {{}}'")
+    return prompts
 
 
 def check_labels(labels: Sequence[str], key: str = "labels") -> tuple[str, ...]:

@@ -8,22 +8,22 @@ from vit_jax.transfer.pretrained import Pretrained
 
 
 def with_labels(
-    pretrained: Pretrained, labels: Sequence[str], prompts: Sequence[str] | None = None
+    pretrained: Pretrained, labels: Sequence[str], prompts: str | Sequence[str] | None = None
 ) -> Pretrained:
     """`pretrained`, of a model of images and texts, as a classifier whose classes are `labels`.
 
     Args:
       labels: two or more texts, such as ("a cat", "a dog", "nothing").
-      prompts: texts in which {} stands for a label; a class is the mean of its texts. None: PROMPTS
-        of `data.words`.
+      prompts: texts in which {} stands for a label, or the path of a file of such lines; a class is
+        the mean of its texts. None: PROMPTS of `data.words`.
 
     Raises:
       InputError: the model has no text tower or no tokenizer, or names what is wrong with a label.
     """
     names = words.check_labels(labels)
-    prompts = words.PROMPTS if prompts is None else words.check_prompts(prompts)
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")
-    texts = words.encode(side.tokenizer.read(), [[name] for name in names], prompts, "labels")
+    tokenizer, classes = side.tokenizer.read(), [[name] for name in names]
+    texts = words.encode(tokenizer, classes, words.read_prompts(prompts), "labels")
     model, head = zero_shot(pretrained.model, side, texts)
     spec = pretrained.spec._replace(class_names=names, loss=side.matcher.loss)
     return pretrained._replace(model=model, params={**pretrained.params, **head}, spec=spec)

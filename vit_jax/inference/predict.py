@@ -53,7 +53,7 @@ def predict(
     image_size: int | Sequence[int] | None = None,
     batch_size: int | None = None,
     labels: Sequence[str] | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
 ) -> list[dict[str, Any]] | np.ndarray:
     """Classify images, or compute features of any layer.
 
@@ -124,7 +124,7 @@ class Predictor:
 def load_predictor(
     source: epath.PathLike | Pretrained,
     labels: Sequence[str] | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
 ) -> Predictor:
     """Read a model and keep its weights on all devices.
 

@@ -86,7 +86,12 @@ def export(
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
-        receipt = _describe_export(pretrained, format, own_dtype, image_size, side)
+        if side is not None:
+            of_pair = {**pretrained.params, **side.params}
+            spec = pretrained.spec._replace(loss=side.matcher.loss)
+            pretrained = pretrained._replace(params=of_pair, spec=spec)
+        receipt = _describe_export(pretrained, format, own_dtype, image_size)
+        receipt |= {"text": _fields(side.matcher.text)} if side else {}
         receipt["read_back"] = _compare(found, expected, output)
         receipt["software"] = software()
         inside = staged.is_dir()
@@ -163,27 +168,20 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
 
 
 def _describe_export(
-    pretrained: Pretrained,
-    format: str,
-    own_dtype: str,
-    image_size: tuple[int, int] | None,
-    side: TextSide | None,
+    pretrained: Pretrained, format: str, own_dtype: str, image_size: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
     library_ops = FORMATS[format].library_ops
-    held = {**pretrained.params, **(side.params if side else {})}
-    of_texts = {"text": _fields(side.matcher.text)} if side else {}
     return {
         "format": format,
         "source": pretrained.source,
         **(pretrained.run or {}),
         "model": {"family": type(pretrained.model).__name__} | _fields(pretrained.model),
-        **of_texts,
         "computed_in": own_dtype,
         "parameters": {
-            "count": sum(array.size for array in held.values()),
-            "sha256": hash_params({**held, **pretrained.model_state}),
+            "count": sum(array.size for array in pretrained.params.values()),
+            "sha256": hash_params({**pretrained.params, **pretrained.model_state}),
         },
         "preprocessing": {
             "image_size": image_size and list(image_size),
@@ -194,7 +192,7 @@ def _describe_export(
             "library_ops": library_ops and image_size and library_ops(spec),
             **{key: value for key, value in spec.stated_reading.items() if value is not None},
         },
-        "loss": side.matcher.loss if side else spec.loss,
+        "loss": spec.loss,
         "class_names": spec.class_names,
     }
 
@@ -241,6 +239,9 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     if pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
+    classes = f"Classes: {model['num_classes']}"
+    if "text" in receipt:
+        classes = f"Texts: up to {receipt['text']['length']} tokens"
     lines = [
         f"# {output.name}",
         "",
@@ -251,12 +252,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
         *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
-        (
-            f"- Texts: up to {receipt['text']['length']} tokens"
-            if "text" in receipt
-            else f"- Classes: {model['num_classes']}"
-        )
-        + f"; probabilities by {receipt['loss'] or 'softmax'}"
+        f"- {classes}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
