@@ -73,8 +73,18 @@ def test_files_say_what_stands_around_a_text(copied):
     folder = copied("tokenizer_clip", padding_side="left", add_bos_token=False, pad_token="!")
     ids = TokenizerFiles(folder, 8).read()(["a cat", ""])
     assert ids.tolist() == [[0, 0, 0, 0, 0, 320, *ids[0, 6:7], 928], [0] * 7 + [928]]
-    folder = copied("tokenizer_siglip", tokenizer_class="GemmaTokenizerFast")  # SigLIP 2's
-    assert TokenizerFiles(folder, 64).read().clean("A Cat.") == "a cat."
+
+
+def test_siglip_2_adds_an_end_that_only_its_config_states(copied):
+    stated = {"tokenizer_class": "GemmaTokenizerFast", "pad_token": "!", "add_eos_token": True}
+    folder = copied("tokenizer_clip", **stated)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text()) | {"post_processor": None}
+    content["normalizer"] = None  # so that our own cleaning is seen
+    file.write_text(json.dumps(content))
+    tokenizer = TokenizerFiles(folder, 6).read()
+    cat = tokenizer.encode("a cat")
+    assert tokenizer(["A CAT"]).tolist() == [[*cat, 928, *[0] * (5 - len(cat))]]
 
 
 def test_long_and_empty_texts_are_found(golden):

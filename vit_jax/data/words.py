@@ -45,10 +45,10 @@ def read_prompts(given: str | Sequence[str] | None, key: str = "prompts") -> tup
 
 
 def check_labels(labels: Sequence[str], key: str = "labels") -> tuple[str, ...]:
-    """The labels without space around them. Messages name `key`.
+    """The labels without space around them.
 
     Raises:
-      InputError: there are fewer than two, or one is empty or there twice.
+      InputError: there are fewer than two, or one is empty or there twice; names `key`.
     """
     if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
         raise InputError(f"{key}={labels!r}: needs a list of texts, as ['a cat', 'a dog']")
@@ -72,8 +72,11 @@ def names_in_words(names: Sequence[str]) -> list[list[str]]:
     if all(re.fullmatch(r"n\d{8}", name) for name in names):
         lemmas = imagenet_names()
         names = [lemmas.get(name, name) for name in names]
-    words = [[w.replace("_", " ") for w in name.split(", ") if w] for name in names]
-    return [[f"{'an' if w[0].lower() in 'aeiou' else 'a'} {w}" for w in of] for of in words]
+    return [[_with_article(word) for word in name.split(", ") if word] for name in names]
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name.replace('_', ' ')}"
 
 
 def imagenet_names() -> dict[str, str]:
@@ -90,10 +93,8 @@ def encode(
 ) -> list[np.ndarray]:
     """The token ids of the texts of each class, int32 (n, T): each prompt with each of its words.
 
-    Messages name `key`.
-
     Raises:
-      InputError: names each word of which the tokenizer leaves nothing, or too much.
+      InputError: names `key` and, for each class, the first text that is empty or too long.
     """
     faults, found = Faults(), []
     for words in classes:

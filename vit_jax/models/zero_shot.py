@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import tree
@@ -49,7 +50,7 @@ def need_text_side(read: Callable[[], TextSide] | None, where: str) -> TextSide:
 
 
 class CosineHead(nn.Module):
-    """Features (B, D) -> logits (B, K): projected, normalised, multiplied with a vector a class."""
+    """Features (B, D) -> logits (B, K), float32: of normalised features, perhaps projected."""
 
     num_classes: int
     width: int | None
@@ -58,7 +59,7 @@ class CosineHead(nn.Module):
     def __call__(self, x_BD):
         if self.width is not None:
             x_BD = nn.Dense(self.width, use_bias=False, name="projection")(x_BD)
-        return nn.Dense(self.num_classes, name="classes")(unit(x_BD))
+        return nn.Dense(self.num_classes, name="classes")(unit(x_BD.astype(jnp.float32)))
 
 
 class ZeroShotViT(ViT):
