@@ -159,6 +159,13 @@ def test_open_clip_needs_its_config(golden, tmp_path):
         read_pretrained(tmp_path / "open_clip_model.safetensors")
 
 
+def test_of_two_files_in_a_folder_the_given_one_is_read(golden, tmp_path):
+    path = shutil.copytree(golden / "open_clip", tmp_path / "both")
+    shutil.copytree(golden / "hf_siglip_pair", path, dirs_exist_ok=True)
+    for name, causal in (("", False), ("open_clip_model.safetensors", True)):
+        assert read_pretrained(path / name).read_text_side().matcher.text.causal == causal
+
+
 @pytest.mark.parametrize("name", OPEN_CLIP)
 def test_images_are_prepared_as_open_clip_states(golden, tmp_path, name, caplog):
     def squash(config):

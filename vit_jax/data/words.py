@@ -12,14 +12,9 @@ from vit_jax.data.tokenizers import Tokenizer
 
 # {} stands for a class with its article.
 PROMPTS = (
-    "{}",
-    "a photo of {}",
-    "a close-up photo of {}",
-    "a photo of {} from far away",
-    "a picture that shows {}",
-    "a dark photo of {}",
-    "a drawing of {}",
-)
+    "{}", "a photo of {}", "a close-up photo of {}", "a photo of {} from far away",
+    "a picture that shows {}", "a dark photo of {}", "a drawing of {}",
+)  # fmt: skip
 
 
 def read_prompts(given: str | Sequence[str] | None, key: str = "prompts") -> tuple[str, ...]:

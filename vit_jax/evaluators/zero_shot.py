@@ -42,10 +42,9 @@ class ZeroShot(SplitEvaluator):
 
     def lacking(self, sources):
         several = sources["split"].multi_label
+        own, others = self._for(several), self._for(not several).reports().keys()
         why = f"the images have {'several labels' if several else 'one label'} each"
-        own = self._for(several)
-        others = dict.fromkeys(self._for(not several).reports(), why)
-        return {k: w for k, w in others.items() if k not in own.reports()} | own.lacking(sources)
+        return dict.fromkeys(others - own.reports().keys(), why) | own.lacking(sources)
 
     def bind(self, inputs: EvalInputs) -> Measure:
         source = inputs.source()

@@ -210,8 +210,8 @@ def _files_beside(name: str, folder: pathlib.Path) -> Iterator[str]:
 
 
 def _entrance(weights: pathlib.Path) -> epath.Path:
-    """The path to read of a fetched file: the folder of a file of CONFIGS, or the file."""
-    return epath.Path(weights.parent if weights.name in CONFIGS else weights)
+    """The path to read of a fetched file: the folder of WEIGHTS, or the file."""
+    return epath.Path(weights.parent if weights.name == WEIGHTS else weights)
 
 
 def _cached(source: str, address: str) -> epath.Path:

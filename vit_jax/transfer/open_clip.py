@@ -4,7 +4,6 @@ Its own class CLIP and, with a ViT of timm as image tower, SigLIP. The arrays ge
 Hugging Face (the image tower of timm those of timm) and are read by these formats.
 """
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -74,8 +73,14 @@ def read(source: Source) -> Pretrained:
     source.config = {"text_config": _tower_config(text, text.get("heads", 8), act)}
     if has_trunk:
         read_text_side = take_texts(source, "siglip_vision_model")
-        args = stated.get("timm_model_args", {})
-        pretrained = timm.read(_as_timm(source, vision, args, {**pixels, "crop_pct": 1.0}))
+        source.rename({r"visual\.trunk\.": ""})
+        size = {"img_size": vision["image_size"]} if "image_size" in vision else {}
+        source.config = {
+            "architecture": vision.get("timm_model_name"),
+            "model_args": size | stated.get("timm_model_args", {}),
+            "pretrained_cfg": pixels,
+        }
+        pretrained = timm.read(source)
     else:
         heads = source.arrays[_CLASS].shape[-1] // vision.get("head_width", 64)
         of_images = {"image_size": vision.get("image_size")}
@@ -124,19 +129,6 @@ def _tower_config(stated: Mapping[str, Any], heads: int, act: str) -> dict[str, 
     eps = stated.get("norm_kwargs", {}).get("eps", 1e-5)
     act = "gelu_pytorch_tanh" if is_tanh else act
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
-
-
-def _as_timm(
-    source: Source, vision: Mapping[str, Any], args: Mapping[str, Any], pixels: Mapping[str, Any]
-) -> Source:
-    """The image tower of `source`, as a source of timm."""
-    tower = copy.copy(source)
-    tower.arrays = {n.removeprefix("visual.trunk."): array for n, array in source.arrays.items()}
-    sizes = {} if "image_size" not in vision else {"img_size": vision["image_size"]}
-    name = vision.get("timm_model_name")
-    args = {**sizes, **args}
-    tower.config = {"architecture": name, "model_args": args, "pretrained_cfg": pixels}
-    return tower
 
 
 def _tokenizer(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,13 +44,14 @@ _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxE
 class Source:
     """A source on disk. Its arrays and its JSON file are read when they are first used.
 
-    path: the file or the folder; the folder also for its WEIGHTS beside a config.json.
+    path: the file or the folder; the folder also for a file of CONFIGS beside its config.
     averaged, best: which weights are wanted of a workdir; see `read_pretrained`.
     """
 
     def __init__(self, path: epath.Path, averaged: bool | None = None, best: bool = False):
         is_inside = path.name in CONFIGS and (path.parent / CONFIGS[path.name]).exists()
         self.path = path.parent if is_inside else path
+        self._given = path.name if is_inside else None
         self.averaged, self.best = averaged, best
 
     @property
@@ -84,7 +85,7 @@ class Source:
 
     def _shards(self) -> list[epath.Path]:
         """The safetensors files of a folder."""
-        if not (self.path / _INDEX).exists():
+        if self._weights == OPEN_CLIP or not (self.path / _INDEX).exists():
             return [self.path / self._weights]
         stated = self.read_stated(read_json(self.path / _INDEX), {"weight_map": "an object"})
         shards = sorted({*stated.get("weight_map", {}).values()})
@@ -94,9 +95,9 @@ class Source:
 
     @property
     def _weights(self) -> str:
-        """The name of a folder's file, unless it has shards: OPEN_CLIP where it is alone."""
+        """The name of a folder's file: the given one, or OPEN_CLIP where it is alone."""
         there = [(self.path / name).exists() for name in (_INDEX, WEIGHTS, OPEN_CLIP)]
-        return OPEN_CLIP if there == [False, False, True] else WEIGHTS
+        return self._given or (OPEN_CLIP if there == [False, False, True] else WEIGHTS)
 
     @property
     def config_path(self) -> epath.Path:
