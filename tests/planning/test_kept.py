@@ -9,9 +9,9 @@ from read_settings import settings_of
 from vit_jax.config import FAMILIES, base_config
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
+from vit_jax.devices.kept import Leaf, peak_bytes
 from vit_jax.models.vit import ViT
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
-from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.targets import Target
 
 ROWS, WIDTH, DEPTH = 256, 128, 6  # no axis needs padding

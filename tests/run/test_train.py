@@ -686,19 +686,17 @@ def test_more_memory_than_there_is_is_said_with_what_saves_some(
     stats = {"bytes_limit": 8 << 30} if platform == "gpu" else None
     device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh = types.SimpleNamespace(local_devices=[device] * 2, size=2, shape={"fsdp": 1})
-    on_one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     experiment = types.SimpleNamespace(
         objective=types.SimpleNamespace(couples_rows=False),
         model=types.SimpleNamespace(remat="none"),
-        abstract_state=jax.ShapeDtypeStruct((gib << 30,), "uint8", sharding=on_one),
     )
     run = types.SimpleNamespace(mesh=mesh, experiment=experiment)
-    loop.warn_of_memory(run)  # of the state
+    loop.warn_of_memory(run, gib << 30)
     remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
     assert [name in caplog.text for name in remedies] == [said] * 4
     experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
     caplog.clear()
-    loop.warn_of_memory(run, 99 << 30)  # of the step, unless the state has been warned of
+    loop.warn_of_memory(run, 99 << 30, gib << 30)  # unless that has been warned of
     is_due = platform != "other" and not said
     assert [name in caplog.text for name in remedies] == [is_due, False, False, False]
 
@@ -721,4 +719,16 @@ def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypat
     monkeypatch.setattr("vit_jax.run.train.restore_from_memory", stop_here)
     with pytest.raises(Started):
         train_and_evaluate(make_config(), tmp_path / "run")
+    assert "expected to take at least" in caplog.text
+
+
+def test_a_step_that_does_not_fit_is_said_before_it_compiles(tmp_path, monkeypatch, caplog):
+    config = make_config()
+    config.global_batch_size, config.data.ops = 1 << 15, ""
+    run = prepare(config, tmp_path)
+    sized = {"total": 1 << 30, "available": 1 << 30}
+    monkeypatch.setattr(loop.psutil, "virtual_memory", lambda: types.SimpleNamespace(**sized))
+    monkeypatch.setattr(jax.stages.Traced, "lower", stop_here)
+    with pytest.raises(Started), jax.set_mesh(run.mesh):
+        loop.compile_step(run)
     assert "expected to take at least" in caplog.text

@@ -125,6 +125,35 @@ class ScaledInceptionCrop(InceptionCrop):
     full_size = "inception_crop"
 
 
+class CoveringResize(SizedOp):
+    """A resize that may keep the aspect.
+
+    Of a thin image it makes only what the crop after it keeps, as the whole may take gigabytes.
+    """
+
+    cut: ClassVar[Crop | None] = None  # the crop after it
+
+    def before(self, after):
+        if not isinstance(after, Crop):
+            return self
+        own = copy.copy(self)
+        object.__setattr__(own, "cut", after)
+        return own
+
+    def _first_kept(self, resized, seed):
+        """The first pixel that `cut` keeps of an image of the size `resized`; `seed`: of self."""
+        assert self.cut is not None
+        own_seed = fold_in(seed, 1) if isinstance(self.cut, RandomCrop) else None  # of the next op
+        return self.cut._begin(resized - self.cut.hw, own_seed)
+
+    def _is_thin(self, resized):
+        """Whether `cut` keeps a small part only."""
+        assert self.cut is not None
+        kept = self.cut.hw
+        is_small = tf.reduce_prod(resized) > _THIN * kept[0] * kept[1]
+        return is_small & tf.reduce_all(resized >= kept)
+
+
 class Resize(SizedOp):
     """Resize to `size` / `crop`, rounded, bilinearly."""
 
@@ -139,21 +168,11 @@ class Resize(SizedOp):
         return _bilinear(image, self.gives, self.antialias)
 
 
-class ResizeSmall(Resize):
+class ResizeSmall(CoveringResize, Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
-    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
-    image only what the crop after it keeps is made, as the whole may take gigabytes.
+    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel.
     """
-
-    cut: ClassVar[Crop | None] = None  # the crop after it
-
-    def before(self, after):
-        if not isinstance(after, Crop):
-            return self
-        own = copy.copy(self)
-        object.__setattr__(own, "cut", after)
-        return own
 
     def __call__(self, image, seed):
         sides, size = tf.shape(image)[:2], self.gives
@@ -167,15 +186,15 @@ class ResizeSmall(Resize):
 
         if cut is None:
             return whole()
-        own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
-        grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))
-        is_thin = tf.reduce_prod(resized) > _THIN * cut.hw[0] * cut.hw[1]
-        return tf.cond(
-            grows & is_thin, lambda: _enlarged_window(image, resized, cut, own_seed), whole
-        )
+        is_enlarged = self._is_thin(resized) & tf.reduce_all(resized >= sides)
+
+        def window():
+            return _enlarged_window(image, resized, self._first_kept(resized, seed), cut.hw)
+
+        return tf.cond(is_enlarged, window, whole)
 
 
-class TorchvisionResize(SizedOp):
+class TorchvisionResize(CoveringResize):
     """Resize as torchvision's Resize does a PIL image, by Pillow's `filter`.
 
     An int `size` gives the shorter side, and the longer one is rounded down; (H, W) gives both
@@ -199,7 +218,21 @@ class TorchvisionResize(SizedOp):
         sides = tf.shape(image)[:2]
         size = self._result(sides)
         # Pillow rounds and clips between the two passes; sharp edges show the difference.
-        return self._resized(self._resized(image, tf.stack([sides[0], size[1]])), size)
+        wide, cut = self._resized(image, tf.stack([sides[0], size[1]])), self.cut
+
+        def whole():
+            return self._resized(wide, size)
+
+        def window():
+            (top, left), (height, width) = tf.unstack(self._first_kept(size, seed)), cut.hw
+
+            def kept_of(column):
+                return self._resized(column[:, None], tf.stack([size[0], 1]))[top : top + height, 0]
+
+            columns = tf.transpose(wide[:, left : left + width], [1, 0, 2])
+            return tf.transpose(tf.map_fn(kept_of, columns, parallel_iterations=1), [1, 0, 2])
+
+        return whole() if cut is None else tf.cond(self._is_thin(size), window, whole)
 
     def _result(self, sides):
         height, width = self.gives
@@ -336,15 +369,16 @@ def _before_crop(size: Hw, crop: float) -> Hw:
     return round(size[0] / crop), round(size[1] / crop)
 
 
-def _enlarged_window(
-    image: tf.Tensor, resized: tf.Tensor, cut: Crop, seed: tf.Tensor | None
-) -> tf.Tensor:
-    """What `cut` keeps of `_bilinear` to the larger size `resized`, by the same operations."""
-    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, seed)
+def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kept: Hw) -> tf.Tensor:
+    """The window `kept`, from `begin` on, of `_bilinear` to the larger size `resized`.
+
+    By the same operations.
+    """
+    sides = tf.shape(image)[:2]
 
     def neighbours(axis):
         scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)
-        at = (tf.cast(begin[axis] + tf.range(cut.hw[axis]), tf.float32) + 0.5) * scale - 0.5
+        at = (tf.cast(begin[axis] + tf.range(kept[axis]), tf.float32) + 0.5) * scale - 0.5
         below, above = (tf.cast(round_(at), tf.int32) for round_ in (tf.floor, tf.math.ceil))
         return tf.maximum(below, 0), tf.minimum(above, sides[axis] - 1), at - tf.floor(at)
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vit_jax.base import tree
 from vit_jax.config import Settings
-from vit_jax.config import stored as stored_config
 from vit_jax.config.base import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.flops import jaxpr_flops
+from vit_jax.devices.kept import Leaf, peak_bytes
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
@@ -24,7 +24,6 @@ from vit_jax.models import fields_of
 from vit_jax.models.contract import about
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
-from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.kernel_cycles import has_kernel
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
@@ -146,7 +145,7 @@ def _lay_out(settings: Settings, target: Target) -> tuple[Experiment, dict[str, 
     alone = settings.with_values(
         # Durations in steps, as the epochs of a smaller batch have more of them. The order of the
         # data is of the whole batch; it takes no memory on a device.
-        in_steps(settings.config)
+        in_steps(settings.to_config())
         | {"global_batch_size": whole_pairs, "model.remat_layers": None}
         | {"data.order": "record", "data.streams": None, "data.repeats": 1}
         | {f"mesh.{axis}": 1 for axis in AXES}
@@ -172,7 +171,7 @@ def _count_temporaries(
       alone: the settings for one device and its images.
     """
     is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
-    text = f"{stored_config.to_json(alone.config)} {target.slice.chip} {is_whole}"
+    text = f"{alone.values} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
     return _temporaries_of(traced, mesh, target.chip.is_gpu)
 

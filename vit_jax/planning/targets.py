@@ -176,7 +176,7 @@ def settle(asked: Settings, target: Target) -> Settings:
     Raises:
       InputError: the settings lack something, or do not suit the target.
     """
-    return resolve(asked.config, Tables(described_mesh(asked, target))).settings
+    return resolve(asked, Tables(described_mesh(asked, target))).settings
 
 
 def described_mesh(settings: Settings, target: Target) -> Mesh:

@@ -58,7 +58,7 @@ class Leaf(NamedTuple):
 def peak_bytes(
     jaxpr: Jaxpr,
     arguments: Sequence[Leaf],
-    outputs: Sequence[Leaf],
+    outputs: Sequence[Leaf] = (),
     *,
     tensor: int = 1,
     on_tpu: bool = True,
@@ -67,7 +67,7 @@ def peak_bytes(
 
     Args:
       jaxpr: of one device, but for what `tensor` splits.
-      arguments, outputs: of the jaxpr.
+      arguments, outputs: of the jaxpr; without `outputs` each device holds them whole.
       tensor: number of devices over which heads and hidden units are split.
       on_tpu: TPUs compute the operands of products where they are read, and pad one axis of an
         array to a multiple of 128; GPUs do neither.
