@@ -724,11 +724,13 @@ def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypat
 
 def test_a_step_that_does_not_fit_is_said_before_it_compiles(tmp_path, monkeypatch, caplog):
     config = make_config()
-    config.global_batch_size, config.data.ops = 1 << 15, ""
+    config.global_batch_size, config.optimizer.accum_steps = 1 << 15, 1
     run = prepare(config, tmp_path)
-    sized = {"total": 1 << 30, "available": 1 << 30}
-    monkeypatch.setattr(loop.psutil, "virtual_memory", lambda: types.SimpleNamespace(**sized))
     monkeypatch.setattr(jax.stages.Traced, "lower", stop_here)
-    with pytest.raises(Started), jax.set_mesh(run.mesh):
-        loop.compile_step(run)
+    for mib in (1000, 100):  # it takes 250
+        there = types.SimpleNamespace(total=mib << 20)
+        monkeypatch.setattr(loop.psutil, "virtual_memory", lambda there=there: there)
+        assert not caplog.messages
+        with pytest.raises(Started), jax.set_mesh(run.mesh):
+            loop.compile_step(run)
     assert "expected to take at least" in caplog.text

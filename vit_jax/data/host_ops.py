@@ -223,6 +223,9 @@ class TorchvisionResize(CoveringResize):
         def whole():
             return self._resized(wide, size)
 
+        if cut is None:
+            return whole()
+
         def window():
             (top, left), (height, width) = tf.unstack(self._first_kept(size, seed)), cut.hw
 
@@ -232,7 +235,7 @@ class TorchvisionResize(CoveringResize):
             columns = tf.transpose(wide[:, left : left + width], [1, 0, 2])
             return tf.transpose(tf.map_fn(kept_of, columns, parallel_iterations=1), [1, 0, 2])
 
-        return whole() if cut is None else tf.cond(self._is_thin(size), window, whole)
+        return tf.cond(self._is_thin(size), window, whole)
 
     def _result(self, sides):
         height, width = self.gives

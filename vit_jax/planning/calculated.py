@@ -173,11 +173,13 @@ def _count_temporaries(
     is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
     text = f"{alone.values} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
-    return _temporaries_of(traced, mesh, target.chip.is_gpu)
+    return _temporaries_of(traced, mesh, target.chip.platform, target.scale)
 
 
 @functools.lru_cache(maxsize=32)
-def _temporaries_of(traced: "_Alone", mesh: Mesh, is_gpu: bool) -> tuple[Experiment, int, Jaxpr]:
+def _temporaries_of(
+    traced: "_Alone", mesh: Mesh, platform: str, scale: float
+) -> tuple[Experiment, int, Jaxpr]:
     """`_count_temporaries`, once for the layouts that differ in the number of recomputed layers.
 
     Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
@@ -214,12 +216,13 @@ def _temporaries_of(traced: "_Alone", mesh: Mesh, is_gpu: bool) -> tuple[Experim
     for name, leaf in params.items():
         of_update = share(leaf, updates[name])
         whole = 1.0
-        if is_gpu:
+        if platform == "gpu":
             whole = of_update
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
         outputs.append(Leaf(of_update, whole))
-    peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=not is_gpu)
+    how = {"tensor": mesh.shape["tensor"], "platform": platform, "scale": scale}
+    peak = peak_bytes(jaxpr, arguments, outputs, **how)
     if splits:
         images = traced.settings.run.global_batch_size // traced.settings.optimizer.accum_steps
         images *= not has_kernel(jaxpr, "mlp_backward")

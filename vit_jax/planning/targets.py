@@ -38,12 +38,14 @@ class Target(NamedTuple):
 
     may_compile: whether to use its compiler, which takes minutes.
     measured: the chip by a certificate; None: by its vendor.
+    scale: of activations, by a certificate; see `kept.peak_bytes`.
     """
 
     slice: Slice
     num_slices: int = 1
     may_compile: bool = True
     measured: Chip | None = None
+    scale: float = 1.0
 
     @property
     def chip(self) -> Chip:

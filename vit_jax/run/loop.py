@@ -20,7 +20,7 @@ from vit_jax.checkpoints.history import read_history
 from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops, sharding
-from vit_jax.devices.kept import Leaf, peak_bytes
+from vit_jax.devices.kept import Leaf, all_bytes, peak_bytes
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -292,11 +292,27 @@ def compile_step(run: Run) -> jax.stages.Compiled:
 def count_memory(run: Run, traced: jax.stages.Traced) -> int:
     """The least bytes of a device in a step, counted before it is compiled: see `peak_bytes`.
 
-    As if the mesh split all values between its devices.
+    As if the mesh split all values between its devices. Counting takes seconds: only the arguments
+    count where all values fit at once.
     """
-    jaxpr, on_tpu = traced.jaxpr.jaxpr, run.mesh.devices.flat[0].platform == "tpu"
-    peak = peak_bytes(jaxpr, [Leaf()] * len(jaxpr.invars), on_tpu=on_tpu)
-    return sharding.bytes_per_device(run.experiment.arguments) + peak // run.mesh.size
+    jaxpr, (there, _, sharing) = traced.jaxpr.jaxpr, _memory_there(run)
+    arguments = sharding.bytes_per_device(run.experiment.arguments)
+    most = arguments + all_bytes(jaxpr) // run.mesh.size
+    if there is None or most * sharing <= there:
+        return arguments
+    platform = run.mesh.devices.flat[0].platform
+    peak = peak_bytes(jaxpr, [Leaf()] * len(jaxpr.invars), platform=platform)
+    return arguments + peak // run.mesh.size
+
+
+def _memory_there(run: Run) -> tuple[int | None, str, int]:
+    """The memory of one of the mesh's devices, None if it is not known; its name; and how many
+    devices share it.
+    """
+    devices = run.mesh.local_devices
+    if devices[0].platform == "cpu":
+        return psutil.virtual_memory().total, "this host", len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit"), "a device", 1
 
 
 def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:
@@ -304,12 +320,8 @@ def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:
 
     `before`: what was expected earlier; if that was too much, it has been warned of.
     """
-    devices = run.mesh.local_devices
-    there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
-    if devices[0].platform == "cpu":  # all share the host's
-        there, where = psutil.virtual_memory().total, "this host"
-        expected, before = expected * len(devices), before * len(devices)
-    if there is None or not before <= there < expected:
+    there, where, sharing = _memory_there(run)
+    if there is None or not before * sharing <= there < expected * sharing:
         return
     remedies = ["a smaller --config.global_batch_size"]
     if not run.experiment.objective.couples_rows:
@@ -319,7 +331,7 @@ def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:
     if run.mesh.size > run.mesh.shape["fsdp"]:
         remedies.append("a larger --config.mesh.fsdp")
     logger.warning("the step is expected to take at least %s of memory on %s, which has %s; set %s",
-                   flops.format_bytes(expected), where, flops.format_bytes(there),
+                   flops.format_bytes(expected * sharing), where, flops.format_bytes(there),
                    ", or ".join(remedies))  # fmt: skip
 
 
