@@ -279,7 +279,7 @@ def test_the_crop_of_a_thin_image_is_made_without_the_whole(shape, ops, monkeypa
 @pytest.mark.parametrize("ops", ["torchvision_resize(24)|torchvision_crop",
                                  "torchvision_resize((25, 27), 'bicubic', True)|central_crop",
                                  "torchvision_resize(29)|random_crop"])  # fmt: skip
-def test_torchvision_resize_makes_a_column_of_a_thin_image_at_a_time(shape, ops, monkeypatch):
+def test_torchvision_resize_makes_what_a_crop_keeps_of_a_thin_image(shape, ops, monkeypatch):
     image = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
     found, sizes, seed = [], [], tf.constant([3, 7], tf.int64)
     resize, crop = parse_ops(ops, (24, 24))[0]

@@ -734,3 +734,20 @@ def test_a_step_that_does_not_fit_is_said_before_it_compiles(tmp_path, monkeypat
         with pytest.raises(Started), jax.set_mesh(run.mesh):
             loop.compile_step(run)
     assert "expected to take at least" in caplog.text
+
+
+@pytest.mark.parametrize(("evaluates", "tokens"), [(True, [1, 4]), (False, [1])])
+def test_kernels_are_checked_for_evaluations_too(evaluates, tokens, tmp_path, monkeypatch):
+    """Which see all patches, where training keeps some."""
+    config, passed = make_config(model__keep_tokens="0.25"), []
+
+    def stop(passes, mesh):
+        passed.extend(each.model.num_tokens_in_training for each in passes)
+        raise Started
+
+    monkeypatch.setattr("vit_jax.run.train.check_kernels", stop)
+    if not evaluates:
+        config.evals = {}
+    with pytest.raises(Started):
+        train_and_evaluate(config, tmp_path / "run")
+    assert passed == tokens

@@ -11,6 +11,8 @@ is an error, unless `pad=True` adds a black border.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from typing import ClassVar
 
 from vit_jax.config.parts import key
@@ -146,12 +148,12 @@ class CoveringResize(SizedOp):
         own_seed = fold_in(seed, 1) if isinstance(self.cut, RandomCrop) else None  # of the next op
         return self.cut._begin(resized - self.cut.hw, own_seed)
 
-    def _is_thin(self, resized):
-        """Whether `cut` keeps a small part only."""
+    def _is_thin(self, sides, resized):
+        """Whether an image is enlarged, and `cut` keeps a small part of it."""
         assert self.cut is not None
         kept = self.cut.hw
-        is_small = tf.reduce_prod(resized) > _THIN * kept[0] * kept[1]
-        return is_small & tf.reduce_all(resized >= kept)
+        is_large = tf.reduce_prod(resized) > _THIN * kept[0] * kept[1]
+        return is_large & tf.reduce_all((resized >= kept) & (resized >= sides))
 
 
 class Resize(SizedOp):
@@ -186,12 +188,11 @@ class ResizeSmall(CoveringResize, Resize):
 
         if cut is None:
             return whole()
-        is_enlarged = self._is_thin(resized) & tf.reduce_all(resized >= sides)
 
         def window():
             return _enlarged_window(image, resized, self._first_kept(resized, seed), cut.hw)
 
-        return tf.cond(is_enlarged, window, whole)
+        return tf.cond(self._is_thin(sides, resized), window, whole)
 
 
 class TorchvisionResize(CoveringResize):
@@ -227,15 +228,12 @@ class TorchvisionResize(CoveringResize):
             return whole()
 
         def window():
-            (top, left), (height, width) = tf.unstack(self._first_kept(size, seed)), cut.hw
+            top, left = tf.unstack(self._first_kept(size, seed))
+            rows = top + tf.range(cut.hw[0])
+            columns = wide[:, left : left + cut.hw[1]]
+            return _halves_up(_enlarged_rows(columns, size[0], rows, self.filter))
 
-            def kept_of(column):
-                return self._resized(column[:, None], tf.stack([size[0], 1]))[top : top + height, 0]
-
-            columns = tf.transpose(wide[:, left : left + width], [1, 0, 2])
-            return tf.transpose(tf.map_fn(kept_of, columns, parallel_iterations=1), [1, 0, 2])
-
-        return tf.cond(self._is_thin(size), window, whole)
+        return tf.cond(self._is_thin(sides, size), window, whole)
 
     def _result(self, sides):
         height, width = self.gives
@@ -247,8 +245,7 @@ class TorchvisionResize(CoveringResize):
         return sides * height // tf.reduce_min(sides) if of_shorter else tf.constant(self.gives)
 
     def _resized(self, image, size):
-        values = tf.image.resize(image, size, self.filter, antialias=True)
-        return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # halves up, as Pillow
+        return _halves_up(tf.image.resize(image, size, self.filter, antialias=True))
 
 
 class Crop(SizedOp):
@@ -394,6 +391,42 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kep
 
     values = rows(top) + (rows(bottom) - rows(top)) * down[:, None, None]
     return _rounded(values)
+
+
+def _enlarged_rows(image: tf.Tensor, height: tf.Tensor, rows: tf.Tensor, filter: str) -> tf.Tensor:
+    """`rows` of `tf.image.resize(..., filter, antialias=True)` to a larger height, float32.
+
+    By the same operations, those of TensorFlow's ScaleAndTranslate.
+    """
+    radius, last = {"bilinear": 1, "bicubic": 2}[filter], tf.shape(image)[0] - 1
+    scale = tf.cast(height, tf.float32) / tf.cast(last + 1, tf.float32)
+    at = (tf.cast(rows, tf.float32) + 0.5) * (1.0 / scale)
+    begin, end = tf.math.ceil(at - radius - 0.5), tf.math.floor(at + radius - 0.5)
+    begin, end = (tf.clip_by_value(tf.cast(edge, tf.int32), 0, last) for edge in (begin, end))
+    sources = [begin + i for i in range(2 * radius + 1)]
+    far = [tf.abs(tf.cast(y, tf.float32) + 0.5 - at) for y in sources]
+    weights = [
+        tf.where(y <= end, _WEIGHTS[filter](x), 0.0) for y, x in zip(sources, far, strict=True)
+    ]
+    norm = 1.0 / functools.reduce(operator.add, weights)
+    parts = [
+        (weight * norm)[:, None, None] * tf.cast(tf.gather(image, tf.minimum(y, last)), tf.float32)
+        for y, weight in zip(sources, weights, strict=True)
+    ]
+    return functools.reduce(operator.add, parts)
+
+
+def _cubic(x: tf.Tensor) -> tf.Tensor:
+    near, far = (1.5 * x - 2.5) * x * x + 1.0, ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    return tf.where(x < 1.0, near, tf.where(x < 2.0, far, 0.0))
+
+
+# Weight of a pixel by its distance, by Keys 1981 if bicubic.
+_WEIGHTS = {"bilinear": lambda x: tf.maximum(1.0 - x, 0.0), "bicubic": _cubic}
+
+
+def _halves_up(values: tf.Tensor) -> tf.Tensor:
+    return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # as Pillow
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:
