@@ -436,7 +436,7 @@ MUTATIONS = [
       "planning/test_plan.py::test_two_core_chips_count_twice"),
     M("vit_jax/planning/exchanges.py", '(2 if kind == "all-reduce" else 1)', "1",
       "planning/test_plan.py::test_gpus_of_several_hosts_exchange_over_the_network"),
-    M("vit_jax/planning/kept.py", "if product is None and value not in in_memory:", "if True:",
+    M("vit_jax/devices/kept.py", "if product is None and value not in in_memory:", "if True:",
       "planning/test_kept.py::test_on_gpus_the_operand_of_a_product_is_kept_too"),
     M("vit_jax/experiment/experiment.py", "self._count_per_image(self.freeze)",
       "self._count_per_image(None)",

@@ -90,7 +90,7 @@ def planned(monkeypatch, pytestconfig):
         return config.mesh.fsdp or 1, bool(config.model.scan), recomputed(config.model)
 
     def calculate(settings, target):
-        config = settings.config
+        config = settings.to_config()
         fsdp, scan, again = layout_of(config)
         facts.calculated.append((fsdp, scan, again))
         return {
@@ -101,7 +101,7 @@ def planned(monkeypatch, pytestconfig):
         }  # fmt: skip
 
     def plan(settings, target, devices=None):
-        config = settings.config
+        config = settings.to_config()
         fsdp, scan, again = layout_of(config)
         facts.compiled.append((fsdp, scan, again))
         by = {"by": "calculation", "memory_bytes": calculate(settings, target)["memory_bytes"]}

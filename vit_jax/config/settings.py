@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import sections
-from vit_jax.config.base import declared_keys, flatten, with_values
+from vit_jax.config.base import declared_keys, default_config, flatten, with_values
 from vit_jax.config.durations import to_steps
-from vit_jax.config.evals import EVALUATORS, Evaluator
+from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
 from vit_jax.config.registries import (
     FAMILIES,
@@ -41,8 +41,7 @@ class Settings:
     objective, loss, optimizer, schedule: the part that the section selects, with all keys of the
       section.
     evals: {name: evaluator}.
-    config: what it was read from, for searches that change keys, and for plug-ins of earlier
-      versions.
+    values: {dotted key: value} of the config, as its texts and numbers stand there.
     """
 
     run: sections.Run
@@ -58,7 +57,7 @@ class Settings:
     log: sections.Log
     job: sections.Job
     evals: Mapping[str, Evaluator]
-    config: ConfigDict = dataclasses.field(repr=False, compare=False)
+    values: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
     def read(cls, config: ConfigDict) -> "Settings":
@@ -115,11 +114,20 @@ class Settings:
             evaluator = faults.check(EVALUATORS.make, entry, prefix, own_in_steps)
             if evaluator is not None:
                 evals[name] = evaluator
-        return cls(**found, evals=evals, config=config), list(faults)
+        return cls(**found, evals=evals, values=flatten(config)), list(faults)
 
     def with_values(self, values: Mapping[str, Any]) -> "Settings":
         """The settings of the same config with other `values`, {dotted key: value}."""
-        return Settings.read(with_values(self.config, values))
+        return Settings.read(with_values(self.to_config(), values))
+
+    def to_config(self) -> ConfigDict:
+        """A config with the same values, but for entries of `evals` that are in fault."""
+        config = default_config(self.run.plugins)
+        for name, entry in self.evals.items():
+            own = {key: self.values[f"evals.{name}.{key}"] for key in entry.declared()}
+            config.evals[name] = make_entry(self.values[f"evals.{name}.type"], **own)
+        common = {k: v for k, v in self.values.items() if not k.startswith("evals.")}
+        return with_values(config, common)
 
     @functools.cached_property
     def durations(self) -> dict[str, int]:

@@ -58,7 +58,7 @@ class EvalInputs:
     def config(self) -> Any:
         """The config of the run, for plug-ins of earlier versions."""
         warn_of_removal("inputs.config", "inputs.settings")
-        return self.settings.config
+        return self.settings.to_config()
 
     @property
     def batch_size(self) -> int:

@@ -84,7 +84,7 @@ def evaluate_model(
     of = model if isinstance(model, StoredModel) else _OfSource(model, by_user)
     settings = of.complete(asked)
     mesh = of.make_mesh(settings)
-    compare_requests(settings.config, of.facts)
+    compare_requests(settings, of.facts)
     absent = find_absent(settings, training=False)
     evals = {n: entry for n, entry in settings.evals.items() if f"evals.{n}" not in absent}
     settings = dataclasses.replace(settings, evals=evals)
@@ -183,7 +183,7 @@ class _OfSource:
         self.read_text_side = pretrained.read_text_side
 
     def complete(self, asked: Settings) -> Settings:
-        return complete_by_source(asked.config, self._pretrained, self._by_user)
+        return complete_by_source(asked, self._pretrained, self._by_user)
 
     def make_mesh(self, settings: Settings) -> Mesh:
         return check_mesh(settings)

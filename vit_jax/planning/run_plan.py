@@ -9,7 +9,7 @@ from vit_jax import planning
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice
-from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.calculated import calculate_memory, calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.measured import Certificate
 from vit_jax.planning.plan_tables import answer
@@ -66,9 +66,10 @@ def plan_run(
         logger.info("%s", _first_answer(layouts[0], target, known))
     settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
     if certificate is not None:
-        figures = certificate.correct(figures, target)
-        share = certificate.nearest_to(figures).share_of_peak
-        known = {**known, "share_of_peak": share, "measured": target.measured}
+        step = certificate.nearest_to(figures)
+        memory = calculate_memory(settings, target._replace(scale=step.scale))
+        figures |= {"memory_bytes": memory, "measured": step.model}
+        known = {**known, "share_of_peak": step.share_of_peak, "measured": target.measured}
     return _estimated(figures, settings, target, known)
 
 
