@@ -48,12 +48,12 @@ def config_of(**changes):
 
 def rank(config, target):
     """The configs of `rank_layouts`."""
-    return [layout.config for layout in rank_layouts(settings_of(config), target)]
+    return [layout.to_config() for layout in rank_layouts(settings_of(config), target)]
 
 
 def choose(config, mesh, **how):
     """The config of `choose_layout`."""
-    return choose_layout(settings_of(config), mesh, **how).config
+    return choose_layout(settings_of(config), mesh, **how).to_config()
 
 
 @pytest.fixture
