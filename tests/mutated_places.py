@@ -395,6 +395,12 @@ MUTATIONS = [
       "0 <= process_id <= num_processes",
       "job/test_processes.py::test_what_is_asked_for_must_be_there"),
     # transfer
+    M("vit_jax/models/text.py", "Causal() if self.causal else None", "None",
+      "models/test_text.py::test_padding_behind_the_end_of_clip_does_not_matter"),
+    M("vit_jax/models/zero_shot.py", "unit(classes_KE)", "classes_KE",
+      "inference/test_labels.py::test_probabilities_by_hand"),
+    M("vit_jax/transfer/open_clip.py", "arrays[name].T for", "arrays[name] for",
+      "transfer/test_pairs.py::test_parity"),
     M("vit_jax/transfer/fit.py", "bias\"] - mean @ kernel", "bias\"] + mean @ kernel",
       "models/test_vit.py"
       "::test_a_batch_norm_before_the_head_follows_the_batch_and_merges_into_the_head"),
@@ -434,7 +440,7 @@ MUTATIONS = [
       "planning/test_plan.py::test_two_core_chips_count_twice"),
     M("vit_jax/planning/exchanges.py", '(2 if kind == "all-reduce" else 1)', "1",
       "planning/test_plan.py::test_gpus_of_several_hosts_exchange_over_the_network"),
-    M("vit_jax/planning/kept.py", "if product is None and value not in in_memory:", "if True:",
+    M("vit_jax/devices/kept.py", "if product is None and value not in in_memory:", "if True:",
       "planning/test_kept.py::test_on_gpus_the_operand_of_a_product_is_kept_too"),
     M("vit_jax/experiment/experiment.py", "self._count_per_image(self.freeze)",
       "self._count_per_image(None)",

@@ -518,7 +518,7 @@ def linear(monkeypatch):
     planned = []
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         remat = config.model.remat or "none"
         data, fsdp = config.mesh.data, config.mesh.fsdp
         fsdp = fsdp or 1
@@ -567,7 +567,7 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     planned = []
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         images = config.global_batch_size // 4
         planned.append(images)
         return {"images_per_way": images, "memory_bytes": {
@@ -645,7 +645,7 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
     del linear[:]
 
     def calculated_peak(settings, target):
-        config = settings.config
+        config = settings.to_config()
         peak = 40 if config.model.remat == "dots" else 10
         return {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}
 
@@ -694,7 +694,7 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
     config, planned = tiny_config(global_batch_size=4 * 400), planning.search.plan
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         if (config.optimizer.accum_steps or 1) > 1:
             raise InputError("the loss of an image depends on the others of its batch")
         return planned(settings, target)

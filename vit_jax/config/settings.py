@@ -13,9 +13,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import sections
-from vit_jax.config.base import declared_keys, flatten, with_values
-from vit_jax.config.durations import to_steps
-from vit_jax.config.evals import EVALUATORS, Evaluator
+from vit_jax.config.base import declared_keys, default_config, flatten, with_values
+from vit_jax.config.durations import parse_duration, to_steps
+from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
 from vit_jax.config.registries import (
     FAMILIES,
@@ -42,8 +42,7 @@ class Settings:
     objective, loss, optimizer, schedule: the part that the section selects, with all keys of the
       section.
     evals: {name: evaluator}.
-    config: what it was read from, for searches that change keys, and for plug-ins of earlier
-      versions.
+    values: {dotted key: value} of the config, as its texts and numbers stand there.
     """
 
     run: sections.Run
@@ -59,7 +58,7 @@ class Settings:
     log: sections.Log
     job: sections.Job
     evals: Mapping[str, Evaluator]
-    config: ConfigDict = dataclasses.field(repr=False, compare=False)
+    values: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
     def read(cls, config: ConfigDict) -> "Settings":
@@ -116,11 +115,20 @@ class Settings:
             evaluator = faults.check(EVALUATORS.make, entry, prefix, own_in_steps)
             if evaluator is not None:
                 evals[name] = evaluator
-        return cls(**found, evals=evals, config=config), list(faults)
+        return cls(**found, evals=evals, values=flatten(config)), list(faults)
 
     def with_values(self, values: Mapping[str, Any]) -> "Settings":
         """The settings of the same config with other `values`, {dotted key: value}."""
-        return Settings.read(with_values(self.config, values))
+        return Settings.read(with_values(self.to_config(), values))
+
+    def to_config(self) -> ConfigDict:
+        """A config with the same values, but for entries of `evals` that are in fault."""
+        config = default_config(self.run.plugins)
+        for name, entry in self.evals.items():
+            own = {key: self.values[f"evals.{name}.{key}"] for key in entry.declared()}
+            config.evals[name] = make_entry(self.values[f"evals.{name}.type"], **own)
+        common = {k: v for k, v in self.values.items() if not k.startswith("evals.")}
+        return with_values(config, common)
 
     @functools.cached_property
     def durations(self) -> dict[str, int]:
@@ -135,7 +143,7 @@ class Settings:
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """The image sizes of the run's stages; the last is `data.image_size`."""
-        asked = self.data.declared()["image_size"].sizes(self.config.data.image_size)
+        asked = self.data.declared()["image_size"].sizes(self.values["data.image_size"])
         return [*((size, size) for size, _ in asked[:-1]), self.data.image_size]
 
     def at(self, size: tuple[int, int]) -> "Settings":
@@ -159,16 +167,18 @@ class Settings:
         Raises:
           InputError: they do not fit into the run, or into the order of its data.
         """
-        data, sizes = self.data, self.sizes
-        starts = data.declared()["image_size"].durations(self.config.data.image_size)
-        starts_in_steps = [to_steps(self.config, text, "data.image_size") for text in starts]
+        sizes, data, key = self.sizes, self.data, "data.image_size"
+        counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
+                  "global_batch_size": self.run.global_batch_size}  # fmt: skip
+        texts = data.declared()["image_size"].durations(self.values[key])
+        starts = [parse_duration(text, key=key, **counts) for text in texts]
         batches = [self.at(size).run.global_batch_size for size in sizes]
         if data.order == "chunk" and {*batches} != {batches[-1]}:
             raise InputError(
                 "data.image_size_keeps='tokens': data.order=chunk deals batches of one size; "
                 "set --config.data.image_size_keeps=batch or --config.data.order=record"
             )
-        return make_stages(sizes, [0, *starts_in_steps], batches, self.run.duration)
+        return make_stages(sizes, [0, *starts], batches, self.run.duration)
 
     @property
     def has_average(self) -> bool:

@@ -16,7 +16,6 @@ import flax.linen as nn
 
 from vit_jax.base import files
 from vit_jax.config import Settings
-from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
 from vit_jax.models.contract import field_names
@@ -67,7 +66,7 @@ def is_cached(settings: Settings, target: Target) -> bool:
 def cache_file(settings: Settings, target: Target) -> pathlib.Path:
     """The cache file of the plan of `settings` for `target`, named by a hash of all its inputs."""
     said = [
-        stored_config.to_json(settings.config),
+        settings.values,
         target.slice.name,
         target.num_slices,
         *([] if target.may_compile else ["calculated"]),

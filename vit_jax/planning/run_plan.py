@@ -9,12 +9,12 @@ from vit_jax import planning
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.devices.chips import Slice
-from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.calculated import calculate_memory, calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.measured import Certificate
 from vit_jax.planning.plan_tables import answer
 from vit_jax.planning.search import find_remedies, plan_layouts, rank_layouts
-from vit_jax.planning.stages import plan_stages
+from vit_jax.planning.stages import add_up, plan_stages, split_run
 from vit_jax.planning.targets import Target
 
 logger = logging.getLogger("vit_jax")
@@ -67,9 +67,12 @@ def plan_run(
         logger.info("%s", _first_answer(layouts[0], target, known))
     settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
     if certificate is not None:
-        figures = certificate.correct(figures, target)
-        share = certificate.nearest_to(figures).share_of_peak
-        known = {**known, "share_of_peak": share, "measured": target.measured}
+        step = certificate.nearest_to(figures)
+        stages, scaled = figures.get("stages", [figures]), target._replace(scale=step.scale)
+        for stage, run in zip(stages, split_run(settings), strict=True):
+            stage |= {"memory_bytes": calculate_memory(run, scaled), "measured": step.model}
+        figures = add_up(stages)
+        known = {**known, "share_of_peak": step.share_of_peak, "measured": target.measured}
     return _estimated(figures, settings, target, known)
 
 

@@ -11,7 +11,7 @@ def split_run(settings: Settings) -> list[Settings]:
     """For each stage of a run, a run at its image size, as long as the whole."""
     if len(settings.stages) == 1:
         return [settings]
-    fixed = in_steps(settings.config)
+    fixed = in_steps(settings.to_config())
     return [
         settings.with_values(
             fixed | {"data.image_size": stage.size[0], "global_batch_size": stage.batch}
@@ -32,8 +32,11 @@ def plan_stages(settings: Settings, plan: Callable[[Settings], dict[str, Any]]) 
 def add_up(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of the last of the `plans` of stages, with the memory of the largest.
 
-    "stages" has the figures of each; `estimate` adds their times and costs.
+    "stages" has the figures of each; `estimate` adds their times and costs. One plan stays as it
+    is.
     """
+    if len(plans) == 1:
+        return plans[0]
     memory = [figures["memory_bytes"] for figures in plans]
     largest = max(memory, key=lambda each: (not each["fits"], each["peak"]))
     steps = sum(figures["total_steps"] for figures in plans)

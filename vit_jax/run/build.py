@@ -204,7 +204,7 @@ def prepare(
     workdir = files.absolute(workdir)
     before = read_run(workdir) if before is None else before
     opened = Files(workdir, before, choose_layout)
-    resolved = resolve(asked.config, opened, before.stored, by_user)
+    resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
     check_unchanged(resolved.config, before, workdir, chosen)
     return build(resolved, opened, workdir)

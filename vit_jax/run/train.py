@@ -16,6 +16,8 @@ from vit_jax.config import Settings
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
+from vit_jax.models.contract import with_known
+from vit_jax.objectives.contract import TokenPass
 from vit_jax.run.build import Callback, Run, describe, prepare
 from vit_jax.run.loop import loop, warn_of_memory
 from vit_jax.run.setup.agreement import compare, compare_findings
@@ -81,9 +83,9 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
+    whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0))  # as evaluators pass it
     passes = [each for e in run.experiments for each in e.passes]
-    for model in dict.fromkeys(each.model for each in passes):
-        check_kernels(model, run.mesh)
+    check_kernels([*passes, *[whole] * bool(run.evaluators)], run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock, began)
@@ -149,8 +151,8 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     Raises:
       InputError: if the checkpoint was made with other data or another order.
     """
-    warn_of_memory(run)
     e, directory = run.experiment, run.workdir / "checkpoints"
+    warn_of_memory(run, sharding.bytes_per_device(e.abstract_state))
     if kept := restore_from_memory(run):
         state, meta, memory = kept
         logger.info("start: resumed at step %d from %s", meta["step"], memory)

@@ -77,7 +77,7 @@ class Files(Opener):
             self.mesh = mesh
         faults.check(check_writable, self._workdir)
         faults.check(check_installed, config.log.wandb)
-        compare_requests(config)
+        compare_requests(Settings.of(config))
         still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
         free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
         check_settings(config, self._before, self._workdir, free)
@@ -178,8 +178,8 @@ class Files(Opener):
         config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(Settings.read(config), self.mesh)
-        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen.config)
-        return {key: flat[key] for key in keys}
+        self.mesh = check_mesh(chosen)
+        return {key: chosen.values[key] for key in keys}
 
     def microbatches(self, config: ConfigDict) -> Changes:
         if config.optimizer.accum_steps is not None:
