@@ -64,7 +64,8 @@ def get_config(arg=""):
         sizes = {"patch_size": 8, "stem_channels": (32, 64, 128), "pos_embed": "sincos_2d"}
         use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, **sizes)
         set_length(c, 128, "5 epochs", "10 %", save="100 %", log="50 steps")
-        c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 2e-3, "linear"
+        c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
+        c.loss.label_smoothing = 0.1
         crop = "decode|pad_crop(2)"
         c.evals.test.every, c.evals.test.batch_size, c.evals.test.flips = "100 %", 500, True
     use_cifar10(c, augreg_ops(*augmentation, crop))
