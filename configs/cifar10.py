@@ -63,7 +63,7 @@ def get_config(arg=""):
     if "fast" in chosen:
         sizes = {"patch_size": 8, "stem_channels": (32, 64, 128), "pos_embed": "sincos_2d"}
         use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, **sizes)
-        set_length(c, 128, "5 epochs", "10 %", save="100 %", log="50 steps")
+        set_length(c, 128, "10 epochs", "10 %", save="100 %", log="100 steps")
         c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
         c.loss.label_smoothing = 0.1
         crop = "decode|pad_crop(2)"
