@@ -107,7 +107,7 @@ def make_small(c):
     use_small_views(c, "inception_crop")
     splits = {"train_split": "train[:10%]", "test_split": "test[:20%]"}
     how = {"every": "300 steps", "ops": "decode", "batch_size": 500}
-    c.evals.near = knn(**splits, **how, num_neighbours=(20,))
+    c.evals.near = knn(**splits, **how, num_neighbours=(20,), baselines=True)
     c.evals.rank = rank(split="train", **how, num_images=2000)
     c.evals.images = patch_features(split="test", **how)
 

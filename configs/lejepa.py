@@ -79,7 +79,7 @@ def make_small(c):
     c.data.local_ops = f"inception_crop(area_min=0.1, area_max=0.3)|{COLOURS}"
     splits = {"train_split": "train[:10%]", "test_split": "test[:20%]"}
     how = {"every": "400 steps", "ops": "decode", "batch_size": 500}
-    c.evals.near = knn(**splits, **how, num_neighbours=(20,))
+    c.evals.near = knn(**splits, **how, num_neighbours=(20,), baselines=True)
     c.evals.probe = linear_probe(**splits, **how, l2=(0.01,))
     c.evals.rank = rank(split="train", **how, num_images=2000)
     c.evals.images = patch_features(split="test", **how)

@@ -140,6 +140,7 @@ def make_small(c):
     make_small_on_cifar10(c, near_every="600 steps")
     if c.objective.name == "mae":
         c.evals.images.split, c.evals.images.every = "test[:10%]", "300 steps"
+        c.evals.near.baselines = True
         c.objective.update(decoder_width=64, decoder_depth=1, decoder_heads=4)
         c.duration, c.schedule.warmup = "600 steps", "10 %"
         c.optimizer.peak_lr = 2e-3

@@ -90,6 +90,7 @@ def make_small(c):
     make_small_on_cifar10(c, near_every="400 steps")
     if c.objective.name == "masked_patches":
         c.evals.images.split, c.evals.images.every = "test[:10%]", "200 steps"
+        c.evals.near.baselines = True
         c.global_batch_size, c.duration, c.schedule.warmup = 64, "400 steps", "10 %"
         c.optimizer.peak_lr = 1e-3
 

@@ -92,7 +92,8 @@ def go_on(c, model, data):
     c.evals.rank = rank(split="train", **how, num_images=2000)
     c.evals.images = patch_features(split="train", **how)
     if data == "folder":
-        c.evals.near = knn(train_split="train", test_split="val", **how, num_neighbours=(20,))
+        splits = {"train_split": "train", "test_split": "val"}
+        c.evals.near = knn(**splits, **how, num_neighbours=(20,), baselines=True)
 
 
 def make_own(c):

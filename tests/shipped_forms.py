@@ -38,6 +38,7 @@ FORMS = {
     "data_size": "tuned fixed tuned,debug fixed,debug",
     "five_classes": "- pretrain debug pretrain,debug",
     "dino": "- folder cifar10 debug folder,debug",
+    "ibot": "- folder debug folder,debug",
     "dinov2": "- own_head,sinkhorn debug",
     "selfsup": "folder ViT-S/16 ViT-B/14,folder folder,debug ViT-S/16,debug ViT-S/16,folder,debug",
     "mae": "ViT-B/16 ViT-L/16,finetune ViT-H/14,1600ep ViT-B/16,linear folder cifar10 "

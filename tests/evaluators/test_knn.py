@@ -20,6 +20,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, knn
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import knn as knn_module
+from vit_jax.evaluators.features import Features
 from vit_jax.evaluators.knn import Knn
 
 RNG = np.random.default_rng(0)
@@ -100,3 +101,23 @@ def test_folders_of_a_run_without_labels_may_be_no_classes(data, labels, said, c
     with caplog.at_level("INFO", "vit_jax"):
         Knn(**OF_SPLITS).bind(inputs)
     assert ("evals.own: " in caplog.text and "only if the folders are" in caplog.text) == said
+
+
+def test_pictures_show_the_most_similar_training_images_first():
+    """Features on a circle: the similarity falls with the angle; record ids are not in order."""
+
+    def on_circle(degrees, first):
+        angle = np.deg2rad(degrees)
+        x_ND = np.stack([np.cos(angle), np.sin(angle)], axis=1) * [[3.0], [0.1]][first > 0]
+        ids = first + np.arange(len(degrees))[::-1]
+        return Features(x_ND.astype(np.float32), np.zeros(len(ids), np.int32), ids)
+
+    train, test = on_circle(10 * np.arange(20), 100), on_circle([41, 12], 0)
+    images = {at: np.full((1, 1, 1), at, np.uint8) for at in (*train.id_N, *test.id_N)}
+    inputs = types.SimpleNamespace(images=lambda _, ids: {at: images[at] for at in ids})
+    drawn = knn_module._rows_to_draw(inputs, train, test)
+    assert drawn.shape == (2, 8, 1, 1, 1)
+    of_degrees = {degrees: 119 - degrees // 10 for degrees in range(0, 200, 10)}
+    expected = [[1, 40, 50, 30, 60, 20, 70, 10], [0, 10, 20, 0, 30, 40, 50, 60]]
+    for row, (test_id, *degrees) in zip(drawn[..., 0, 0, 0], expected, strict=True):
+        assert row.tolist() == [test_id, *(of_degrees[d] for d in degrees)]

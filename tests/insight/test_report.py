@@ -203,6 +203,23 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     assert (group.steps, group.values) == ([], {})
 
 
+def test_features_are_shown_beside_step_0_the_pixels_and_the_last_pictures(tmp_path):
+    rows = [{"step": 0, "near/20nn_top1": 0.25, "near/pixels_20nn_top1": 0.28},
+            {"step": 9, "near/20nn_top1": 0.3}]  # fmt: skip
+    workdir = write_run(tmp_path / "run", rows)
+    (workdir / "neighbours").mkdir()
+    for name in ("near_00000003.png", "near_00000012.png", "near_of_eight.png"):
+        (workdir / "neighbours" / name).write_bytes(name.encode())
+    (run,) = read = runs.read_all([workdir])[0]
+    assert runs.choose_metrics(read) == ["near/20nn_top1"]
+    (chart,) = charts.chart_curves(read, ["near/20nn_top1"])
+    levels = {r.name: {*r.data_source.data["value"]} for r in chart.figure.renderers}
+    assert levels["run, pixels"] == {0.28} and levels["run, step 0"] == {0.25}
+    last = base64.b64encode(b"near_00000012.png").decode()
+    (pictures,) = report.read_figures([run], {})
+    assert pictures == ("run", [report.Image("neighbours near, step 12", last)])
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(InputError, match=r"bokeh.*; run pip install.*report"):

@@ -54,6 +54,11 @@ class Evaluator(Part):
     shows_images: ClassVar[bool] = False
     measures_rank: ClassVar[bool] = False
 
+    @property
+    def measures_start(self) -> bool:
+        """Whether a new run also evaluates before its first step: the row has step 0."""
+        return False
+
     def reports(self) -> Mapping[str, Better] | None:
         """The metrics that it may report, and which of their values are better.
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,12 +100,27 @@ class EvalInputs:
             refuse_small=True,
         )
 
-    def spread(self, number: int) -> Iterator[Batch]:
-        """`batches` of `number` images of the split, evenly spaced; of all if it has fewer."""
-        record_ids = order.spread(number, self.source().num_examples)
+    def some(self, split_key: str, record_ids: np.ndarray) -> Iterator[Batch]:
+        """`batches` of a few records, which are no larger than these need."""
         ways = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         batch_size = min(self.batch_size, ways * math.ceil(len(record_ids) / ways))
-        return self.batches(record_ids=record_ids, batch_size=batch_size)
+        return self.batches(split_key, record_ids, batch_size)
+
+    def spread(self, number: int) -> Iterator[Batch]:
+        """`batches` of `number` images of the split, evenly spaced; of all if it has fewer."""
+        return self.some("split", order.spread(number, self.source().num_examples))
+
+    def images(self, split_key: str, record_ids: np.ndarray) -> dict[int, np.ndarray]:
+        """{record id: uint8 (H, W, C)} on every process; of images that can be read."""
+
+        @functools.partial(jax.jit, out_shardings=self.replicated)
+        def gather(batch):
+            return batch["id"], batch["image"], batch["mask"]
+
+        rows = (
+            zip(*part, strict=True) for part in fetch(map(gather, self.some(split_key, record_ids)))
+        )
+        return {int(at): image for part in rows for at, image, mask in part if mask > 0}
 
 
 def fetch(results: Iterable[PyTree]) -> Iterator[PyTree]:

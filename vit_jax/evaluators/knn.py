@@ -13,12 +13,16 @@ from jax.experimental import multihost_utils
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIVE, key
+from vit_jax.data import order
 from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
+from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
 
 logger = logging.getLogger("vit_jax")
 
+FOLDER = "neighbours"  # in the workdir
+_ROWS, _NEAREST = 8, 7  # test images drawn, and training images beside each
 _SIMILARITIES_AT_ONCE = 1 << 26  # 256 MiB of float32
 
 
@@ -49,6 +53,10 @@ class Knn(FeatureEvaluator):
 
     Features are computed on the devices and gathered by every process. Each process then compares
     its share of the test images with all training images, on its host.
+
+    During training some test images are written as WORKDIR/neighbours/NAME_STEP.png, each before
+    the training images that are most like it. The accuracy tells whether features are learned; look
+    at `baselines` beside it, as random weights are far above chance on small images.
     """
 
     num_neighbours: tuple[int, ...] = key(
@@ -68,6 +76,7 @@ class Knn(FeatureEvaluator):
 
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, train_source = make_gather(inputs), inputs.source("train_split")
+        table = TableWriter(inputs, FOLDER)
         num_images = train_source.num_examples
         if inputs.settings.data.name == "unlabelled" and train_source.name == "folder":
             logger.info(
@@ -88,6 +97,10 @@ class Knn(FeatureEvaluator):
             hits = _count_hits(train, my_share, numbers, self.temperature, train_source.num_classes)
             hits = multihost_utils.process_allgather(hits).reshape(-1, len(hits)).sum(axis=0)
             top1s = hits / len(test.label_N)
+            if inputs.folder is not None and table.begin(int(state.step)):
+                rows = _rows_to_draw(inputs, train, test)
+                if jax.process_index() == 0:
+                    table.write(rows)
             return {f"{k}nn_top1": float(top1) for k, top1 in zip(numbers, top1s, strict=True)}
 
         return measure
@@ -110,6 +123,19 @@ def _count_hits(
             np.add.at(scores_MC, (images, labels_MK[:, :k]), weights_MK[:, :k])
             hits[i] += (scores_MC.argmax(axis=1) == test.label_N[some]).sum()
     return hits
+
+
+def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.ndarray:
+    """uint8 (K, M, H, W, C): test images, each followed by its nearest training images."""
+    drawn = order.spread(_ROWS, len(test.id_N))
+    similarity_KN = _unit(test.x_ND[drawn]) @ _unit(train.x_ND).T
+    id_KM = train.id_N[np.argsort(-similarity_KN, axis=1, kind="stable")[:, :_NEAREST]]
+    tests = inputs.images("test_split", test.id_N[drawn])
+    trained = inputs.images("train_split", np.unique(id_KM))
+    return np.stack([
+        [tests[at], *(trained[near] for near in nearest)]
+        for at, nearest in zip(test.id_N[drawn], id_KM, strict=True)
+    ])  # fmt: skip
 
 
 def _unit(x_MD: np.ndarray) -> np.ndarray:

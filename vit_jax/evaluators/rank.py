@@ -35,8 +35,9 @@ def effective_rank(x_ND: np.ndarray) -> float:
 class Rank(SplitEvaluator):
     """Effective rank of the features of some images: `rank`, and `share` = rank / D; no labels.
 
-    The rank cannot exceed the number of images, so take more than the model is wide. Every host
-    holds their features and computes the same values.
+    A falling rank shows a collapse. A high one does not show that the features are useful: the rank
+    of random weights may be higher. The rank cannot exceed the number of images, so take more than
+    the model is wide. Every host holds their features and computes the same values.
     """
 
     num_images: int = key(

@@ -6,11 +6,12 @@ properties of the charts. They need an optional package: `pip install -e '.[repo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vit_jax.config.metric_names import PIXELS
 from vit_jax.insight.plots import FEW, styles
 from vit_jax.insight.runs import group_seeds, mean_curve
 
@@ -86,6 +87,7 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     formats = {"@value": "printf"}
     how = {"renderers": [*chart.renderers], "line_policy": "nearest"}
     chart.add_tools(HoverTool(tooltips=tips, formatters=formats, **how))
+    _draw_baselines(chart, runs, metric, {name: look[0] for name, look in looks.items()})
     for group in groups:
         if len(group.runs) > 1:
             steps, mean, deviation = mean_curve(group, metric)[::every].T
@@ -95,6 +97,28 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
             tags = [{"run": runs.index(group.runs[0]), "band": True}]
             chart.add_glyph(ColumnDataSource(band), area, name=group.name, tags=tags)
     return Chart(metric, chart, every)
+
+
+def _draw_baselines(
+    chart: BokehFigure, runs: Sequence[Run], metric: str, colours: Mapping[str, str]
+) -> None:
+    """Draw the metric at step 0 of each run that has it of the pixels too, as level lines."""
+    from bokeh.models import ColumnDataSource, Line, Text
+
+    for i, run in enumerate(runs):
+        pixels = run.curves.get(metric.replace("/", f"/{PIXELS}", 1))
+        if pixels is None or metric not in run.curves:
+            continue
+        for text, value in ("pixels", pixels[0][1]), ("step 0", run.curves[metric][0][1]):
+            source = ColumnDataSource({"step": [0, run.step], "value": [value] * 2})
+            first = ColumnDataSource({"step": [0], "value": [value], "text": [text]})
+            where: dict[str, Any] = {"x": "step", "y": "value"}
+            line = Line(**where, line_color=colours[run.name], line_dash="dotted")
+            label = Text(**where, text="text", text_font_size="9px", text_color="#555555")
+            for data, glyph in (source, line), (first, label):
+                chart.add_glyph(
+                    data, glyph, name=f"{run.name}, {text}", tags=[{"run": i, "band": True}]
+                )
 
 
 def _chart(**fields: Any) -> BokehFigure:

@@ -172,7 +172,10 @@ def read_images(folder: epath.Path, *patterns: str) -> list[Image]:
 def read_figures(
     runs: Sequence[Run], folders: Mapping[epath.Path, str]
 ) -> list[tuple[str, list[Image]]]:
-    """(name, images) of each RUN/figures and of each of `folders`, one folder deep or less."""
+    """(name, images) of each RUN/figures and of each of `folders`, one folder deep or less.
+
+    Then (name, images) of what the evaluators of each run have drawn.
+    """
     of_runs = {run.workdir / "figures": run.name for run in runs}
     found = []
     for place, name in (of_runs | folders | of_runs).items():
@@ -183,7 +186,21 @@ def read_figures(
         ]
         if images:
             found.append((name, images))
-    return found
+    drawn = ((run.name, read_drawn(run.workdir)) for run in runs)
+    return [*found, *(pair for pair in drawn if pair[1])]
+
+
+def read_drawn(workdir: epath.Path) -> list[Image]:
+    """The last image that each evaluator has drawn in training, as FOLDER/NAME_STEP.png."""
+    last = {}
+    for path in find(workdir, "*/*_????????.png"):
+        name, _, step = path.stem.rpartition("_")
+        if step.isdecimal():
+            last[path.parent.name, name] = f"step {int(step):,}", path.read_bytes()
+    return [
+        Image(f"{folder} {name}, {at}", base64.b64encode(content).decode())
+        for (folder, name), (at, content) in last.items()
+    ]
 
 
 def read_classes(runs: Sequence[Run], folders: Mapping[epath.Path, str]) -> list[ClassResults]:

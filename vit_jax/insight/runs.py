@@ -16,7 +16,7 @@ from etils import epath
 from vit_jax.base import files, latex
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
 from vit_jax.checkpoints.history import check_summary, read_history
-from vit_jax.config.metric_names import guess_direction
+from vit_jax.config.metric_names import PIXELS, guess_direction
 from vit_jax.config.stored import read_values
 from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import is_accuracy, is_of_class
@@ -304,7 +304,7 @@ def by_use(runs: Sequence[Run]) -> list[str]:
 
 
 def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
-    """The metrics to draw: those `asked` for, else all but counts and the clock's.
+    """The metrics to draw: those `asked` for, else all but counts, the clock's and baselines.
 
     The loss comes first, then the evaluators' accuracies, the evaluators' other metrics, and those
     of training.
@@ -319,7 +319,7 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
         return list(dict.fromkeys(asked))
     names = [*evaluated(runs), *_known(runs, "train/")]
     names.sort(key=lambda name: (name != "train/loss", not is_accuracy(name)))
-    return [name for name in names if not name.endswith("/num_examples")]
+    return [n for n in names if not n.endswith("/num_examples") and PIXELS not in n]
 
 
 class Group(NamedTuple):

@@ -72,6 +72,8 @@ def loop(
     if start == run.experiment.total_steps or selection.stops:
         return
     with open_loop(run, since, start, meta, past, lock, selection) as r:
+        if not meta:
+            r.record.evaluate_start(state)
         for step, batch in r.batches():
             state, step_metrics = r.step(step, state, batch)
             watchdog.send()

@@ -173,6 +173,16 @@ class Record(contextlib.AbstractContextManager):
         self._note(int(state.step), found)
         return found
 
+    def evaluate_start(self, state: TrainState) -> None:
+        """Run the evaluators that measure the weights before the first step, which decide nothing.
+
+        The averages equal these weights still, and are left out.
+        """
+        evals = self._run.settings.evals
+        state = state.replace(ema={}, ema_model_state={})
+        self.evaluate(state, [name for name, entry in evals.items() if entry.measures_start])
+        self.tell(state)
+
     def tell(self, state: TrainState) -> None:
         """Call the user's functions with what was written since the last call, if there is any."""
         metrics, self._untold = self._untold, {}

@@ -113,7 +113,10 @@ def _read_values(
     """
     chosen = chosen_metrics(run.settings.checkpoint, run.settings.stop)
     values = read_values(run.workdir, step, meta, {*chosen.values()}.__contains__)
-    found = {key: values.get(metric, {}) for key, metric in chosen.items()}
+    found = {
+        key: {at: v for at, v in values.get(metric, {}).items() if at > 0}  # 0: the start's
+        for key, metric in chosen.items()
+    }
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")
         found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}

@@ -277,7 +277,7 @@ def use_own_images(c: ConfigDict, duration: str) -> None:
         "rank": rank(split="train", **how, num_images=2000),
         "near": knn(
             data_name="folder", train_split="train", test_split="val?", **how,
-            num_neighbours=(5, 20),
+            num_neighbours=(5, 20), baselines=True,
         ),
     }  # fmt: skip
 
