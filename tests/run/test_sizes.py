@@ -170,3 +170,37 @@ def test_every_example_comes_once_in_an_epoch(tmp_path, keeps):
     for step in (0, 14, 15, 29, 30, 59):
         [batch] = run.batches(range(step, step + 1))
         np.testing.assert_array_equal(batch["id"], by_step[step])
+
+
+def test_the_last_steps_see_all_patches(tmp_path):
+    """keep_tokens=0.5 until step 5, over two sizes: each step is that of a run with one of both."""
+    words = {
+        "duration": "8 steps",
+        "model.keep_tokens": "0.5",
+        "data.image_size": "4, 8 at 3 steps",
+    }
+    config = make_config(**words, model__keep_tokens_until="5 steps")
+    train_and_evaluate(config, tmp_path)
+    run = prepare(config, tmp_path)
+    kept = [(s.size[0], s.keeps_all, s.steps) for s in run.settings.stages]
+    assert kept == [(4, False, range(3)), (8, False, range(3, 5)), (8, True, range(5, 8))]
+    assert [e.model.keep_tokens for e in run.experiments] == [0.5, 0.5, 1.0]
+    alone = {share: prepare(make_config(**words | {"model.keep_tokens": share}), tmp_path / share)
+             for share in ("0.5", "1.0")}  # fmt: skip
+    with jax.set_mesh(run.mesh):
+        state, losses = run.experiment.init(), []
+        for step, batch in enumerate(run.batches(range(8)), 1):
+            each = alone["1.0" if step > 5 else "0.5"].experiment_of(step)
+            state, metrics = each.train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(train_losses(tmp_path), losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("share", "until"), [("1.0", "2 steps"), ("0.5", "8 steps")])
+def test_an_end_of_no_share_and_one_after_the_run_are_refused(tmp_path, share, until):
+    config = make_config(
+        duration="8 steps", data__image_size="8", model__keep_tokens=share,
+        model__keep_tokens_until=until,
+    )  # fmt: skip
+    with at_fault("model.keep_tokens_until"):
+        prepare(config, tmp_path)

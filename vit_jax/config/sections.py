@@ -89,6 +89,10 @@ class Model(OpenSection):
                  "cudnn"),
     )  # fmt: skip
     dtype: str = key("float32", "for computations; parameters are always float32")
+    keep_tokens_until: int | None = key(
+        None, "duration after which training encodes all patches; None: keep_tokens of them to "
+        "the end", form="duration",
+    )  # fmt: skip
 
 
 class Data(OpenSection):

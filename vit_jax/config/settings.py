@@ -146,27 +146,37 @@ class Settings:
         asked = self.data.declared()["image_size"].sizes(self.values["data.image_size"])
         return [*((size, size) for size, _ in asked[:-1]), self.data.image_size]
 
-    def at(self, size: tuple[int, int]) -> "Settings":
-        """The settings of the stage with images of `size`, in batches by `data.image_size_keeps`.
+    def at(self, size: tuple[int, int], keeps_all: bool = False) -> "Settings":
+        """The settings of a stage with images of `size`, in batches by `data.image_size_keeps`.
 
+        `keeps_all`: whether training encodes all patches, whatever `model.keep_tokens` is.
         Equal tokens: the batch is the largest multiple of a quarter of `global_batch_size` that has
         no more pixels than a batch of the last size.
         """
         (h, w), (height, width), batch = size, self.data.image_size, self.run.global_batch_size
         quarters = 4 * height * width // (h * w) if self.data.image_size_keeps == "tokens" else 4
+        own = {**self.model.own, "keep_tokens": 1.0} if keeps_all else self.model.own
         return dataclasses.replace(
             self,
+            model=dataclasses.replace(self.model, own=own),
             data=dataclasses.replace(self.data, image_size=size),
             run=dataclasses.replace(self.run, global_batch_size=batch * quarters // 4),
         )
 
     @functools.cached_property
     def stages(self) -> Stages:
-        """The stages of a resolved run: one for each of its `sizes`.
+        """The stages of a resolved run: one for each of its `sizes`, or two.
 
         Raises:
           InputError: they do not fit into the run, or into the order of its data.
         """
+        until, steps = self.model.keep_tokens_until, self.run.duration
+        if until is not None and (until >= steps or self.model.own.get("keep_tokens", 1.0) == 1):
+            raise InputError(
+                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: needs "
+                f"model.keep_tokens below 1, and an end before step {steps:,}, the last; set both, "
+                "or leave it out"
+            )
         sizes, data, key = self.sizes, self.data, "data.image_size"
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
                   "global_batch_size": self.run.global_batch_size}  # fmt: skip
@@ -178,7 +188,7 @@ class Settings:
                 "data.image_size_keeps='tokens': data.order=chunk deals batches of one size; "
                 "set --config.data.image_size_keeps=batch or --config.data.order=record"
             )
-        return make_stages(sizes, [0, *starts], batches, self.run.duration)
+        return make_stages(sizes, [0, *starts], batches, steps, until)
 
     @property
     def has_average(self) -> bool:

@@ -1,9 +1,11 @@
 """A schedule of image sizes: data.image_size="96, 128 at 40 %, 160 at 80 %".
 
-A stage is a part of the run with one image size. The parameters, and so the learned positions, are
-those of the last size, which is the largest: evaluations, exports and predictions use it.
+A stage is a part of the run with one image size and one share of patches that training encodes. The
+parameters, and so the learned positions, are those of the last size, which is the largest:
+evaluations, exports and predictions use it.
 
-Source: Tan and Le 2021 (arXiv:2104.00298), section 4, which also calls these parts stages.
+Sources: Tan and Le 2021 (arXiv:2104.00298), section 4, which also calls these parts stages; Liu et
+al. 2022 (arXiv:2208.07220), for patches that are left out until the last epochs.
 """
 
 import bisect
@@ -18,15 +20,17 @@ EXAMPLE = "96, 128 at 40 %, 160 at 80 %"
 
 
 class Stage(NamedTuple):
-    """Consecutive steps of a run at one image size.
+    """Consecutive steps of a run with one program.
 
     size: (height, width), in pixels.
+    keeps_all: whether `model.keep_tokens_until` has passed.
     steps: its steps, counted from 0.
     batch: images per step, over all devices.
     first: number of images before it, which is the position of its first image.
     """
 
     size: tuple[int, int]
+    keeps_all: bool
     steps: range
     batch: int
     first: int
@@ -46,9 +50,13 @@ class Stages(tuple[Stage, ...]):
 
 
 def make_stages(
-    sizes: Sequence[tuple[int, int]], starts: Sequence[int], batches: Sequence[int], steps: int
+    sizes: Sequence[tuple[int, int]],
+    starts: Sequence[int],
+    batches: Sequence[int],
+    steps: int,
+    keep_until: int | None,
 ) -> Stages:
-    """The stages of a run of so many `steps`.
+    """The stages of a run of so many `steps`, of which those after `keep_until` keep all patches.
 
     Raises:
       InputError: one of several stages has no step.
@@ -60,8 +68,11 @@ def make_stages(
                 f"data.image_size: {size[0]} pixels would begin after step {start:,} and end after "
                 f"step {end:,}, in a run of {steps:,} steps; let the starts rise within the run"
             )
-        stages.append(Stage(size, range(start, end), batch, first))
-        first += (end - start) * batch
+        whole = end if keep_until is None else min(max(keep_until, start), end)
+        for part, keeps_all in ((range(start, whole), False), (range(whole, end), True)):
+            if part or (start == end and not keeps_all):
+                stages.append(Stage(size, keeps_all, part, batch, first))
+                first += len(part) * batch
     return Stages(stages)
 
 

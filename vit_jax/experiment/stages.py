@@ -25,6 +25,8 @@ def make_stage(
       InputError: the mesh does not split its batch, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
+    if size == model.image_size:
+        return make_experiment(settings, mesh, teachers=teachers, last=last)
     batch, state = settings.run.global_batch_size, last.abstract_state.objective_state
     check_batch_size(mesh, batch, f"{key}: the batch of {size[0]} pixels")
     check_accum_steps(mesh, batch, settings.optimizer.accum_steps)

@@ -1,4 +1,4 @@
-"""Plans of runs with a schedule of image sizes: the sums of the plans of their stages."""
+"""Plans of runs of several stages, as `config.sizes` has them: the sums of the stages' plans."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,16 +8,16 @@ from vit_jax.config.base import in_steps
 
 
 def split_run(settings: Settings) -> list[Settings]:
-    """For each stage of a run, a run at its image size, as long as the whole."""
+    """For each stage of a run, a run of its program, as long as the whole."""
     if len(settings.stages) == 1:
         return [settings]
-    fixed = in_steps(settings.to_config())
-    return [
-        settings.with_values(
-            fixed | {"data.image_size": stage.size[0], "global_batch_size": stage.batch}
-        )
-        for stage in settings.stages
-    ]
+    fixed = in_steps(settings.to_config()) | {"model.keep_tokens_until": None}
+    runs = []
+    for stage in settings.stages:
+        own = {"data.image_size": stage.size, "global_batch_size": stage.batch}
+        own |= {"model.keep_tokens": None} if stage.keeps_all else {}
+        runs.append(settings.with_values(fixed | own))
+    return runs
 
 
 def plan_stages(settings: Settings, plan: Callable[[Settings], dict[str, Any]]) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class Run:
     sources: keyed as by `config.train_split` and `config.eval_splits`.
     train_source: the training data.
     order: of the training records.
-    experiment: of the last image size, which most runs have alone.
-    earlier: of the sizes before, in their order; all have one state.
+    experiment: of the last stage, which most runs have alone.
+    earlier: of the stages before, in their order; all have one state.
     evaluators: {name: evaluator} for `config.evals`.
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
@@ -223,11 +223,9 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     described = describe_teachers(teachers)
     check_same_teachers(workdir, described)
     teachers = compare_classes(settings.objective, teachers, train_source.class_names)
-    experiment = make_experiment(settings, mesh, preprocessing, teachers)
-    earlier = [
-        make_stage(settings.at(stage.size), mesh, teachers, experiment)
-        for stage in settings.stages[:-1]
-    ]
+    *before, last = [settings.at(stage.size, stage.keeps_all) for stage in settings.stages]
+    experiment = make_experiment(last, mesh, preprocessing, teachers)
+    earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
     evaluators = make_evaluators(
         settings, preprocessing, experiment.model, mesh, opened.sources, workdir
