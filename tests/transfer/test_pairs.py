@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from fake_hub import COMMITS, served
+from fake_hub import COMMITS, move_hub, served
 from pairs import siglip
 from safetensors.numpy import load_file, save_file
 
@@ -197,3 +197,5 @@ def test_from_the_hub(golden, tmp_path, monkeypatch):
         hub.asked.clear()
         read_pretrained("hf:org/vit")
         assert "spiece.model" not in {file for _, file in hub.asked}
+    move_hub(monkeypatch, "http://127.0.0.1:9")
+    assert read_pretrained("hf:org/open").read_text_side().matcher.text.causal  # from the cache
