@@ -145,7 +145,7 @@ def test_prompts(sources):
 
 
 def test_names_of_classes_in_words():
-    found = names_in_words(["ant", "golden_retriever", "Emu, big bird"])
+    found = names_in_words(["ant", "golden_retriever", "Emu, big bird"], "split")
     assert found == [["an ant"], ["a golden retriever"], ["an Emu", "a big bird"]]
-    found = names_in_words(["n01443537", "n02007558"])
+    found = names_in_words(["n01443537", "n02007558"], "split")
     assert found == [["a goldfish", "a Carassius auratus"], ["a flamingo"]]
