@@ -1,5 +1,6 @@
 """Pictures classified by words."""
 
+import functools
 import json
 
 import numpy as np
@@ -142,6 +143,9 @@ def test_prompts(sources):
         read_prompts([])
     with pytest.raises(InputError, match="labels='a cat': needs a list of texts"):
         vit_jax.load_predictor(sources["clip"], "a cat")
+    for use in (vit_jax.load_predictor, functools.partial(vit_jax.predict, [])):
+        with pytest.raises(InputError, match="prompts: needs labels, such as"):
+            use(sources["clip"], prompts=["{}"])
 
 
 def test_names_of_classes_in_words():
