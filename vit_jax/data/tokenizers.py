@@ -122,7 +122,8 @@ class TokenizerFiles(NamedTuple):
                 around[name] = (ids[name],) * adds
         pad = ids["pad"] if self.pad is None else self.pad
         used = {"pad": (pad,), **around}
-        if missing := ", ".join(f"{name}_token" for name in used if None in used[name]):
+        missing = ", ".join(f"{name}_token" for name in used if None in used[name])
+        if pad is None or missing:
             raise InputError(f"{self.folder}: states no {missing} that {path.name} has; add it")
         clean, left = (
             self.clean or _CLEANS.get(kind, str.lower),
