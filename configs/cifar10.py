@@ -69,7 +69,7 @@ def get_config(arg=""):
         c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
         c.loss.label_smoothing = 0.1
         crop = "decode|pad_crop(2)"
-        c.evals.test.every, c.evals.test.batch_size, c.evals.test.flips = "100 %", 500, True
+        c.evals.test.every, c.evals.test.batch_size, c.evals.test.flips = "100 %", 512, True
     use_cifar10(c, augreg_ops(*augmentation, crop))
 
     if "debug" in chosen:
