@@ -1,5 +1,5 @@
 """Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, parquet,
-plan, gcs, wandb."""
+plan, gcs, wandb, text."""
 
 import glob
 import os
@@ -12,6 +12,7 @@ REPORT = ["bokeh>=3.9.0", "jinja2>=3.1.6"]  # Bokeh needs 45 MB on disk
 WANDB = "wandb>=0.31.0"
 PARQUET = "pyarrow>=20.0.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
+TEXT = ["ftfy>=6.3.1", "sentencepiece>=0.2.1", "tokenizers>=0.22.0"]
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
@@ -96,11 +97,13 @@ setup(
             PARQUET,
             WANDB,
             *REPORT,
+            *TEXT,
         ],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "parquet": [PARQUET],  # and Arrow files, and hf:OWNER/NAME
         "plan": [LIBTPU],
         "report": REPORT,
+        "text": TEXT,  # tokenizers of image-text models
         "wandb": [WANDB],
         "gcs": GCS,
         "tpu": ["jax[tpu]>=0.10.2"],

@@ -26,6 +26,7 @@ from vit_jax.config import (
     refuse_words,
     segmentation,
     split_words,
+    zeroshot,
 )
 
 EVALUATORS = {  # word: the function that makes its entry, and its meaning
@@ -45,6 +46,7 @@ EVALUATORS = {  # word: the function that makes its entry, and its meaning
     "rank": (rank, "effective rank of the features; needs no labels"),
     "segmentation": (segmentation, "classes of pixels; --config.evals.segmentation.targets=MASKS"),
     "depth": (depth, "depths of pixels; --config.evals.depth.targets=DEPTHS"),
+    "zeroshot": (zeroshot, "accuracy by the words of the classes, of a model with a text tower"),
 }
 FURTHER_KEYS = {  # word: what its entry needs besides splits
     "real": {"labels_file": "real.json"},

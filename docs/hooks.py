@@ -2,7 +2,8 @@
 
 A line `<!-- made by NAME -->` in a page is replaced by the text that the function NAME of PARTS
 returns. If a line `<!-- end of NAME -->` follows, `python docs/hooks.py` writes the text between
-the two, to be checked in; a test holds it equal to the code.
+the two, to be checked in; a test holds it equal to the code. It also writes the notebook for Kaggle
+from the one for Colab.
 """
 
 import argparse
@@ -348,8 +349,9 @@ def certificates() -> str:
 
 
 _MADE = (
-    certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
-    flags_of_others, goodput, host_ops, launchers, metrics, notebook, recipe_costs,
+    certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
+    evaluator_keys, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
+    recipe_costs,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 
@@ -373,6 +375,37 @@ def with_tables(markdown: str) -> str:
     )
 
 
-if __name__ == "__main__":  # rewrites the tables that are checked in
+# {text of docs/notebooks/colab.ipynb: text of kaggle.ipynb}
+_ON_KAGGLE = {
+    "a free accelerator of Google Colab": "a free accelerator of Kaggle",
+    "Runtime > Change runtime type: choose T4 GPU or v5e-1 TPU. In the next cell, replace OWNER by "
+    "the account that has the\nrepository. Then choose Runtime > Run all.":
+    "In the settings at the right, choose the accelerator TPU v5e-8 or GPU T4 x2, and turn the "
+    "internet on. In the next cell,\nreplace OWNER by the account that has the repository. Then "
+    "choose Run > Run all.",
+    '"2 epochs" if ON_GPU else "20 epochs"': '"4 epochs" if ON_GPU else "60 epochs"',
+    "# Colab has": "# Kaggle has",
+    "The machine and its files are deleted when you leave. Download the folders `certificate` and "
+    "`exported` before: in the\nfile browser at the left.":
+    "Save Version > Save & Run All keeps the folders `certificate` and `exported` as the "
+    "notebook's output. Files of a draft\nare deleted when its session ends.",
+}  # fmt: skip
+
+
+def on_kaggle(colab: str) -> str:
+    """The notebook for Kaggle, from `colab`, the one for Colab."""
+    made = json.loads(colab)
+    del made["metadata"]["accelerator"], made["metadata"]["colab"]
+    for cell in made["cells"]:
+        source = "".join(cell["source"])
+        for text, other in _ON_KAGGLE.items():
+            source = source.replace(text, other)
+        cell["source"] = source.splitlines(keepends=True)
+    return json.dumps(made, indent=1) + "\n"
+
+
+if __name__ == "__main__":  # rewrites what is checked in
     for page in sorted((ROOT / "docs").rglob("*.md")):
         page.write_text(with_tables(page.read_text()))
+    folder = ROOT / "docs/notebooks"
+    (folder / "kaggle.ipynb").write_text(on_kaggle((folder / "colab.ipynb").read_text()))

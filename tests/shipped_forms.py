@@ -2,6 +2,7 @@
 
 import pathlib
 
+from vit_jax.config import Settings
 from vit_jax.config.text import load_config
 from vit_jax.run.setup.opener import Tables
 from vit_jax.run.setup.resolve import resolve
@@ -70,4 +71,4 @@ def without_files(name, words):
     c.model.name = c.model.name or "ViT-B/16"  # else the source's
     if c.objective.name == "distillation":
         c.objective.teacher = "untrained:BiT-R50x1"
-    return resolve(c, Tables()).config
+    return resolve(Settings.of(c), Tables()).config

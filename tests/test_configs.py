@@ -19,6 +19,7 @@ from shipped_forms import CONFIGS, EVERY_FORM, FORMS, OF_EVALUATION, load, witho
 from vit_jax.config import (
     FAMILIES,
     REQUIRED_TO_EVALUATE,
+    Settings,
     base_config,
     eval_splits,
     flatten,
@@ -79,6 +80,7 @@ def test_config_is_valid(name, words):
         assert fault.startswith("init_from: not set; give --config.init_from=SOURCE")
         config.init_from = "w.npz" if config.init_fields == "source" else "scratch"
     assert find_faults(config) == []
+    assert Settings.of(config).to_config() == config
 
 
 def test_debug_form_of_mae_goes_on_from_its_own_pretraining():

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import pathlib
 import re
 import shlex
@@ -222,6 +223,13 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
         text = page.read_text()
         assert hooks.with_tables(text) == text, f"{page}: run python docs/hooks.py"
     assert "| `shots` | tuple | `(1, 5, 10, 25)` |" in hooks.evaluator_keys()
+
+
+def test_the_notebook_for_kaggle_is_made_from_that_for_colab(hooks):
+    colab, kaggle = (path.read_text() for path in notebooks.FREE)
+    assert hooks.on_kaggle(colab) == kaggle, "run python docs/hooks.py"
+    found = "\n".join("".join(cell["source"]) for cell in json.loads(colab)["cells"])
+    assert all(found.count(text) == 1 for text in hooks._ON_KAGGLE)
 
 
 def test_reference_of_ops_has_every_op():

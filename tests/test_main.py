@@ -429,7 +429,7 @@ def test_a_token_in_an_address_is_no_part_of_what_is_stored(tmp_path, monkeypatc
 
     def train_and_evaluate(asked, workdir, command, choose_layout, began):
         record_start(epath.Path(workdir), (), None, command)
-        config = asked.config
+        config = asked.to_config()
         text = StoredConfig(config, config, {}).to_json()  # and of an earlier version
         before = parse_stored(text.replace(hide(whole), whole), epath.Path(workdir))
         found.extend([text, before.asked.init_from, reveal(config.init_from)])
@@ -495,7 +495,7 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
     assert main([f"--workdir={tmp_path}", "--config.log.every=3 steps"]) == 0
     config.log.every = "3 steps"
     asked, *others = seen[0][:3]
-    assert asked.config == config
+    assert asked.to_config() == config
     assert others == [str(tmp_path), {"config": None, "overrides": {"log.every": "3 steps"}}]
     assert "config.sed" in refused(f"--workdir={tmp_path}", "--config.sed=1")
     assert "without stop.metric" in refused(f"--workdir={tmp_path}", "--config.stop.patience=2")

@@ -14,6 +14,7 @@ from collections import Counter
 
 import jax
 
+from vit_jax.config import Settings
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.planning.compiled import bounds_of
@@ -57,7 +58,7 @@ def main(recipe: str, *words: str) -> None:
     start_planning(H100)
     config = load_config(recipe)
     config.update_from_flattened_dict(keys)
-    settings = resolve(config, Tables()).settings
+    settings = resolve(Settings.of(config), Tables()).settings
     mesh = plan_mesh(settings, H100)
     with jax.set_mesh(mesh):
         lowered = planned_experiment(settings, mesh).lower()

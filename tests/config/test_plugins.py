@@ -13,7 +13,7 @@ from opened import config_json
 from read_settings import decided
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
+from vit_jax.config import Settings, add_plugins, base_config, flatten, own_keys, plugins
 from vit_jax.config.registries import FAMILIES, SOURCES
 from vit_jax.config.stored import (
     changed_keys,
@@ -412,7 +412,7 @@ def test_processes_compare_digests(here, monkeypatch):
     c, found = base_config(plugins=["part.py"]), {}
     monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
     monkeypatch.setattr(agreement.processes, "agree", lambda _, facts, *rest: found.update(facts))
-    agreement.compare_requests(c, {})
+    agreement.compare_requests(Settings.of(c), {})
     assert found["plug-in part.py"] == plugins.find_plugin("part.py").digest
     assert not {name for name in software() if name.startswith("plug-in")}
 

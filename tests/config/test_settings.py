@@ -1,6 +1,7 @@
 """The door from a config to the typed sections that rooms take."""
 
 import ast
+import dataclasses
 import pathlib
 
 import mypy.api
@@ -8,7 +9,7 @@ import pytest
 from at_fault import at_fault
 from read_settings import decided
 
-from vit_jax.config import OBJECTIVES, Settings, base_config, classification
+from vit_jax.config import OBJECTIVES, Settings, base_config, classification, fewshot
 from vit_jax.config.parts import Section, key
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.evaluators.classification import Classification
@@ -58,6 +59,15 @@ def test_an_open_config_keeps_what_is_open(config):
     assert found.schedule.warmup == "10 %"
 
 
+def test_values_make_the_config_again(config):
+    config.evals.few = fewshot(train_split="train", test_split="test", every="1 epochs")
+    made = Settings.of(config).to_config()
+    assert made == config and made is not config
+    assert Settings.read(config).with_values({"evals.test": None, "seed": 7}).values["seed"] == 7
+    config.evals.bad = {"type": "none"}
+    assert {*Settings.of(config).to_config().evals} == {"test", "few"}
+
+
 def test_all_faults_are_found_and_their_values_stay(config):
     config.optimizer.ema_decay, config.loss.name, config.data.local_size = 2.0, "soft", -1
     found, faults = Settings.read_open(config)
@@ -94,7 +104,9 @@ def functions_of(rooms):
 
 
 def test_configs_are_taken_where_they_are_asked_for_and_resolved_only():
-    """No other file imports the type, so none has a parameter or a field of it."""
+    """No other file imports the type, so none has a parameter or a field of it; nor has `Settings`,
+    which they take.
+    """
     importing = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
@@ -103,6 +115,7 @@ def test_configs_are_taken_where_they_are_asked_for_and_resolved_only():
     }
     rooms = ("config/", "run/setup/", "commands/", "studies/")
     assert {name for name in importing if not name.startswith(rooms)} == {"api.py"}
+    assert not [f.name for f in dataclasses.fields(Settings) if "ConfigDict" in str(f.type)]
 
 
 def test_rooms_below_run_take_sections():

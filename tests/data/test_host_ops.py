@@ -275,6 +275,27 @@ def test_the_crop_of_a_thin_image_is_made_without_the_whole(shape, ops, monkeypa
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.parametrize("shape", [(300, 2), (3, 400), (1, 999), (999, 1), (20, 16), (24, 24)])
+@pytest.mark.parametrize("ops", ["torchvision_resize(24)|torchvision_crop",
+                                 "torchvision_resize((25, 27), 'bicubic', True)|central_crop",
+                                 "torchvision_resize(29)|random_crop"])  # fmt: skip
+def test_torchvision_resize_makes_what_a_crop_keeps_of_a_thin_image(shape, ops, monkeypatch):
+    image = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    found, sizes, seed = [], [], tf.constant([3, 7], tf.int64)
+    resize, crop = parse_ops(ops, (24, 24))[0]
+    resized = type(resize)._resized
+    monkeypatch.setattr(
+        type(resize), "_resized",
+        lambda op, image, size: sizes.append(np.prod(size)) or resized(op, image, size),
+    )  # fmt: skip
+    for thin in (10**9, 0):
+        monkeypatch.setattr(host_ops, "_THIN", thin)
+        sizes.clear()
+        found.append(crop(resize(image, seed), fold_in(seed, 1)).numpy())
+    np.testing.assert_array_equal(*found)
+    assert max(sizes) <= 30 * max(shape)  # and not its square
+
+
 def test_no_resized_image_is_far_larger_than_its_crop(monkeypatch):
     sizes, bilinear = [], host_ops._bilinear
 

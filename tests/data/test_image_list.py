@@ -95,7 +95,7 @@ def test_several_labels_each(root, suffix):
         none = "".join(json.dumps(row) + "\n" for row in rows)
     path = write(root, none, f"none.{suffix}")
     assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 0], "c.jpg": [0, 1]}
-    refused(path, "sub/b.png has 0 labels", "--config=folder:multilabel")
+    refused(path, "sub/b.png has no labels", "--config=folder:multilabel")
     one_each = write(root, CSV, "one_each.csv")
     assert both(one_each, multi_label=None) == both(one_each)
 
@@ -261,6 +261,22 @@ def test_cells_with_several_labels_and_with_none(root, caplog):
     write(root, ",image,label\n0,a.jpg,cat\n1,sub/b.png,dog\n2,c.jpg,cat\n")
     assert both(root / "list.csv") and "not read" not in caplog.text
     refused(write(root, '{"file": "a.jpg", "label": {"x": 1}}', "list.jsonl"), "{'x': 1}")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        *[("list.csv", line) for line in ("c.jpg,", "c.jpg,-1", "c.jpg, ")],
+        *[("list.jsonl", f'{{"file": "c.jpg", "label": {cell}}}') for cell in ("null", '""', "-1")],
+    ],
+)
+def test_an_empty_cell_means_no_label(root, name, line):
+    text = "file,label\na.jpg,cat\nsub/b.png,dog\n"
+    if name == "list.jsonl":
+        text = '{"file": "a.jpg", "label": "cat"}\n{"file": "sub/b.png", "label": "dog"}\n'
+    path = write(root, text + line, name)
+    assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 1], "c.jpg": [0, 0]}
+    refused(path, "line", "c.jpg has no labels", "folder:multilabel")
 
 
 def test_columns_say_the_split_and_other_columns_are_named(root, caplog):

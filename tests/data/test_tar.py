@@ -96,7 +96,8 @@ def test_names_labels_and_captions(tmp_path):
         write_tar(root / "train.tar", [
             ("", folder), ("a/ü.txt", b"a cat on a mat"), ("a/ü.PNG", IMAGES[0]),
             ("a/ü.json", json.dumps({"label": ["cat", "mat"]}).encode()),
-            (f"{long}.png", IMAGES[1]), (f"{long}.json", b'{"cls": "dog"}'), ("", link),
+            (f"{long}.png", IMAGES[1]), (f"{long}.json", b'{"label": null, "cls": "dog"}'),
+            ("", link),
             ("./b.png", IMAGES[2]), ("b.txt", b"cat"), ("b.seg.png", IMAGES[7]),
             ("c.png", IMAGES[3]), ("c.json", b'{"caption": "none"}'), ("d.cls", b"4"),
         ], tar_format)  # fmt: skip

@@ -11,20 +11,28 @@ from at_fault import at_fault
 from etils import epath
 
 from vit_jax.base.errors import InputError
+from vit_jax.config import Settings
+from vit_jax.devices import flops
 from vit_jax.devices.chips import CHIPS
+from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.diagnosis import certificate
 from vit_jax.diagnosis.certificate import measures, page, steps
 from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.certificate.measures import _without_values
 from vit_jax.main import main
-from vit_jax.planning.measured import read_certificate
+from vit_jax.planning.calculated import calculate_memory
+from vit_jax.planning.measured import read_certificate, target_of_certificate
 from vit_jax.planning.run_plan import find_target
+from vit_jax.run.setup.opener import Tables
+from vit_jax.run.setup.resolve import resolve
+from vit_jax.run.setup.validation import load_config
+from vit_jax.run.teachers import planned_experiment
 
 DEVICES = {"device_kind": "cpu", "num_chips": 1, "memory_bytes": 8e9, "flops_per_s": 1e11,
            "memory_bytes_per_s": 1e10, "software": {"jax": "0.10.2"}, "held": None,
            "said": "1 x cpu"}  # fmt: skip
 STEP = {"model": "ViT-Ti/16", "flops": 2e10, "global_batch_size": 4, "step_s": 0.4,
-        "ratio_of_temporaries": 1.5}  # fmt: skip
+        "scale_of_activations": 1.5}  # fmt: skip
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def made(tmp_path):
     """The file of a certificate of a CPU."""
     path = epath.Path(tmp_path) / "certificate.json"
     parts = {"devices": DEVICES, "steps": {"rows": [STEP], "held": None, "said": "a step"}}
-    path.write_text(json.dumps({"schema": 1, "parts": parts}))
+    path.write_text(json.dumps({"schema": 2, "parts": parts}))
     return path
 
 
@@ -52,22 +60,33 @@ def test_a_plan_by_a_certificate(made, capsys):
     assert memory["peak"] == kept + memory["temporaries"]
     made.write_text(made.read_text().replace(": 1.5}", ": 1.0}"))
     calculated = planned(capsys, f"--measured={made}", *words)["memory_bytes"]["temporaries"]
-    assert memory["temporaries"] == pytest.approx(1.5 * calculated, rel=1e-6)
+    assert 1.4 * calculated < memory["temporaries"] <= 1.5 * calculated
     assert "cpu" not in CHIPS  # the chip is known to plans by this certificate only
     with at_fault("--num_slices"):
         find_target(None, 2, read_certificate(made), may_compile=False)
+
+
+def test_a_plan_of_several_sizes_by_a_certificate(made, capsys):
+    words = ["--config.global_batch_size=4", "--config.data.image_size=32, 64 at 50 %"]
+    figures = planned(capsys, f"--measured={made}", *words, "--config.duration=10 steps",
+                      "--config.schedule.warmup=0 steps")  # fmt: skip
+    flops = [stage["flops"]["counted_per_step"] for stage in figures["stages"]]
+    step_s = sum(flops) / 2 * STEP["step_s"] / STEP["flops"]
+    assert figures["estimate"]["run"]["step_s"] == pytest.approx(step_s)
+    peaks = [stage["memory_bytes"]["peak"] for stage in figures["stages"]]
+    assert figures["memory_bytes"]["peak"] == max(peaks) == peaks[1]
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("{", ["no certificate", "vit_jax certify"]),
-        (json.dumps({"schema": 1, "parts": {"devices": DEVICES}}), ["no certificate", "steps"]),
-        (json.dumps({"schema": 2, "parts": {"devices": DEVICES, "steps": {"rows": [STEP]}}}),
-         ["schema 2"]),
-        (json.dumps({"schema": 1, "parts": {"devices": DEVICES, "steps": {"rows": [{}]}}}),
+        (json.dumps({"schema": 2, "parts": {"devices": DEVICES}}), ["no certificate", "steps"]),
+        (json.dumps({"schema": 1, "parts": {"devices": DEVICES, "steps": {"rows": [STEP]}}}),
+         ["schema 1"]),
+        (json.dumps({"schema": 2, "parts": {"devices": DEVICES, "steps": {"rows": [{}]}}}),
          ["0 steps"]),
-        (json.dumps({"schema": 1, "parts": {"devices": DEVICES | {"device_kind": "Abacus"},
+        (json.dumps({"schema": 2, "parts": {"devices": DEVICES | {"device_kind": "Abacus"},
                                             "steps": {"rows": [STEP]}}}), ["Abacus"]),
     ],
 )  # fmt: skip
@@ -176,6 +195,34 @@ def test_the_nearest_step_has_as_many_flops_an_image(made):
     made.write_text(json.dumps(content))
     figures = {"flops": {"counted_per_step": 1.1 * 64 * STEP["flops"] / 4}, "global_batch_size": 64}
     assert read_certificate(made).nearest_to(figures).model == "ViT-Ti/16"
+
+
+def test_memory_of_another_model_and_batch_is_planned(tmp_path):
+    """Of what XLA compiles with all its optimizations, by a model of half its width."""
+    devices = jax.devices()[:1]
+    context = Context(epath.Path(tmp_path), (), None, (), True)
+    (tmp_path / "parts").mkdir()
+    certificate.keep(context, "devices", DEVICES)
+    mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=devices)
+
+    def step(model, images):
+        config = load_config(f"pretrain:{model},imagenet2012", {
+            "global_batch_size": images, "model.dtype": "float32", "model.depth": 3,
+        })  # fmt: skip
+        settings = resolve(Settings.of(config), Tables(mesh)).settings
+        with jax.set_mesh(mesh):
+            compiled = planned_experiment(settings, mesh).lower().compile()
+        return settings, flops.expected_memory(compiled.memory_analysis()).total
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        (small, measured), (large, expected) = step("ViT-Ti/16", 4), step("ViT-S/16", 6)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+    found = steps._beside_plan(context, small, mesh, {"memory_bytes": measured})
+    target = target_of_certificate(DEVICES, "c")._replace(scale=found["scale_of_activations"])
+    assert calculate_memory(large, target)["peak"] == pytest.approx(expected, rel=0.1)
+    assert found["scale_of_activations"] > 1
 
 
 def test_an_unknown_chip_has_steps_without_a_plan(tmp_path, monkeypatch):

@@ -164,23 +164,23 @@ def test_a_key_of_the_user_goes_before_the_source_s(published, key, text):
     config = evaluation_config("classification,debug", **{key.replace(".", "__"): text})
     value = operator.attrgetter(key)
     expected = value(Settings.of(config))
-    assert value(complete_by_source(config, pretrained, {key: text})) == expected
+    assert value(complete_by_source(Settings.of(config), pretrained, {key: text})) == expected
     config = evaluation_config("classification,debug")
-    assert value(complete_by_source(config, pretrained, ())) != expected
+    assert value(complete_by_source(Settings.of(config), pretrained, ())) != expected
 
 
 def test_the_multilabel_evaluator_follows_the_loss_of_the_model(published):
     pretrained, config = read_pretrained(published), evaluation_config("multilabel,list")
     for stated in ("sigmoid", None):
         spec = pretrained.spec._replace(loss=stated)
-        of = complete_by_source(config, pretrained._replace(spec=spec), ())
+        of = complete_by_source(Settings.of(config), pretrained._replace(spec=spec), ())
         assert of.data.multi_label and of.loss.name == "sigmoid"
     spec = pretrained.spec._replace(loss="softmax")
     of_softmax = pretrained._replace(spec=spec)
     with at_fault("evals.multilabel.type"):
-        complete_by_source(config, of_softmax, ())
+        complete_by_source(Settings.of(config), of_softmax, ())
     by_user = evaluation_config("multilabel,list", loss__name="sigmoid")
-    assert complete_by_source(by_user, of_softmax, {"loss.name"}).data.multi_label
+    assert complete_by_source(Settings.of(by_user), of_softmax, {"loss.name"}).data.multi_label
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from read_settings import settings_of
 from vit_jax.config import FAMILIES, base_config
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
+from vit_jax.devices.kept import Leaf, peak_bytes
 from vit_jax.models.vit import ViT
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_memory
-from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.targets import Target
 
 ROWS, WIDTH, DEPTH = 256, 128, 6  # no axis needs padding
@@ -49,7 +49,9 @@ def test_what_is_elementwise_is_computed_again():
 
 
 def test_on_gpus_the_operand_of_a_product_is_kept_too():
-    four, eight = (peak_of_gradient(layers, (n, WIDTH, WIDTH), INPUT, on_tpu=False) for n in (4, 8))
+    four, eight = (
+        peak_of_gradient(layers, (n, WIDTH, WIDTH), INPUT, platform="gpu") for n in (4, 8)
+    )
     assert eight - four == pytest.approx(8, abs=0.5)
 
 
@@ -72,10 +74,11 @@ def test_on_gpus_one_pass_of_a_loop_takes_more_than_its_values():
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (STACK, (ROWS, WIDTH))]
     jaxpr = jax.make_jaxpr(scanned)(*shapes).jaxpr
-    tpu, gpu = (
-        peak_bytes(jaxpr, [Leaf(), Leaf()], [Leaf()], on_tpu=on_tpu) for on_tpu in (True, False)
+    tpu, gpu, cpu = (
+        peak_bytes(jaxpr, [Leaf()] * 2, [Leaf()], platform=platform)
+        for platform in ("tpu", "gpu", "cpu")
     )
-    assert tpu < gpu < 2 * tpu
+    assert tpu <= cpu < gpu < 2 * tpu
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(None, 1), ("dots_saveable", 2)])
@@ -108,10 +111,19 @@ def test_tensor_splits_what_products_with_split_weights_give():
     assert whole / 4 <= parts < whole / 3
 
 
+def test_a_scale_is_of_values_that_are_no_gradients():
+    """Products of few rows are small beside the gradients."""
+    for shape, factor in ((INPUT, 3), ((4, WIDTH), 1)):
+        one, three = (peak_of_gradient(layers, STACK, shape, scale=scale) for scale in (1, 3))
+        assert three == pytest.approx(factor * one, abs=0.1)
+
+
 def test_one_axis_is_padded_to_whole_lanes():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((160, 96), (96, 96))]
     jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w).sum())(*shapes).jaxpr
-    gpu, tpu = (peak_bytes(jaxpr, [Leaf()] * 2, [Leaf()], on_tpu=tpu) for tpu in (False, True))
+    gpu, tpu = (
+        peak_bytes(jaxpr, [Leaf()] * 2, [Leaf()], platform=platform) for platform in ("gpu", "tpu")
+    )
     assert (gpu, tpu) == (4 * 160 * 96 + 4, 4 * 160 * 128 + 4)
 
 

@@ -518,7 +518,7 @@ def linear(monkeypatch):
     planned = []
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         remat = config.model.remat or "none"
         data, fsdp = config.mesh.data, config.mesh.fsdp
         fsdp = fsdp or 1
@@ -567,7 +567,7 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     planned = []
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         images = config.global_batch_size // 4
         planned.append(images)
         return {"images_per_way": images, "memory_bytes": {
@@ -645,7 +645,7 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
     del linear[:]
 
     def calculated_peak(settings, target):
-        config = settings.config
+        config = settings.to_config()
         peak = 40 if config.model.remat == "dots" else 10
         return {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}
 
@@ -694,7 +694,7 @@ def test_a_change_that_the_run_would_refuse_is_no_remedy(linear, monkeypatch):
     config, planned = tiny_config(global_batch_size=4 * 400), planning.search.plan
 
     def plan(settings, target):
-        config = settings.config
+        config = settings.to_config()
         if (config.optimizer.accum_steps or 1) > 1:
             raise InputError("the loss of an image depends on the others of its batch")
         return planned(settings, target)
@@ -907,3 +907,25 @@ def test_devices_of_a_target_are_as_many_as_its_chips():
     assert len(devices) == target.num_chips == 16
     assert {device.process_index for device in devices} == {0, 1}
     assert {device.device_kind for device in devices} <= set(CHIPS["B200"].device_kinds)
+
+
+@pytest.mark.parametrize(("keeps", "batch"), [("batch", 64), ("tokens", 256)])
+def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
+    """The memory is that of the larger plan; `plan` of each size is that of a run of its own."""
+    target = Target(find_slice("v5e:1x1"), may_compile=False)
+    sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": keeps}
+    figures = planning.plan(settings_of(tiny_config(**sizes)), target)
+    small = {"data.image_size": 8, "global_batch_size": batch}
+    alone = [planning.plan(settings_of(tiny_config(**keys)), target) for keys in (small, {})]
+    run, *runs = (estimate(each, 2.0, 0.5)["run"] for each in (figures, *alone))
+    for name in ("hours", "chip_hours", "cost", "tpu_core_days", "step_s"):
+        by_hand = 0.4 * runs[0][name] + 0.6 * runs[1][name]
+        assert run[name] == pytest.approx(by_hand, rel=1e-9), name
+    images = 40 * batch + 60 * 64
+    assert run["images_per_s"] == pytest.approx(images / (100 * run["step_s"]))
+    assert figures["memory_bytes"] == max(
+        (each["memory_bytes"] for each in alone), key=lambda memory: memory["peak"]
+    )
+    shown = figures | {"estimate": estimate(figures)}
+    titles = [getattr(part, "title", "") for part in plan_tables.print_plan(shown)]
+    assert any(str(title).startswith("Stages") for title in titles)

@@ -48,12 +48,12 @@ def config_of(**changes):
 
 def rank(config, target):
     """The configs of `rank_layouts`."""
-    return [layout.config for layout in rank_layouts(settings_of(config), target)]
+    return [layout.to_config() for layout in rank_layouts(settings_of(config), target)]
 
 
 def choose(config, mesh, **how):
     """The config of `choose_layout`."""
-    return choose_layout(settings_of(config), mesh, **how).config
+    return choose_layout(settings_of(config), mesh, **how).to_config()
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def planned(monkeypatch, pytestconfig):
         return config.mesh.fsdp or 1, bool(config.model.scan), recomputed(config.model)
 
     def calculate(settings, target):
-        config = settings.config
+        config = settings.to_config()
         fsdp, scan, again = layout_of(config)
         facts.calculated.append((fsdp, scan, again))
         return {
@@ -101,7 +101,7 @@ def planned(monkeypatch, pytestconfig):
         }  # fmt: skip
 
     def plan(settings, target, devices=None):
-        config = settings.config
+        config = settings.to_config()
         fsdp, scan, again = layout_of(config)
         facts.compiled.append((fsdp, scan, again))
         by = {"by": "calculation", "memory_bytes": calculate(settings, target)["memory_bytes"]}

@@ -14,6 +14,8 @@ from vit_jax.models import create_model
 from vit_jax.models.block_ops import BlockOps, RowKernels
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.fast_block import FastBlock
+from vit_jax.objectives.contract import TokenPass
+from vit_jax.run.watch import kernel_check
 from vit_jax.run.watch.kernel_check import check_kernels
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
@@ -36,7 +38,7 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor, caplog):
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
     model = model.clone(ops=BlockOps(attention_kernel=kernel, token_multiple=8))
     with nullcontext() if factor == 1 else at_fault("model.kernels") as error:
-        check_kernels(model, mesh)
+        check_kernels([TokenPass(model)], mesh)
     assert ("kernels agree" in caplog.text) == (factor == 1)
     assert factor == 1 or "--config.model.kernels=plain" in str(error.value)
 
@@ -57,10 +59,27 @@ def test_the_kernel_of_an_mlp_is_checked(mesh):
         token_multiple=8,
     )
     with at_fault("model.kernels"):
-        check_kernels(model.clone(ops=ops), mesh)
+        check_kernels([TokenPass(model.clone(ops=ops))], mesh)
 
 
 def test_a_model_without_kernels_is_not_checked(mesh, caplog):
     with caplog.at_level(logging.INFO, "vit_jax"):
-        check_kernels(create_model("ViT-Ti/16", 5, 16, **SIZES), mesh)
+        check_kernels([TokenPass(create_model("ViT-Ti/16", 5, 16, **SIZES))], mesh)
     assert not caplog.messages
+
+
+def test_each_number_of_tokens_is_checked_once(mesh, monkeypatch):
+    """Hidden patches, patches left out in training only, and crops of another size."""
+    compared = []
+    monkeypatch.setattr(
+        kernel_check, "compare_with_plain",
+        lambda model, mesh, tokens: compared.append(tokens) or (0.0, None),
+    )  # fmt: skip
+    plain = create_model("ViT-Ti/16", 5, 32, **SIZES)
+    model = plain.clone(ops=BlockOps(attention_kernel=lambda *_: None, token_multiple=8))
+    kept = model.clone(keep_tokens=0.5)
+    check_kernels(
+        [TokenPass(model, 5), TokenPass(model.clone(image_size=(8, 16)), images=8),
+         TokenPass(kept), TokenPass(model), TokenPass(model, learns=False), TokenPass(plain)], mesh
+    )  # fmt: skip
+    assert compared == [5, 3, 9, 17]

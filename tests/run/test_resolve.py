@@ -18,7 +18,7 @@ import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import flatten, with_values
+from vit_jax.config import Settings, flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import find_images, image_files
@@ -211,14 +211,14 @@ def test_a_grey_source_gives_its_channels_and_value_range():
         (("data.channels",), (3, (0.5,), (0.25,), (0, 4095), False)),
         (("data.std", "data.exif"), (1, (0.5,), (0.5, 0.5, 0.5), (0, 4095), True)),
     ):
-        found = resolve(asked, Grey(), by_user=by_user)
+        found = resolve(Settings.of(asked), Grey(), by_user=by_user)
         assert tuple(flatten(found.config)[key] for key in keys) == decided
         by = {key: "user" if key in by_user else "source" for key in keys}
         assert {key: found.decided_by[key] for key in keys} == by
         assert find_faults(found.config) == []
     asked.data.ops += "|greyscale(0.2)"
     with at_fault("data.channels"):
-        resolve(asked, Grey())
+        resolve(Settings.of(asked), Grey())
 
 
 @pytest.mark.slow

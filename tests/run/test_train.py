@@ -686,19 +686,17 @@ def test_more_memory_than_there_is_is_said_with_what_saves_some(
     stats = {"bytes_limit": 8 << 30} if platform == "gpu" else None
     device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     mesh = types.SimpleNamespace(local_devices=[device] * 2, size=2, shape={"fsdp": 1})
-    on_one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     experiment = types.SimpleNamespace(
         objective=types.SimpleNamespace(couples_rows=False),
         model=types.SimpleNamespace(remat="none"),
-        abstract_state=jax.ShapeDtypeStruct((gib << 30,), "uint8", sharding=on_one),
     )
     run = types.SimpleNamespace(mesh=mesh, experiment=experiment)
-    loop.warn_of_memory(run)  # of the state
+    loop.warn_of_memory(run, gib << 30)
     remedies = ("global_batch_size", "accum_steps", "remat=full", "mesh.fsdp")
     assert [name in caplog.text for name in remedies] == [said] * 4
     experiment.model.remat, experiment.objective.couples_rows, mesh.size = "full", True, 1
     caplog.clear()
-    loop.warn_of_memory(run, 99 << 30)  # of the step, unless the state has been warned of
+    loop.warn_of_memory(run, 99 << 30, gib << 30)  # unless that has been warned of
     is_due = platform != "other" and not said
     assert [name in caplog.text for name in remedies] == [is_due, False, False, False]
 
@@ -722,3 +720,34 @@ def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypat
     with pytest.raises(Started):
         train_and_evaluate(make_config(), tmp_path / "run")
     assert "expected to take at least" in caplog.text
+
+
+def test_a_step_that_does_not_fit_is_said_before_it_compiles(tmp_path, monkeypatch, caplog):
+    config = make_config()
+    config.global_batch_size, config.optimizer.accum_steps = 1 << 15, 1
+    run = prepare(config, tmp_path)
+    monkeypatch.setattr(jax.stages.Traced, "lower", stop_here)
+    for mib in (1000, 100):  # it takes 250
+        there = types.SimpleNamespace(total=mib << 20)
+        monkeypatch.setattr(loop.psutil, "virtual_memory", lambda there=there: there)
+        assert not caplog.messages
+        with pytest.raises(Started), jax.set_mesh(run.mesh):
+            loop.compile_step(run)
+    assert "expected to take at least" in caplog.text
+
+
+@pytest.mark.parametrize(("evaluates", "tokens"), [(True, [1, 4]), (False, [1])])
+def test_kernels_are_checked_for_evaluations_too(evaluates, tokens, tmp_path, monkeypatch):
+    """Which see all patches, where training keeps some."""
+    config, passed = make_config(model__keep_tokens="0.25"), []
+
+    def stop(passes, mesh):
+        passed.extend(each.model.num_tokens_in_training for each in passes)
+        raise Started
+
+    monkeypatch.setattr("vit_jax.run.train.check_kernels", stop)
+    if not evaluates:
+        config.evals = {}
+    with pytest.raises(Started):
+        train_and_evaluate(config, tmp_path / "run")
+    assert passed == tokens

@@ -343,7 +343,7 @@ def test_a_broken_file_is_refused(golden, tmp_path, kind):
         ("beit.embeddings.cls_token", {}, "BEiT, of Hugging Face"),
         ("patch_embed.proj.weight blocks.0.attn.relative_position_bias_table", {}, "BEiT, of timm"),
         ("patch_embed.proj.weight blocks.0.attn.inner_attn_ln.weight", {}, "EVA .*, of timm"),
-        ("visual.class_embedding", {}, "CLIP's image tower, in its authors' names"),
+        ("visual.layer1.0.conv1.weight", {}, "CLIP with another image tower .*, of open_clip"),
         ("decoder_blocks.0.norm1.weight", {}, "the decoder of a masked autoencoder"),
         ("bert.embeddings.word_embeddings.weight", {}, "a text model such as BERT"),
         ("x.weight", {"model_type": "cvt"}, "cvt, of Hugging Face"),

@@ -448,10 +448,10 @@ def test_formats_that_state_a_size_need_one(tmp_path, format, kind):
 
 def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, monkeypatch):
     def spoiled(path):
-        model, variables = load_pretrained(path)
-        return model, jax.tree.map(lambda leaf: leaf * 1.01, variables)
+        found = read_pretrained(path)
+        return found._replace(params=jax.tree.map(lambda leaf: leaf * 1.01, found.params))
 
-    monkeypatch.setattr(export_lib, "load_pretrained", spoiled)
+    monkeypatch.setattr(export_lib, "read_pretrained", spoiled)
     words = [f"--init_from={golden / 'hf_vit'}", f"--output={tmp_path / 'hf'}", "--format=hf"]
     assert main(["export", *words]) == 1
     assert "give logits that differ by" in capsys.readouterr().err

@@ -63,9 +63,7 @@ def measure_inference(asked: Settings, flags: argparse.Namespace) -> dict[str, A
     from vit_jax.run.setup.opener import Tables
     from vit_jax.run.setup.resolve import resolve
 
-    return inference.measure_inference(
-        resolve(asked.config, Tables()).settings, num_rounds=flags.repeat
-    )
+    return inference.measure_inference(resolve(asked, Tables()).settings, num_rounds=flags.repeat)
 
 
 def plan_inference(asked: Settings, target_slice: Slice) -> dict[str, Any]:
@@ -77,7 +75,7 @@ def plan_inference(asked: Settings, target_slice: Slice) -> dict[str, Any]:
 
     target = Target(target_slice)
     start_planning(target)
-    return inference.plan_inference(resolve(asked.config, Tables()).settings, target)
+    return inference.plan_inference(resolve(asked, Tables()).settings, target)
 
 
 def draw_augmentations(asked: Settings, flags: argparse.Namespace) -> None:

@@ -4,7 +4,8 @@
   python -m vit_jax.main export --init_from=ViT-B_16.npz --output=ViT-B_16 --format=timm
 
 npz, npz_v2: a file in the first or the later layout of the reference release.
-hf: a folder for transformers. timm: a folder, or a .safetensors file with a .json beside it.
+hf: a folder for transformers; hf_pair: one of both towers of a model of images and texts.
+timm: a folder, or a .safetensors file with a .json beside it.
 stablehlo: a jax.export program for cpu, cuda and tpu with any batch size, including the parameters.
 
 The files are read back before they are moved to --output. The largest difference between logits is
@@ -25,7 +26,7 @@ from vit_jax.job import exit_codes
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
     parser.add_argument("--output", metavar="PATH", help="file or folder to write")
-    parser.add_argument("--format", help="npz, npz_v2, hf, timm, t2t or stablehlo")
+    parser.add_argument("--format", help="npz, npz_v2, hf, hf_pair, timm, t2t or stablehlo")
 
 
 def main(flags: argparse.Namespace) -> int:

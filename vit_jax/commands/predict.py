@@ -14,6 +14,10 @@ If the model's run had images with several labels, every class is printed whose 
 a threshold. It is 1/2; --thresholds gives another number, or the classes.csv that
 `evaluate --output` wrote, with a threshold for each class.
 
+--labels="a cat,a dog,nothing" classifies by words of yours, with any model that has a text tower:
+CLIP, SigLIP, SigLIP 2. Each label is put into several prompts; --prompts=FILE has others, one a
+line, with {} for the label. It needs: pip install -e '.[text]'
+
 --features=FILE.npz saves the features before the head, or with --tokens=patches the features of
 every patch.
 
@@ -22,6 +26,7 @@ each image, with the cosine of the angle between their features; --sheet=FILE.pn
 """
 
 import argparse
+import csv
 import itertools
 import json
 import sys
@@ -49,6 +54,8 @@ from vit_jax.job import exit_codes
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
     define_image_flags(parser, batch_size=64)
+    parser.add_argument("--labels", metavar="WORDS", help="classes in words: 'a cat,a dog,nothing'")
+    parser.add_argument("--prompts", metavar="FILE", help="texts with {} for a label, one a line")
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
@@ -73,7 +80,9 @@ def main(flags: argparse.Namespace) -> int:
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.images.given import find_images, search_images
+    from vit_jax.data.words import read_prompts
     from vit_jax.inference import predict as prediction
+    from vit_jax.inference.labels import with_labels
     from vit_jax.inference.predict import check_output
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
@@ -81,10 +90,14 @@ def main(flags: argparse.Namespace) -> int:
     output = flags.features and wrong.check(check_output, flags.features, "--features", ".npz")
     sheet = flags.sheet and wrong.check(check_output, flags.sheet, "--sheet", ".png")
     among = flags.neighbours and wrong.check(find_images, [flags.neighbours])
+    labels = flags.labels is not None and wrong.check(_read_labels, flags.labels)
+    prompts = wrong.check(read_prompts, flags.prompts, "--prompts")
     if not paths:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
     pretrained = read_source(flags)
+    if labels:
+        pretrained = with_labels(pretrained, labels, prompts)
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
     if among:
         from vit_jax.inference import neighbours
@@ -128,11 +141,21 @@ def _check_flags(flags: argparse.Namespace) -> None:
     )
     faults.need(not flags.neighbours or flags.images, "--neighbours: needs images (files, folders)")
     faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
+    others = flags.features or flags.neighbours
+    faults.need(flags.labels is None or not others, "--labels: leave out --features, --neighbours")
+    faults.need(flags.prompts is None or flags.labels, "--prompts: needs --labels=WORDS")
     faults.need(
         not flags.data or flags.features,
         "--data: needs --features=FILE.npz; to score a data set, use evaluate",
     )
     collect_faults(faults)
+
+
+def _read_labels(text: str) -> tuple[str, ...]:
+    """The labels of --labels, checked; one with a comma stands in double quotes."""
+    from vit_jax.data.words import check_labels
+
+    return check_labels(next(csv.reader([text], skipinitialspace=True), []), "--labels")
 
 
 class _Found(NamedTuple):

@@ -122,6 +122,7 @@ EVALUATORS: Registry[Evaluator] = Registry(
         "patch_features": "vit_jax.evaluators.patch_features:PatchFeatures",
         "segmentation": "vit_jax.evaluators.dense_probe:Segmentation",
         "depth": "vit_jax.evaluators.dense_probe:Depth",
+        "zeroshot": "vit_jax.evaluators.zero_shot:ZeroShot",
     },
 )
 

@@ -11,6 +11,8 @@ is an error, unless `pad=True` adds a black border.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from typing import ClassVar
 
 from vit_jax.config.parts import key
@@ -125,6 +127,35 @@ class ScaledInceptionCrop(InceptionCrop):
     full_size = "inception_crop"
 
 
+class CoveringResize(SizedOp):
+    """A resize that may keep the aspect.
+
+    Of a thin image it makes only what the crop after it keeps, as the whole may take gigabytes.
+    """
+
+    cut: ClassVar[Crop | None] = None  # the crop after it
+
+    def before(self, after):
+        if not isinstance(after, Crop):
+            return self
+        own = copy.copy(self)
+        object.__setattr__(own, "cut", after)
+        return own
+
+    def _first_kept(self, resized, seed):
+        """The first pixel that `cut` keeps of an image of the size `resized`; `seed`: of self."""
+        assert self.cut is not None
+        own_seed = fold_in(seed, 1) if isinstance(self.cut, RandomCrop) else None  # of the next op
+        return self.cut._begin(resized - self.cut.hw, own_seed)
+
+    def _is_thin(self, sides, resized):
+        """Whether an image is enlarged, and `cut` keeps a small part of it."""
+        assert self.cut is not None
+        kept = self.cut.hw
+        is_large = tf.reduce_prod(resized) > _THIN * kept[0] * kept[1]
+        return is_large & tf.reduce_all((resized >= kept) & (resized >= sides))
+
+
 class Resize(SizedOp):
     """Resize to `size` / `crop`, rounded, bilinearly."""
 
@@ -139,21 +170,11 @@ class Resize(SizedOp):
         return _bilinear(image, self.gives, self.antialias)
 
 
-class ResizeSmall(Resize):
+class ResizeSmall(CoveringResize, Resize):
     """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
-    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel. Of a thin
-    image only what the crop after it keeps is made, as the whole may take gigabytes.
+    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel.
     """
-
-    cut: ClassVar[Crop | None] = None  # the crop after it
-
-    def before(self, after):
-        if not isinstance(after, Crop):
-            return self
-        own = copy.copy(self)
-        object.__setattr__(own, "cut", after)
-        return own
 
     def __call__(self, image, seed):
         sides, size = tf.shape(image)[:2], self.gives
@@ -167,15 +188,14 @@ class ResizeSmall(Resize):
 
         if cut is None:
             return whole()
-        own_seed = fold_in(seed, 1) if isinstance(cut, RandomCrop) else None  # of the next op
-        grows = tf.reduce_all((resized >= sides) & (resized >= cut.hw))
-        is_thin = tf.reduce_prod(resized) > _THIN * cut.hw[0] * cut.hw[1]
-        return tf.cond(
-            grows & is_thin, lambda: _enlarged_window(image, resized, cut, own_seed), whole
-        )
+
+        def window():
+            return _enlarged_window(image, resized, self._first_kept(resized, seed), cut.hw)
+
+        return tf.cond(self._is_thin(sides, resized), window, whole)
 
 
-class TorchvisionResize(SizedOp):
+class TorchvisionResize(CoveringResize):
     """Resize as torchvision's Resize does a PIL image, by Pillow's `filter`.
 
     An int `size` gives the shorter side, and the longer one is rounded down; (H, W) gives both
@@ -199,7 +219,21 @@ class TorchvisionResize(SizedOp):
         sides = tf.shape(image)[:2]
         size = self._result(sides)
         # Pillow rounds and clips between the two passes; sharp edges show the difference.
-        return self._resized(self._resized(image, tf.stack([sides[0], size[1]])), size)
+        wide, cut = self._resized(image, tf.stack([sides[0], size[1]])), self.cut
+
+        def whole():
+            return self._resized(wide, size)
+
+        if cut is None:
+            return whole()
+
+        def window():
+            top, left = tf.unstack(self._first_kept(size, seed))
+            rows = top + tf.range(cut.hw[0])
+            columns = wide[:, left : left + cut.hw[1]]
+            return _halves_up(_enlarged_rows(columns, size[0], rows, self.filter))
+
+        return tf.cond(self._is_thin(sides, size), window, whole)
 
     def _result(self, sides):
         height, width = self.gives
@@ -211,8 +245,7 @@ class TorchvisionResize(SizedOp):
         return sides * height // tf.reduce_min(sides) if of_shorter else tf.constant(self.gives)
 
     def _resized(self, image, size):
-        values = tf.image.resize(image, size, self.filter, antialias=True)
-        return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # halves up, as Pillow
+        return _halves_up(tf.image.resize(image, size, self.filter, antialias=True))
 
 
 class Crop(SizedOp):
@@ -336,15 +369,16 @@ def _before_crop(size: Hw, crop: float) -> Hw:
     return round(size[0] / crop), round(size[1] / crop)
 
 
-def _enlarged_window(
-    image: tf.Tensor, resized: tf.Tensor, cut: Crop, seed: tf.Tensor | None
-) -> tf.Tensor:
-    """What `cut` keeps of `_bilinear` to the larger size `resized`, by the same operations."""
-    sides, begin = tf.shape(image)[:2], cut._begin(resized - cut.hw, seed)
+def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kept: Hw) -> tf.Tensor:
+    """The window `kept`, from `begin` on, of `_bilinear` to the larger size `resized`.
+
+    By the same operations.
+    """
+    sides = tf.shape(image)[:2]
 
     def neighbours(axis):
         scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)
-        at = (tf.cast(begin[axis] + tf.range(cut.hw[axis]), tf.float32) + 0.5) * scale - 0.5
+        at = (tf.cast(begin[axis] + tf.range(kept[axis]), tf.float32) + 0.5) * scale - 0.5
         below, above = (tf.cast(round_(at), tf.int32) for round_ in (tf.floor, tf.math.ceil))
         return tf.maximum(below, 0), tf.minimum(above, sides[axis] - 1), at - tf.floor(at)
 
@@ -357,6 +391,42 @@ def _enlarged_window(
 
     values = rows(top) + (rows(bottom) - rows(top)) * down[:, None, None]
     return _rounded(values)
+
+
+def _enlarged_rows(image: tf.Tensor, height: tf.Tensor, rows: tf.Tensor, filter: str) -> tf.Tensor:
+    """`rows` of `tf.image.resize(..., filter, antialias=True)` to a larger height, float32.
+
+    By the same operations, those of TensorFlow's ScaleAndTranslate.
+    """
+    radius, last = {"bilinear": 1, "bicubic": 2}[filter], tf.shape(image)[0] - 1
+    scale = tf.cast(height, tf.float32) / tf.cast(last + 1, tf.float32)
+    at = (tf.cast(rows, tf.float32) + 0.5) * (1.0 / scale)
+    begin, end = tf.math.ceil(at - radius - 0.5), tf.math.floor(at + radius - 0.5)
+    begin, end = (tf.clip_by_value(tf.cast(edge, tf.int32), 0, last) for edge in (begin, end))
+    sources = [begin + i for i in range(2 * radius + 1)]
+    far = [tf.abs(tf.cast(y, tf.float32) + 0.5 - at) for y in sources]
+    weights = [
+        tf.where(y <= end, _WEIGHTS[filter](x), 0.0) for y, x in zip(sources, far, strict=True)
+    ]
+    norm = 1.0 / functools.reduce(operator.add, weights)
+    parts = [
+        (weight * norm)[:, None, None] * tf.cast(tf.gather(image, tf.minimum(y, last)), tf.float32)
+        for y, weight in zip(sources, weights, strict=True)
+    ]
+    return functools.reduce(operator.add, parts)
+
+
+def _cubic(x: tf.Tensor) -> tf.Tensor:
+    near, far = (1.5 * x - 2.5) * x * x + 1.0, ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    return tf.where(x < 1.0, near, tf.where(x < 2.0, far, 0.0))
+
+
+# Weight of a pixel by its distance, by Keys 1981 if bicubic.
+_WEIGHTS = {"bilinear": lambda x: tf.maximum(1.0 - x, 0.0), "bicubic": _cubic}
+
+
+def _halves_up(values: tf.Tensor) -> tf.Tensor:
+    return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # as Pillow
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:

@@ -16,7 +16,7 @@ def settle_step(asked: Settings) -> tuple[Settings, Mesh]:
       InputError: the config does not suit the devices.
     """
     mesh = check_mesh(asked)
-    settings = resolve(asked.config, Tables(mesh)).settings
+    settings = resolve(asked, Tables(mesh)).settings
     if asked.run.auto:  # as a run
         settings = choose_layout(settings, mesh)
         mesh = check_mesh(settings)
@@ -26,5 +26,5 @@ def settle_step(asked: Settings) -> tuple[Settings, Mesh]:
 def open_training_data(asked: Settings) -> tuple[Settings, data.Source]:
     """The resolved settings and the training data."""
     tables = Tables(opens_data=True)
-    settings = resolve(asked.config, tables).settings
+    settings = resolve(asked, tables).settings
     return settings, tables.sources[train_split(settings.data)]

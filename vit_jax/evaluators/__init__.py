@@ -33,6 +33,7 @@ from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.zero_shot import TextSide
 
 logger = logging.getLogger("vit_jax")
 
@@ -71,12 +72,13 @@ def make_evaluators(
     sources: Mapping[SplitKey, Source],
     folder: epath.Path | None = None,
     see: Callable[[str, Any], Any] | None = None,
+    read_text_side: Callable[[], TextSide] | None = None,
 ) -> dict[str, Measure]:
     """Bind the evaluators of `settings.evals`: {name: what `evaluate` runs}.
 
     `sources`: as opened for the run. `folder`: the workdir of a run that trains, where evaluators
     may write files; None: they write none. `see` gets an evaluator's name and its predictions at
-    each run, if the evaluator is of the model's classes.
+    each run, if the evaluator is of the model's classes. `read_text_side`: see `EvalInputs`.
 
     Raises:
       InputError: names the key, if an evaluator needs something that is missing.
@@ -94,6 +96,7 @@ def make_evaluators(
             image_size=settings.data.image_size,
             folder=folder,
             see=see and functools.partial(see, name),
+            read_text_side=read_text_side,
         )
         of_labels = evaluator.multi_label
         several = [k for k, s in inputs.sources.items() if of_labels not in (None, s.multi_label)]

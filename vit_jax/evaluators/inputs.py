@@ -21,6 +21,7 @@ from vit_jax.data import Source, eval_batches, image_batch, order, to_value_rang
 from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.zero_shot import TextSide
 
 # What `Evaluator.bind` gives: state -> {metric: value}.
 Measure = Callable[[TrainState], dict[str, float]]
@@ -39,6 +40,7 @@ class EvalInputs:
     image_size: (height, width) after the ops.
     folder: the workdir of a run that trains, for files; None: nothing is written.
     see: gets the predictions for all images of a pass; None: they are not needed.
+    read_text_side: reads the text side of the model; None: it has none.
     """
 
     name: str
@@ -50,12 +52,13 @@ class EvalInputs:
     image_size: tuple[int, int]
     folder: epath.Path | None = None
     see: Callable[[Any], Any] | None = None
+    read_text_side: Callable[[], TextSide] | None = None
 
     @property
     def config(self) -> Any:
         """The config of the run, for plug-ins of earlier versions."""
         warn_of_removal("inputs.config", "inputs.settings")
-        return self.settings.config
+        return self.settings.to_config()
 
     @property
     def batch_size(self) -> int:

@@ -25,7 +25,7 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         faults += objective.conflicts(settings)
         if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
             warn_of_removal("find_conflicts(config)", "conflicts(settings)")
-            faults += objective.find_conflicts(settings.config)
+            faults += objective.find_conflicts(settings.to_config())
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
         for metric in {*(names or ())} & _OF_STEPS:
             faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")

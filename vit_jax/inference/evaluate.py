@@ -84,7 +84,7 @@ def evaluate_model(
     of = model if isinstance(model, StoredModel) else _OfSource(model, by_user)
     settings = of.complete(asked)
     mesh = of.make_mesh(settings)
-    compare_requests(settings.config, of.facts)
+    compare_requests(settings, of.facts)
     absent = find_absent(settings, training=False)
     evals = {n: entry for n, entry in settings.evals.items() if f"evals.{n}" not in absent}
     settings = dataclasses.replace(settings, evals=evals)
@@ -97,7 +97,8 @@ def evaluate_model(
     check_outputs(settings.evals, module, settings.data.image_size)
     seen: dict[str, Examples | Shown] = {}  # of the evaluator that ran last
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
-    evaluators = make_evaluators(settings, preprocessing, module, mesh, sources, see=see)
+    given = {"see": see, "read_text_side": of.read_text_side}
+    evaluators = make_evaluators(settings, preprocessing, module, mesh, sources, **given)
     _warn_of_other_classes(settings, of.class_names, of.source, sources)
     compare_findings(settings.job, sources, weights)
     with jax.set_mesh(mesh):
@@ -118,6 +119,8 @@ class StoredModel:
     It is evaluated by the run's own experiment; the weights go right to the mesh. `trained`: the
     run's settings.
     """
+
+    read_text_side = None
 
     def __init__(self, workdir: epath.Path, trained: Settings, best: bool = False):
         check_store(workdir)
@@ -177,9 +180,10 @@ class _OfSource:
         self._pretrained, self.source, self._by_user = pretrained, pretrained.source, by_user
         self.facts = {"--init_from": pretrained.source}
         self.class_names, self.division = pretrained.spec.class_names, pretrained.division
+        self.read_text_side = pretrained.read_text_side
 
     def complete(self, asked: Settings) -> Settings:
-        return complete_by_source(asked.config, self._pretrained, self._by_user)
+        return complete_by_source(asked, self._pretrained, self._by_user)
 
     def make_mesh(self, settings: Settings) -> Mesh:
         return check_mesh(settings)

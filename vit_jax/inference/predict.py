@@ -34,6 +34,7 @@ from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
+from vit_jax.inference.labels import with_labels
 from vit_jax.models.watched import as_map
 from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
 
@@ -51,6 +52,8 @@ def predict(
     top: int = 5,
     image_size: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    labels: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
 ) -> list[dict[str, Any]] | np.ndarray:
     """Classify images, or compute features of any layer.
 
@@ -74,6 +77,7 @@ def predict(
       top: number of classes of "classes".
       image_size: another size than the model's own; positions are resampled.
       batch_size: images at once, over all devices; None: up to 64.
+      labels, prompts: the classes in words, for a model with a text tower: see `with_labels`.
 
     Returns:
       A list for "classes", else float32 arrays. An image that cannot be read has the key "error"
@@ -93,6 +97,8 @@ def predict(
     pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
     if image_size is not None:
         pretrained = transfer.with_image_size(pretrained, image_size)
+    if labels is not None:
+        pretrained = with_labels(pretrained, labels, prompts)
     found = open_images(images, pretrained.spec.reading)
     if batch_size is None:
         ways, needed = jax.device_count(), min(found.num_examples, _BATCH_SIZE)
@@ -115,19 +121,25 @@ class Predictor:
         return predict(images, self.pretrained, **how)
 
 
-def load_predictor(source: epath.PathLike | Pretrained) -> Predictor:
+def load_predictor(
+    source: epath.PathLike | Pretrained,
+    labels: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
+) -> Predictor:
     """Read a model and keep its weights on all devices.
 
         predictor = vit_jax.load_predictor("runs/mine")
         name = predictor("cat.jpg")[0]["classes"][0]["name"]
 
     Args:
-      source: as in `predict`.
+      source, labels, prompts: as in `predict`.
 
     Raises:
       InputError: the source cannot be read.
     """
     pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
+    if labels is not None:
+        pretrained = with_labels(pretrained, labels, prompts)
     held = dict(pretrained.params), dict(pretrained.model_state)
     params, model_state = _on_all(make_mesh(), held)
     return Predictor(pretrained._replace(params=params, model_state=model_state))
@@ -291,9 +303,11 @@ def check_classes(pretrained: Pretrained) -> None:
     untrained = head is not None and not np.any(head)
     if pretrained.model.num_classes is None or untrained:
         why = "its head was never trained" if untrained else "the model has no classes"
+        words = " --labels='a cat,a dog' names some in words (in Python: labels=[...]),"
         raise InputError(
-            f"{pretrained.source}: {why}; predict --features=FILE.npz saves its features (in "
-            "Python: output='features'), and --config=finetune:folder gives it classes"
+            f"{pretrained.source}: {why};{words * (pretrained.read_text_side is not None)} predict "
+            "--features=FILE.npz saves its features (in Python: output='features'), and "
+            "--config=finetune:folder gives it classes"
         )
 
 

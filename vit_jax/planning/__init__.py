@@ -5,6 +5,7 @@ kernels come from the compiler. If libtpu or JAX's plugin for CUDA is not instal
 they are calculated. Time and cost are estimated from them.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -15,12 +16,12 @@ import flax.linen as nn
 
 from vit_jax.base import files
 from vit_jax.config import Settings
-from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
 from vit_jax.models.contract import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
+from vit_jax.planning.stages import plan_stages, split_run
 from vit_jax.planning.targets import Target
 from vit_jax.run.teachers import abstract_teachers
 
@@ -30,7 +31,7 @@ def plan(
 ) -> dict[str, Any]:
     """Plan the run of some settings: figures for JSON.
 
-    Plans are cached by settings, code and versions.
+    Plans are cached by settings, code and versions, those of a schedule of sizes for each stage.
 
     Args:
       settings: resolved; no data are read.
@@ -40,6 +41,10 @@ def plan(
     Raises:
       InputError: the settings do not suit the devices.
     """
+    return plan_stages(settings, functools.partial(_plan, target=target, devices=devices))
+
+
+def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> dict[str, Any]:
     cached = cache_file(settings, target)
     if cached.exists():
         return json.loads(cached.read_text())
@@ -53,10 +58,15 @@ def plan(
     return figures
 
 
+def is_cached(settings: Settings, target: Target) -> bool:
+    """Whether `plan` finds all its figures in the cache."""
+    return all(cache_file(run, target).exists() for run in split_run(settings))
+
+
 def cache_file(settings: Settings, target: Target) -> pathlib.Path:
     """The cache file of the plan of `settings` for `target`, named by a hash of all its inputs."""
     said = [
-        stored_config.to_json(settings.config),
+        settings.values,
         target.slice.name,
         target.num_slices,
         *([] if target.may_compile else ["calculated"]),

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vit_jax.base import tree
 from vit_jax.config import Settings
-from vit_jax.config import stored as stored_config
 from vit_jax.config.base import in_steps
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.flops import jaxpr_flops
+from vit_jax.devices.kept import Leaf, peak_bytes
 from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
@@ -24,7 +24,6 @@ from vit_jax.models import fields_of
 from vit_jax.models.contract import about
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
-from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.kernel_cycles import has_kernel
 from vit_jax.planning.plan_figures import accessed_bytes, describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
@@ -146,7 +145,7 @@ def _lay_out(settings: Settings, target: Target) -> tuple[Experiment, dict[str, 
     alone = settings.with_values(
         # Durations in steps, as the epochs of a smaller batch have more of them. The order of the
         # data is of the whole batch; it takes no memory on a device.
-        in_steps(settings.config)
+        in_steps(settings.to_config())
         | {"global_batch_size": whole_pairs, "model.remat_layers": None}
         | {"data.order": "record", "data.streams": None, "data.repeats": 1}
         | {f"mesh.{axis}": 1 for axis in AXES}
@@ -172,13 +171,15 @@ def _count_temporaries(
       alone: the settings for one device and its images.
     """
     is_whole = max(mesh.shape["fsdp"], mesh.shape["tensor"]) == 1
-    text = f"{stored_config.to_json(alone.config)} {target.slice.chip} {is_whole}"
+    text = f"{alone.values} {target.slice.chip} {is_whole}"
     traced = _Alone(text, alone, _mesh_of_one(target, is_whole))
-    return _temporaries_of(traced, mesh, target.chip.is_gpu)
+    return _temporaries_of(traced, mesh, target.chip.platform, target.scale)
 
 
 @functools.lru_cache(maxsize=32)
-def _temporaries_of(traced: "_Alone", mesh: Mesh, is_gpu: bool) -> tuple[Experiment, int, Jaxpr]:
+def _temporaries_of(
+    traced: "_Alone", mesh: Mesh, platform: str, scale: float
+) -> tuple[Experiment, int, Jaxpr]:
     """`_count_temporaries`, once for the layouts that differ in the number of recomputed layers.
 
     Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
@@ -215,12 +216,13 @@ def _temporaries_of(traced: "_Alone", mesh: Mesh, is_gpu: bool) -> tuple[Experim
     for name, leaf in params.items():
         of_update = share(leaf, updates[name])
         whole = 1.0
-        if is_gpu:
+        if platform == "gpu":
             whole = of_update
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
         outputs.append(Leaf(of_update, whole))
-    peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=not is_gpu)
+    how = {"tensor": mesh.shape["tensor"], "platform": platform, "scale": scale}
+    peak = peak_bytes(jaxpr, arguments, outputs, **how)
     if splits:
         images = traced.settings.run.global_batch_size // traced.settings.optimizer.accum_steps
         images *= not has_kernel(jaxpr, "mlp_backward")

@@ -9,11 +9,9 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import CHIPS, Chip, Slice
-from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.targets import Target
 
-SCHEMA = 1  # of the files that this module reads
-_SPREAD = 0.15  # of the peak memory of models and batches that the certificate does not have
+SCHEMA = 2  # of the files that this module reads
 
 
 class Step(NamedTuple):
@@ -21,13 +19,13 @@ class Step(NamedTuple):
 
     flops_per_image: of the model and what is computed again.
     share_of_peak: FLOP/s of the step over the peak of the chips.
-    temporaries: measured bytes over calculated bytes.
+    scale: measured bytes of activations over calculated ones; see `kept.peak_bytes`.
     """
 
     model: str
     flops_per_image: float
     share_of_peak: float
-    temporaries: float
+    scale: float
 
 
 class Certificate(NamedTuple):
@@ -53,15 +51,6 @@ class Certificate(NamedTuple):
                 "a --topology of that chip, or another certificate"
             )
 
-    def correct(self, figures: dict[str, Any], target: Target) -> dict[str, Any]:
-        """The figures of a calculated plan with the temporaries of the nearest step."""
-        memory, step = dict(figures["memory_bytes"]), self.nearest_to(figures)
-        temporaries = round(memory["temporaries"] * step.temporaries)
-        memory["peak"] += temporaries - memory["temporaries"]
-        memory["temporaries"] = temporaries
-        memory |= judge(memory["peak"], target, uncertainty=_SPREAD)
-        return figures | {"memory_bytes": memory, "measured": step.model}
-
     def nearest_to(self, figures: Mapping[str, Any]) -> Step:
         """The step whose FLOPs of an image are nearest to the plan's, as a ratio."""
         flops = figures["flops"]["counted_per_step"] / figures["global_batch_size"]
@@ -85,10 +74,10 @@ def read_certificate(path: epath.Path) -> Certificate:
                 row["model"],
                 row["flops"] / row["global_batch_size"],
                 row["flops"] / (row["step_s"] * peak),
-                row["ratio_of_temporaries"],
+                row["scale_of_activations"],
             )
             for row in rows
-            if "ratio_of_temporaries" in row
+            if "scale_of_activations" in row
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(

@@ -43,7 +43,7 @@ def describe(
         with jax.set_mesh(mesh):
             step_flops = counted.flops_per_step
     return {
-        "config": stored_config.to_json(settings.config),
+        "config": stored_config.to_json(settings.to_config()),
         "model": describe_model(settings.model),
         "topology": target.slice.name,
         "num_slices": target.num_slices,

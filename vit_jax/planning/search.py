@@ -267,8 +267,7 @@ def plan_layouts(layouts: Sequence[Settings], plan: Plan) -> tuple[Settings, dic
 
 def describe_layout(settings: Settings) -> str:
     """The flags of LAYOUT_KEYS that are not open."""
-    flat = flatten(settings.config)
-    known = {key: flat[key] for key in LAYOUT_KEYS if flat[key] is not None}
+    known = {key: v for key in LAYOUT_KEYS if (v := settings.values[key]) is not None}
     return " ".join(f"--config.{key}={value}" for key, value in known.items())
 
 
@@ -322,8 +321,8 @@ def _layouts(
 
 
 def _is_default(settings: Settings, keys: tuple[str, ...]) -> bool:
-    values, defaults = flatten(settings.config), flatten(default_config(settings.run.plugins))
-    return all(values[key] == defaults[key] for key in keys)
+    defaults = flatten(default_config(settings.run.plugins))
+    return all(settings.values[key] == defaults[key] for key in keys)
 
 
 def _layouts_on(

@@ -38,12 +38,14 @@ class Target(NamedTuple):
 
     may_compile: whether to use its compiler, which takes minutes.
     measured: the chip by a certificate; None: by its vendor.
+    scale: of activations, by a certificate; see `kept.peak_bytes`.
     """
 
     slice: Slice
     num_slices: int = 1
     may_compile: bool = True
     measured: Chip | None = None
+    scale: float = 1.0
 
     @property
     def chip(self) -> Chip:
@@ -176,7 +178,7 @@ def settle(asked: Settings, target: Target) -> Settings:
     Raises:
       InputError: the settings lack something, or do not suit the target.
     """
-    return resolve(asked.config, Tables(described_mesh(asked, target))).settings
+    return resolve(asked, Tables(described_mesh(asked, target))).settings
 
 
 def described_mesh(settings: Settings, target: Target) -> Mesh:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
-from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints import checkpoint
@@ -20,7 +19,7 @@ from vit_jax.checkpoints.history import read_history
 from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops, sharding
-from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.kept import Leaf, all_bytes, peak_bytes
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
@@ -94,14 +93,7 @@ class Batches(Iterator[tuple[int, tree.Batch]], contextlib.AbstractContextManage
 
     def _read_from(self, start: int) -> None:
         self._steps = itertools.count(start + 1)
-        self._batches = data.train_batches(
-            self._run.train_source,
-            self._run.experiment.batch,
-            steps=range(start, self._run.experiment.total_steps),
-            seed=self._run.settings.run.seed,
-            sharding=batch_sharding(self._run.mesh),
-            data_order=self._run.order,
-        )
+        self._batches = self._run.batches(range(start, self._run.experiment.total_steps))
 
     def __next__(self) -> tuple[int, tree.Batch]:
         batch = next(self._batches)
@@ -251,7 +243,7 @@ def open_loop(
     total_steps = run.experiment.total_steps
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     spikes = Spikes(run, frozen, meta)
-    step = watched_step(run, compile_step(run), frozen, start + 1)
+    step = watched_step(run, run.by_stage(compile_step, start), frozen, start + 1)
     with (
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,
@@ -268,7 +260,10 @@ def open_loop(
 
 def compile_step(run: Run) -> jax.stages.Compiled:
     """The compiled train step; logs the memory that it needs."""
-    since, lowered = time.perf_counter(), run.experiment.lower()
+    since, traced = time.perf_counter(), run.experiment.trace()
+    counted = count_memory(run, traced)
+    warn_of_memory(run, counted, sharding.bytes_per_device(run.experiment.abstract_state))
+    lowered = traced.lower()
 
     def digest() -> dict[str, str]:
         return {"lowered step": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
@@ -283,24 +278,43 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
     )
-    warn_of_memory(run, memory.total)
+    warn_of_memory(run, memory.total, counted)
     return compiled
 
 
-def warn_of_memory(run: Run, step_bytes: int | None = None) -> None:
-    """Warn if each device has too little memory for the step; names what saves some.
+def count_memory(run: Run, traced: jax.stages.Traced) -> int:
+    """The least bytes of a device in a step, counted before it is compiled: see `peak_bytes`.
 
-    step_bytes: of the compiled step; None: the state is about to be made, which all steps hold. A
-      state that is too large is warned of then, and not again.
+    As if the mesh split all values between its devices. Counting takes seconds: only the arguments
+    count where all values fit at once.
     """
-    state_bytes = sharding.bytes_per_device(run.experiment.abstract_state)
-    expected = step_bytes or state_bytes
+    jaxpr, (there, _, sharing) = traced.jaxpr.jaxpr, _memory_there(run)
+    arguments = sharding.bytes_per_device(run.experiment.arguments)
+    most = arguments + all_bytes(jaxpr) // run.mesh.size
+    if there is None or most * sharing <= there:
+        return arguments
+    platform = run.mesh.devices.flat[0].platform
+    peak = peak_bytes(jaxpr, [Leaf()] * len(jaxpr.invars), platform=platform)
+    return arguments + peak // run.mesh.size
+
+
+def _memory_there(run: Run) -> tuple[int | None, str, int]:
+    """The memory of one of the mesh's devices, None if it is not known; its name; and how many
+    devices share it.
+    """
     devices = run.mesh.local_devices
-    there, where = (devices[0].memory_stats() or {}).get("bytes_limit"), "a device"
-    if devices[0].platform == "cpu":  # all share the host's
-        there, where = psutil.virtual_memory().total, "this host"
-        expected, state_bytes = expected * len(devices), state_bytes * len(devices)
-    if there is None or expected <= there or (step_bytes and state_bytes > there):
+    if devices[0].platform == "cpu":
+        return psutil.virtual_memory().total, "this host", len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit"), "a device", 1
+
+
+def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:
+    """Warn if each device has less than the `expected` bytes of the step; names what saves some.
+
+    `before`: what was expected earlier; if that was too much, it has been warned of.
+    """
+    there, where, sharing = _memory_there(run)
+    if there is None or not before * sharing <= there < expected * sharing:
         return
     remedies = ["a smaller --config.global_batch_size"]
     if not run.experiment.objective.couples_rows:
@@ -310,7 +324,7 @@ def warn_of_memory(run: Run, step_bytes: int | None = None) -> None:
     if run.mesh.size > run.mesh.shape["fsdp"]:
         remedies.append("a larger --config.mesh.fsdp")
     logger.warning("the step is expected to take at least %s of memory on %s, which has %s; set %s",
-                   flops.format_bytes(expected), where, flops.format_bytes(there),
+                   flops.format_bytes(expected * sharing), where, flops.format_bytes(there),
                    ", or ".join(remedies))  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from vit_jax.config import Settings
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
+from vit_jax.models.contract import with_known
+from vit_jax.objectives.contract import TokenPass
 from vit_jax.run.build import Callback, Run, describe, prepare
 from vit_jax.run.loop import loop, warn_of_memory
 from vit_jax.run.setup.agreement import compare, compare_findings
@@ -81,8 +83,9 @@ def train_and_evaluate(
                            "a copy", workdir)  # fmt: skip
         return finished
     describe(run)
-    for model in dict.fromkeys(each.model for each in run.experiment.passes):
-        check_kernels(model, run.mesh)
+    whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0))  # as evaluators pass it
+    passes = [each for e in run.experiments for each in e.passes]
+    check_kernels([*passes, *[whole] * bool(run.evaluators)], run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock, began)
@@ -118,8 +121,8 @@ def begin(
         record_start(run.workdir, devices, resumed_at, command, time.perf_counter() - began)
 
     def find() -> dict[str, Any]:
-        start, size = resumed_at or 0, run.settings.run.global_batch_size
-        first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
+        start, images = resumed_at or 0, run.settings.stages.images
+        first = np.arange(images(start), images(start + _BATCHES_COMPARED))
         ids = np.asarray(run.order(first)).tobytes()
         return {"first step": start + 1, "ids of the first batches": ids}
 
@@ -148,8 +151,8 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     Raises:
       InputError: if the checkpoint was made with other data or another order.
     """
-    warn_of_memory(run)
     e, directory = run.experiment, run.workdir / "checkpoints"
+    warn_of_memory(run, sharding.bytes_per_device(e.abstract_state))
     if kept := restore_from_memory(run):
         state, meta, memory = kept
         logger.info("start: resumed at step %d from %s", meta["step"], memory)

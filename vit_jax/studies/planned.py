@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import Settings, flatten, own_keys, with_values
+from vit_jax.config import Settings, own_keys, with_values
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -15,6 +15,7 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
+from vit_jax.planning.stages import plan_stages
 from vit_jax.planning.targets import Target, described_mesh
 from vit_jax.run.setup.opener import Tables
 from vit_jax.run.setup.resolve import Changes, resolve
@@ -46,14 +47,15 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        tables = _Tables(described_mesh(Settings.of(config), self._target))
-        settings = resolve(config, tables).settings
-        flat = flatten(settings.config)
-        kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
+        asked = Settings.of(config)
+        settings = resolve(asked, _Tables(described_mesh(asked, self._target))).settings
+        kept = {k: repr(v) for k, v in settings.values.items() if not k.startswith(_NOT_OF_STEP)}
+        if len(settings.stages) > 1:
+            kept["duration"] = repr(settings.values["duration"])  # decides how long each stage is
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
             layout = rank_layouts(settings, self._target)[0]
-            self._plans[key] = calculate_plan(layout, self._target)
+            self._plans[key] = plan_stages(layout, lambda run: calculate_plan(run, self._target))
         steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]

@@ -29,6 +29,7 @@ from vit_jax.transfer import (
     huggingface,
     huggingface_images,
     npz,
+    open_clip,
     stablehlo,
     t2t,
     timm,
@@ -55,6 +56,8 @@ class Format(NamedTuple):
     library_ops: spec -> the preprocessing string equivalent to what the format's own library does
       with the written files; None if the library does not read preprocessing from them.
     open: path of a written file -> its function images -> logits, for a format that is not read.
+    of_pairs: whether it holds both towers of a model of images and texts; others hold the image
+      tower.
     """
 
     recognises: Callable[[Source], bool] | None = None
@@ -64,6 +67,7 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...] | None = None
     library_ops: Callable[[Spec], str] | None = None
     open: Callable[[epath.Path], Callable[[np.ndarray], Any]] | None = None
+    of_pairs: bool = False
 
 
 def _of(file: Any) -> tuple[Callable[..., Any], ...]:
@@ -77,6 +81,14 @@ FORMATS = {
     "npz": Format(*(partial(f, variant=npz.FIRST) for f in _of(npz)), (".npz",)),
     "npz_v2": Format(*(partial(f, variant=npz.LATER) for f in _of(npz)), (".npz",)),
     "hf": Format(*_of(huggingface), ("",), huggingface_images.library_ops),
+    "hf_pair": Format(
+        check=huggingface.check_pair,
+        write=huggingface.write_pair,
+        suffixes=("",),
+        library_ops=huggingface_images.library_ops,
+        of_pairs=True,
+    ),
+    "open_clip": Format(open_clip.recognises, open_clip.read),
     "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops),
     "t2t": Format(*_of(t2t), ("", ".safetensors")),
     "stablehlo": Format(
@@ -108,9 +120,9 @@ def read_pretrained(
     Args:
       source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
-        Face, timm or T2T-ViT's authors; the address of such a file; "hf:ORGANISATION/NAME" or
-        "timm:NAME" on the Hugging Face Hub, with "@REVISION" if it is not the newest; or a name in
-        PUBLISHED, e.g. "ViT-B/16@augreg".
+        Face, timm, open_clip or T2T-ViT's authors; the address of such a file;
+        "hf:ORGANISATION/NAME" or "timm:NAME" on the Hugging Face Hub, with "@REVISION" if it is not
+        the newest; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
       averaged: for a workdir whose run keeps a running average of the parameters: True takes the
         average, False the raw parameters, None the average if there is one.
       best: of a workdir, the step that `checkpoint.keep_best` kept instead of the newest.
@@ -214,10 +226,11 @@ def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Fo
     if format not in writers:
         raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
     writer = writers[format]
-    others = [name for name, other in writers.items() if not other.check(model)]
+    of_towers = {name: other for name, other in writers.items() if not other.of_pairs}
+    others = [name for name, other in of_towers.items() if not other.check(model)]
     where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
     collect_faults(writer.check(model), where)
-    owners = [name for name, other in writers.items() if path.suffix in (other.suffixes or ())]
+    owners = [name for name, other in of_towers.items() if path.suffix in (other.suffixes or ())]
     suffixes = writer.suffixes or (path.suffix,)
     if path.suffix not in suffixes and ("" not in suffixes or owners):
         kinds = " or ".join(f"a {suffix} file" if suffix else "a folder" for suffix in suffixes)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,8 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
-from vit_jax.transfer import FORMATS, find_writer, load_pretrained, read_pretrained
+from vit_jax.models.zero_shot import TextSide, need_text_side
+from vit_jax.transfer import FORMATS, Format, find_writer, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.source import to_json
@@ -57,7 +59,7 @@ def export(
     Args:
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: a file or folder to write.
-      format: "npz", "npz_v2", "hf", "timm", "t2t" or "stablehlo".
+      format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t" or "stablehlo".
 
     Raises:
       InputError: if the format cannot hold the model, or `output` cannot be written.
@@ -69,6 +71,7 @@ def export(
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
+    side = _read_text_side(pretrained, writer)
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
@@ -76,17 +79,22 @@ def export(
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    # Pass parameters as an argument: XLA would fold constants and round differently.
-    expected = np.asarray(jax.jit(model.apply)(pretrained.variables, images))
+    expected = np.asarray(_logits(pretrained, side)(images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         files = writer.write(staged, pretrained)
         with _without_warnings():  # they would name the temporary folder
-            found = np.asarray((writer.open or _open)(staged)(images))
+            open_files = writer.open or partial(_open, writer=writer)
+            found = np.asarray(open_files(staged)(images))
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
+        if side is not None:
+            of_pair = {**pretrained.params, **side.params}
+            spec = pretrained.spec._replace(loss=side.matcher.loss)
+            pretrained = pretrained._replace(params=of_pair, spec=spec)
         receipt = _describe_export(pretrained, format, own_dtype, image_size)
+        receipt |= {"text": _fields(side.matcher.text)} if side else {}
         receipt["read_back"] = _compare(found, expected, output)
         receipt["software"] = software()
         inside = staged.is_dir()
@@ -113,10 +121,27 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _open(path: epath.Path) -> Logits:
+def _open(path: epath.Path, writer: Format) -> Logits:
     """The function images -> logits of the model in the files at `path`."""
-    model, variables = load_pretrained(path)
-    return partial(jax.jit(model.apply), variables)
+    found = read_pretrained(path)
+    return _logits(found, _read_text_side(found, writer))
+
+
+def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
+    """The text side, for a format of pairs."""
+    read = pretrained.read_text_side
+    return need_text_side(read, pretrained.source) if writer.of_pairs else None
+
+
+def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
+    """The function images -> logits; with a text side, those for two texts of any ids."""
+    # Pass parameters as an argument: XLA would fold constants and round differently.
+    apply = partial(jax.jit(pretrained.model.apply), pretrained.variables)
+    if side is None:
+        return apply
+    text, match = side.matcher.text, jax.jit(side.matcher.apply)
+    ids = np.random.default_rng(1).integers(0, text.vocabulary, (2, text.length))
+    return lambda images: match(side.variables, apply(images), ids)
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
@@ -151,13 +176,11 @@ def _describe_export(
     """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
     library_ops = FORMATS[format].library_ops
-    fields = {name: value for name, value in vars(pretrained.model).items()
-              if isinstance(value, bool | int | float | str | tuple | None)}  # fmt: skip
     return {
         "format": format,
         "source": pretrained.source,
         **(pretrained.run or {}),
-        "model": {"family": type(pretrained.model).__name__} | fields,
+        "model": {"family": type(pretrained.model).__name__} | _fields(pretrained.model),
         "computed_in": own_dtype,
         "parameters": {
             "count": sum(array.size for array in pretrained.params.values()),
@@ -175,6 +198,11 @@ def _describe_export(
         "loss": spec.loss,
         "class_names": spec.class_names,
     }
+
+
+def _fields(model: nn.Module) -> dict[str, Any]:
+    kinds = bool | int | float | str | tuple | None
+    return {name: value for name, value in vars(model).items() if isinstance(value, kinds)}
 
 
 def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
@@ -214,6 +242,9 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     if pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
+    classes = f"Classes: {model['num_classes']}"
+    if "text" in receipt:
+        classes = f"Texts: up to {receipt['text']['length']} tokens"
     lines = [
         f"# {output.name}",
         "",
@@ -224,7 +255,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
         *(said.format(*(pixels[key] or ())) for key, said in _OF_FILES.items() if key in pixels),
-        f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
+        f"- {classes}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "

@@ -7,12 +7,13 @@ from vit_jax.transfer.source import Source
 
 SUPPORTED = (
     "supported: ViT, DeiT, DeiT III, MAE, DINOv2, DINOv3, SigLIP, CLIP, EVA-02 and tf_efficientnet "
-    "of timm; ViT, DeiT, ViTMAE, DINOv2, DINOv3, SigLIP and CLIP of Hugging Face; the authors' "
-    "files of DINOv2, DINOv3, ViT-5 and T2T-ViT; the .npz files of ViT, hybrids and BiT"
+    "of timm; ViT, DeiT, ViTMAE, DINOv2, DINOv3, SigLIP and CLIP of Hugging Face; SigLIP and CLIP "
+    "of open_clip; the authors' files of DINOv2, DINOv3, ViT-5 and T2T-ViT; the .npz files of ViT, "
+    "hybrids and BiT"
 )
 # {family: pattern of the name of an array that only it has}; the first that matches counts.
 _FAMILIES = {
-    "CLIP's image tower, in its authors' names": r"^visual\.",
+    "CLIP with another image tower than a ViT, of open_clip": r"^visual\.(layer1|trunk\.st\w+)\.",
     "Swin, of Hugging Face": r"^swin(v2)?\.",
     "Swin, of timm": r"^layers\.\d+\.blocks\.\d+\.attn\.(relative_position|logit_scale)",
     "ConvNeXt, of Hugging Face": r"^convnext(v2)?\.|\.dwconv\.weight$",

@@ -6,7 +6,7 @@ It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(Wi
 `Siglip2VisionModel` (NaFlex, whose images keep their shape) and `CLIPVisionModel`, and the tower of
 a `SiglipModel`, a `Siglip2Model` or a `CLIPModel`; from a file or a folder with config.json. The
 pooler of a `ViTModel` becomes the hidden layer of the head; `method="pre_logits"` returns its
-output. `huggingface_kinds` has the kinds of towers.
+output. `huggingface_kinds` has the kinds of towers, `huggingface_texts` the text towers of pairs.
 """
 
 import math
@@ -20,9 +20,11 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults
+from vit_jax.base.files import write_whole
 from vit_jax.config import image_hw
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
+from vit_jax.models.zero_shot import need_text_side
 from vit_jax.transfer.fit import require_image_size, with_learned_positions
 from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
 from vit_jax.transfer.huggingface_kinds import (
@@ -37,6 +39,13 @@ from vit_jax.transfer.huggingface_kinds import (
     make_rows,
 )
 from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_labels
+from vit_jax.transfer.huggingface_texts import (
+    PAIRS,
+    TEXTS,
+    take_texts,
+    text_rows,
+    write_text_config,
+)
 from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
@@ -55,8 +64,10 @@ def recognises(source: Source) -> bool:
     return find_kind(source) is not None
 
 
-def read(source: Source) -> Pretrained:
+def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     """Make the model of the arrays.
+
+    `pixels`: values of a preprocessor_config.json; None: of the file.
 
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
@@ -67,14 +78,14 @@ def read(source: Source) -> Pretrained:
     kind, content = KINDS[name], source.config or {}
     of_head = {key: content[key] for key in ("id2label", "problem_type") if key in content}
     stated = source.read_stated((content.get("vision_config") or content) | of_head, _STATED)
+    read_text_side = take_texts(source, name)
     source.leave_out(r"decoder\..*", "the decoder of a masked autoencoder is")
-    source.leave_out(r"(text_model|text_projection|visual_projection|logit_\w+)(\..*)?",
-                     "what is not the image tower is")  # fmt: skip
+    source.leave_out(TEXTS, "what is not the image tower is")
     source.leave_out(r".*embeddings\.(mask_token|position_ids)", "what the tower does not use is")
     model = _make_model(source, name, prefix, stated)
     params = read_rows(make_rows(name, prefix, model), source, model)
     names = class_names_of(read_labels(stated), model.num_classes, str(source.path))
-    pixels = read_pixels(source)
+    pixels = read_pixels(source) if pixels is None else pixels
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
     loss = LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
@@ -86,7 +97,7 @@ def read(source: Source) -> Pretrained:
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
     source.say_assumed(assumed, stated | pixels)
-    return Pretrained(str(source.path), model, params, spec)
+    return Pretrained(str(source.path), model, params, spec, read_text_side=read_text_side)
 
 
 def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any]) -> ViT:
@@ -244,6 +255,40 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
+    return _write_folder(path, *_as_folder(path, pretrained))
+
+
+def check_pair(model: nn.Module) -> list[str]:
+    """The reasons why `model` cannot be the image tower of a CLIPModel or a SiglipModel."""
+    if find_name(model) in PAIRS:
+        return check(model)
+    return ["its image tower is not CLIP's or SigLIP's, without a head"]
+
+
+def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
+    """Write a CLIPModel or a SiglipModel, with its tokenizer; return the files' names."""
+    side = need_text_side(pretrained.read_text_side, pretrained.source)
+    tower, arrays, spec = _as_folder(path, pretrained)
+    name, text = tower["model_type"], write_text_config(side.matcher, tower["model_type"])
+    config = {
+        "architectures": [f"{KINDS[name].architecture.removesuffix('Vision')}Model"],
+        "model_type": PAIRS[name],
+        "dtype": "float32",
+        "projection_dim": text.get("projection_dim"),
+        "text_config": text,
+        "vision_config": {k: v for k, v in tower.items() if k not in ("architectures", "dtype")},
+    }
+    arrays |= write_rows(text_rows(side.matcher), side.params, side.matcher)
+    files = _write_folder(path, config, arrays, spec)
+    for file in side.tokenizer.paths:
+        write_whole(path / file.name, file.read_bytes())
+    return [*files, *(file.name for file in side.tokenizer.paths)]
+
+
+def _as_folder(
+    path: epath.Path, pretrained: Pretrained
+) -> tuple[dict[str, Any], dict[str, np.ndarray], Spec]:
+    """config.json, the arrays and the spec of a tower; `path` is named in messages."""
     require_image_size(pretrained)
     name = find_name(pretrained.model)
     if name in VITS:
@@ -264,6 +309,12 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     if name in VITS or model.num_classes is not None:
         # As in transformers, a model without classes is described with ten labels.
         config |= write_labels(path, spec, model.num_classes or 10)
+    return config, arrays, spec
+
+
+def _write_folder(
+    path: epath.Path, config: dict[str, Any], arrays: dict[str, np.ndarray], spec: Spec
+) -> list[str]:
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
     write_tensors(path / WEIGHTS, arrays)

@@ -20,7 +20,7 @@ VITS = ("vit", "deit")  # keys of KINDS
 _OURS = "encoder/layer_{i}"
 
 
-def _blocks(
+def block_rows(
     theirs: str, norms: str, attention: str, out: str, scale: str = "", up: str = "mlp.fc1",
     down: str = "mlp.fc2", gate: str = "", packed: str = "",
 ) -> list[Row]:  # fmt: skip
@@ -53,7 +53,7 @@ def _vit(
         row("embeddings.position_embeddings", "pos_embedding"),
         *PATCHES("embeddings.patch_embeddings.projection", "embedding"),
         row("embeddings.distillation_token", "distillation_token"),
-        *_blocks(
+        *block_rows(
             "encoder.layer.{i}", norms, "attention.attention.{}", "attention.output.dense",
             up=up, down=down, **names,
         ),
@@ -67,7 +67,7 @@ def _dinov3() -> list[Row]:
         row("embeddings.cls_token", "class_token"),
         row("embeddings.register_tokens", "register_tokens"),
         *PATCHES("embeddings.patch_embeddings", "embedding"),
-        *_blocks(
+        *block_rows(
             "layer.{i}", "norm1 norm2", "attention.{1}_proj", "attention.o_proj",
             "layer_scale{}.lambda1", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj",
         ),
@@ -83,7 +83,7 @@ def _siglip(patches: Callable[..., list[Row]] = PATCHES) -> list[Row]:
         row("embeddings.position_embedding.weight", "pos_embedding", "1 n d -> n d"),
         *patches("embeddings.patch_embedding", "embedding"),
         *NORM("pre_layrnorm", "embedding_norm"),
-        *_blocks(
+        *block_rows(
             "encoder.layers.{i}", "layer_norm1 layer_norm2", "self_attn.{1}_proj",
             "self_attn.out_proj",
         ),

@@ -8,6 +8,8 @@ which is checked. Files of the Hugging Face Hub are fetched as base/hub.py says.
 """
 
 import base64
+import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -18,6 +20,7 @@ import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from typing import IO, NamedTuple
 
 import huggingface_hub
@@ -28,8 +31,9 @@ from vit_jax.base import hub
 from vit_jax.base.addresses import HIDDEN, hide, reveal
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
+from vit_jax.data import tokenizers
 from vit_jax.data.division import HASHES
-from vit_jax.transfer.source import WEIGHTS
+from vit_jax.transfer.source import CONFIGS, OPEN_CLIP, WEIGHTS
 
 logger = logging.getLogger("vit_jax")
 
@@ -190,11 +194,19 @@ def _hint(source: str) -> str:
     return f"; {nearest(source, list(PUBLISHED))}" if is_name else ""
 
 
-def _files_beside(name: str) -> list[str]:
-    """The files that may describe the weights in the file `name`, in the same folder."""
-    stem = name.rpartition(".")[0]
-    described = ["config.json", "preprocessor_config.json"] if name == WEIGHTS else [f"{stem}.json"]
-    return [*described, f"{name}{HASHES}"]
+def _files_beside(name: str, folder: pathlib.Path) -> Iterator[str]:
+    """The files that may describe the weights in the file `name` of `folder`, to fetch in turn.
+
+    A config that is fetched says whether there is a text tower, which has a tokenizer.
+    """
+    config = CONFIGS.get(name, f"{name.rpartition('.')[0]}.json")
+    yield config
+    if name == WEIGHTS:
+        yield "preprocessor_config.json"
+    yield f"{name}{HASHES}"
+    path = folder / config
+    if path.exists() and re.search(r'"text_(config|cfg)"', path.read_text(errors="replace")):
+        yield from tokenizers.FILES
 
 
 def _entrance(weights: pathlib.Path) -> epath.Path:
@@ -214,11 +226,11 @@ def _cached(source: str, address: str) -> epath.Path:
         logger.warning("%s has changed since it was fetched; fetching it again", folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("fetching %s", hide(address))
-    addresses = {file: urllib.parse.urljoin(address, file) for file in _files_beside(name)}
-    fetched = [
+    _fetch(source, address, folder / name)
+    fetched = [name] + [
         file
-        for file, at in ({name: address} | addresses).items()
-        if _fetch(source, at, folder / file, optional=file != name)
+        for file in _files_beside(name, folder)
+        if _fetch(source, urllib.parse.urljoin(address, file), folder / file, optional=True)
     ]
     digests = {file: sha256(folder / file) for file in fetched}
     facts = {"address": hide(address), "sha256": digests}
@@ -315,15 +327,27 @@ def fetch_from_hub(
     hub.be_quiet()
     source = f"hf:{repo_id}" if source is None else source
     logger.info("asking %s for %s", constants.ENDPOINT, source)
-    folder, _, name = file.rpartition("/")
+    folder = file.rpartition("/")[0]
     try:
-        weights = pathlib.Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision))
+        weights = _fetch_weights(repo_id, file, revision)
         commit = weights.parents[file.count("/")].name
-        for beside in _files_beside(name):
+        for beside in _files_beside(weights.name, weights.parent):
             _fetch_optional(repo_id, f"{folder}/{beside}".lstrip("/"), commit)
     except hub.ERRORS as e:
         raise InputError(f"init_from={source!r}: {_describe(e, repo_id, file, revision)}") from None
     return _entrance(weights)
+
+
+def _fetch_weights(repo_id: str, file: str, revision: str | None) -> pathlib.Path:
+    """The cached weights: `file`, or open_clip's in a repository that has no WEIGHTS."""
+    fetch = functools.partial(huggingface_hub.hf_hub_download, repo_id, revision=revision)
+    try:
+        return pathlib.Path(fetch(file))
+    except errors.RemoteEntryNotFoundError:
+        if file == WEIGHTS:
+            with contextlib.suppress(errors.EntryNotFoundError):
+                return pathlib.Path(fetch(OPEN_CLIP))
+        raise
 
 
 def _fetch_optional(repo_id: str, file: str, commit: str) -> None:

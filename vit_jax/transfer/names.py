@@ -165,7 +165,7 @@ def write_rows(
     arrays = {}
     for row in rows:
         params = [np.asarray(leaves[name], np.float32) for name in row.ours]
-        arrays[row.theirs] = np.ascontiguousarray(row.write(params, _sizes(model)))
+        arrays[row.theirs] = np.asarray(row.write(params, _sizes(model)), order="C")  # of any rank
     return arrays
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from vit_jax.data.class_names import as_name
 from vit_jax.data.division import Division
 from vit_jax.data.images.formats import Reading
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
+from vit_jax.data.words import imagenet_names
+from vit_jax.models.zero_shot import TextSide
 
 logger = logging.getLogger("vit_jax")
 
@@ -157,6 +159,8 @@ class Pretrained(NamedTuple):
     model_state: {name: float32 array} of its other variables, such as
       "batch_stats/trunk/norm_root/mean"; empty if the model has none.
     division: which of the user's images its run trained on and which it held out.
+    read_text_side: reads the text side, if `model` is the image tower of a model of images and
+      texts.
     """
 
     source: str
@@ -166,6 +170,7 @@ class Pretrained(NamedTuple):
     run: dict[str, Any] | None = None
     model_state: Mapping[str, np.ndarray] = types.MappingProxyType({})
     division: Division = Division()
+    read_text_side: Callable[[], TextSide] | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -246,9 +251,7 @@ def class_names(spec: Spec, num_classes: int) -> tuple[str, ...]:
     if spec.class_names is not None and len(spec.class_names) == num_classes:
         return spec.class_names
     if num_classes == _IMAGENET_CLASSES:
-        from tensorflow_datasets.datasets.siscore.labels import IMAGENET_LABELS_LIST
-
-        return tuple(IMAGENET_LABELS_LIST)  # sorted by synset number
+        return tuple(imagenet_names().values())
     return tuple(f"class {i}" for i in range(num_classes))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from vit_jax.base import tree
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.text import Matcher
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
@@ -52,8 +53,11 @@ def _shapes(traced: _Traced) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
     One model is asked for several times while a source is read.
     """
     model = traced.model
-    size = model.image_size or model.token_stride  # without an image size, any one will do
-    images = jnp.zeros((1, *size, about(model).channels))
-    collections = dict(jax.eval_shape(model.init, jax.random.key(0), images))
+    if isinstance(model, Matcher):
+        inputs: tuple[jax.Array, ...] = model.example_inputs
+    else:
+        size = model.image_size or model.token_stride  # without an image size, any one will do
+        inputs = (jnp.zeros((1, *size, about(model).channels)),)
+    collections = dict(jax.eval_shape(model.init, jax.random.key(0), *inputs))
     params = collections.pop("params")
     return tree.flatten_names(params), tree.flatten_names(collections)

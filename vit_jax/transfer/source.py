@@ -29,9 +29,12 @@ from vit_jax.config import LOSSES
 logger = logging.getLogger("vit_jax")
 
 WEIGHTS = "model.safetensors"  # in a folder
+OPEN_CLIP = "open_clip_model.safetensors"  # in a folder that has no WEIGHTS
+CONFIGS = {WEIGHTS: "config.json", OPEN_CLIP: "open_clip_config.json"}
 _INDEX = f"{WEIGHTS}.index.json"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _COUNTER = ".num_batches_tracked"  # an array of each batch norm in PyTorch, without influence
+_NUMBERS = (_COUNTER, ".position_ids")  # the positions are 0, 1, 2, ...
 # Encrypted members raise RuntimeError, unknown compression its subclass NotImplementedError.
 _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
                tokenize.TokenError, zipfile.BadZipFile, zlib.error,
@@ -41,20 +44,21 @@ _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxE
 class Source:
     """A source on disk. Its arrays and its JSON file are read when they are first used.
 
-    path: the file or the folder; the folder also for its WEIGHTS beside a config.json.
+    path: the file or the folder; the folder also for a file of CONFIGS beside its config.
     averaged, best: which weights are wanted of a workdir; see `read_pretrained`.
     """
 
     def __init__(self, path: epath.Path, averaged: bool | None = None, best: bool = False):
-        is_inside = path.name == WEIGHTS and (path.parent / "config.json").exists()
+        is_inside = path.name in CONFIGS and (path.parent / CONFIGS[path.name]).exists()
         self.path = path.parent if is_inside else path
+        self._given = path.name if is_inside else None
         self.averaged, self.best = averaged, best
 
     @property
     def has_arrays(self) -> bool:
         """Whether this is a file of arrays by its name, or a folder with such a file."""
         if self.path.is_dir():
-            return any((self.path / name).exists() for name in (_INDEX, WEIGHTS))
+            return any((self.path / name).exists() for name in (_INDEX, *CONFIGS))
         return self.path.suffix in (".npz", ".safetensors")
 
     @functools.cached_property
@@ -81,8 +85,8 @@ class Source:
 
     def _shards(self) -> list[epath.Path]:
         """The safetensors files of a folder."""
-        if not (self.path / _INDEX).exists():
-            return [self.path / WEIGHTS]
+        if self._weights == OPEN_CLIP or not (self.path / _INDEX).exists():
+            return [self.path / self._weights]
         stated = self.read_stated(read_json(self.path / _INDEX), {"weight_map": "an object"})
         shards = sorted({*stated.get("weight_map", {}).values()})
         outside = [shard for shard in shards if "/" in shard or "\\" in shard]
@@ -90,9 +94,16 @@ class Source:
         return [self.path / shard for shard in shards]
 
     @property
+    def _weights(self) -> str:
+        """The name of a folder's file: the given one, or OPEN_CLIP where it is alone."""
+        there = [(self.path / name).exists() for name in (_INDEX, WEIGHTS, OPEN_CLIP)]
+        return self._given or (OPEN_CLIP if there == [False, False, True] else WEIGHTS)
+
+    @property
     def config_path(self) -> epath.Path:
         """The config: inside a folder; for a file next to it, with the same stem."""
-        return self.path / "config.json" if self.path.is_dir() else self.path.with_suffix(".json")
+        inside = self.path.is_dir()
+        return self.path / CONFIGS[self._weights] if inside else self.path.with_suffix(".json")
 
     @functools.cached_property
     def config(self) -> dict[str, Any] | None:
@@ -211,9 +222,9 @@ def _read_npz(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
 
 
 def _read_tensors(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
-    """(name, array) of each array but the counters."""
+    """(name, array) of each array but the counters and numbers."""
     for name, entry in safetensors.deserialize(path.read_bytes()):
-        if name.endswith(_COUNTER):
+        if name.endswith(_NUMBERS):
             continue
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name} has dtype {entry['dtype']}; weights must be floating point")

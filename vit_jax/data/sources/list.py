@@ -284,12 +284,10 @@ def _parse_row(
 ) -> Row:
     """The row of `path`; raises ValueError with a fault of it."""
     labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
-    if not labels and "labels" not in row and not str(row.get("label") or "").strip():
-        raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
     if len(labels) != 1 and multi_label is False:
         raise ValueError(
-            f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
-            "the word multilabel, as in --config=folder:multilabel"
+            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one. For lists with several, "
+            "or none, use the word multilabel, as in --config=folder:multilabel"
         )
     split = split_of(str(row.get("split") or "").strip())
     if "split" in row and (split is None or only not in (None, split)):

@@ -237,7 +237,8 @@ class _Record:
                 return [] if number < 0 else [str(number)]
             if "json" in self.contents:
                 found = json.loads(self.contents["json"])
-                value = next((found[key] for key in _JSON_KEYS if key in found), None)
+                given = [found[key] for key in _JSON_KEYS if key in found]
+                value = next((value for value in given if value is not None), None)
                 return [*dict.fromkeys(as_labels(value))]
             return [*dict.fromkeys(as_labels(self.contents.get("txt", b"").decode("utf-8-sig")))]
         except (ValueError, TypeError, KeyError, RecursionError):

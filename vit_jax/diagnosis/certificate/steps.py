@@ -17,10 +17,11 @@ from vit_jax.diagnosis.certificate.context import Context
 from vit_jax.diagnosis.settled import settle_step
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.measured import target_of_certificate
-from vit_jax.planning.plan_figures import state_bytes
 from vit_jax.planning.targets import target_of
 from vit_jax.run.setup.validation import load_config
 from vit_jax.run.teachers import planned_experiment
+
+_LEAST_SHARE = 0.05  # of activations in a step's memory, to measure their scale
 
 
 def measure_steps(context: Context) -> dict[str, Any]:
@@ -106,17 +107,22 @@ def _measure(context: Context, settings: Settings, mesh: Mesh) -> dict[str, Any]
 def _beside_plan(
     context: Context, settings: Settings, mesh: Mesh, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """The memory of the step as calculated, and how much larger its temporaries are."""
+    """The memory of the step as calculated, and the scale of its activations.
+
+    The scale is 1 where they have no part in the peak.
+    """
     devices = part_file(context.output, "devices")
     target = target_of(mesh.devices.flatten().tolist())
     if jax.default_backend() == "cpu" and devices.exists():
         target = target_of_certificate(json.loads(devices.read_text()), NAME)
     if target is None:
         return {}
-    planned = calculate_memory(settings, target)
-    kept = sum(state_bytes(planned_experiment(settings, mesh)).values())
-    ratio = (row["memory_bytes"] - kept) / planned["temporaries"]
-    return {"planned_memory_bytes": planned["peak"], "ratio_of_temporaries": ratio}
+    planned, twice = (
+        calculate_memory(settings, target._replace(scale=scale))["peak"] for scale in (1.0, 2.0)
+    )
+    has_part = twice > (1 + _LEAST_SHARE) * planned
+    scale = 1 + (row["memory_bytes"] - planned) / (twice - planned) if has_part else 1.0
+    return {"planned_memory_bytes": planned, "scale_of_activations": scale}
 
 
 def repeat_gradient(context: Context) -> dict[str, Any]:

@@ -14,12 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
-from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.checkpoints.checksums import hash_params
-from vit_jax.config import SplitKey
+from vit_jax.config import Settings, SplitKey
 from vit_jax.config.plugins import digests
 from vit_jax.config.sections import Job
 from vit_jax.job import processes, watchdog
@@ -38,20 +36,20 @@ def compare(job: Job, what: str, find: Callable[[], Mapping[str, Any]]) -> None:
             processes.agree(what, find(), job.compile_deadline_s)
 
 
-def compare_requests(config: ConfigDict, more: Mapping[str, Any] = _NONE) -> None:
-    """Check that all processes have the same config, `more` facts, software and local devices."""
+def compare_requests(settings: Settings, more: Mapping[str, Any] = _NONE) -> None:
+    """Check that all processes have the same settings, `more` facts, software and local devices."""
 
     def find() -> dict[str, Any]:
         facts = {
             f"--config.{key}": value
-            for key, value in config_lib.flatten(config).items()
+            for key, value in settings.values.items()
             if not key.endswith("data_dir")  # each process may have its own copy of the data
         }
         devices = jax.local_device_count(), jax.local_devices()[0].device_kind
-        own = {"devices per process": devices, **software(), **digests(config.plugins)}
+        own = {"devices per process": devices, **software(), **digests(settings.run.plugins)}
         return {**facts, **own, **more}
 
-    compare(config.job, "config, software or devices", find)
+    compare(settings.job, "config, software or devices", find)
 
 
 def compare_findings(

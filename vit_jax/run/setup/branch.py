@@ -121,7 +121,7 @@ def _tell(workdir: epath.Path, rule: str, step: int, settings: Settings, lowered
     logger.info(
         "%s: %s from step %d to step %d, at first with a learning rate of %.4g%s; to train it: "
         "vit_jax --workdir=%s%s", workdir, rule, step, settings.run.duration, first, rises, workdir,
-        " --trust_plugins" * bool(settings.config.plugins),
+        " --trust_plugins" * bool(settings.run.plugins),
     )  # fmt: skip
 
 

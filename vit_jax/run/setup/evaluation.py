@@ -1,6 +1,5 @@
 """Completes a config that evaluates a model by what the model's source states."""
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -16,9 +15,9 @@ from vit_jax.transfer.resample import check_convention
 
 
 def complete_by_source(
-    config: ConfigDict, pretrained: Pretrained, by_user: Collection[str]
+    asked: Settings, pretrained: Pretrained, by_user: Collection[str]
 ) -> Settings:
-    """The settings of `config` with what the source of the model states.
+    """The settings of `asked` with what the source of the model states.
 
     It states the value range, how files become pixels, the loss, and the image size, which
     `data.image_size` may set. The keys `by_user` stay, and so do others that are not as by default.
@@ -26,7 +25,7 @@ def complete_by_source(
     Raises:
       InputError: lists the keys that do not suit the source.
     """
-    config, faults = copy.deepcopy(config), Faults()
+    config, faults = asked.to_config(), Faults()
     spec, model, source = pretrained.spec, pretrained.model, pretrained.source
     faults.check(check_convention, config.init_resize, "init_resize")
     if config.data.image_size is None:

@@ -77,7 +77,7 @@ class Files(Opener):
             self.mesh = mesh
         faults.check(check_writable, self._workdir)
         faults.check(check_installed, config.log.wandb)
-        compare_requests(config)
+        compare_requests(Settings.of(config))
         still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
         free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
         check_settings(config, self._before, self._workdir, free)
@@ -132,6 +132,8 @@ class Files(Opener):
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
         self.sources = sources | open_evaluated(*of_data, divider=settled, opened=sources)
         check_images(*of_data, self.preprocessing, self.sources)
+        for at in map(settings.at, settings.sizes[:-1]):
+            check_images(at.data, {}, parse_preprocessing(at), self.sources)
         return changes | names | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
@@ -176,8 +178,8 @@ class Files(Opener):
         config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(Settings.read(config), self.mesh)
-        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen.config)
-        return {key: flat[key] for key in keys}
+        self.mesh = check_mesh(chosen)
+        return {key: chosen.values[key] for key in keys}
 
     def microbatches(self, config: ConfigDict) -> Changes:
         if config.optimizer.accum_steps is not None:
@@ -259,8 +261,11 @@ def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
     """The number of microbatches; see `settle_microbatches`."""
     settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
-    size = settings.run.global_batch_size
-    return settle_microbatches(settings.objective, model, size, mesh, recorded)
+    for at in map(settings.at, reversed(settings.sizes)):  # the last size decides
+        size = at.run.global_batch_size
+        recorded = settle_microbatches(settings.objective, model, size, mesh, recorded)
+    assert recorded is not None
+    return recorded
 
 
 def check_mesh(settings: Settings) -> Mesh:

@@ -108,7 +108,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    asked: ConfigDict,
+    asked: Settings,
     opener: Opener,
     stored: StoredConfig | None = None,
     by_user: Collection[str] = (),
@@ -116,7 +116,7 @@ def resolve(
     """Decide the open keys of `asked`; writes nothing.
 
     Args:
-      asked: has passed `validation.validate`.
+      asked: of a config that has passed `validation.validate`.
       opener: opens what decides.
       stored: of the run that goes on; None: a new run. What it decided stays, but for new entries
         of `evals`, and for mesh, remat and microbatches on other devices.
@@ -136,7 +136,8 @@ def resolve(
         ("devices", opener.microbatches),
         ("measured", opener.kernels),
     )
-    config, decided_by = continue_run(asked, opener, stored, by_user)
+    began_with = asked.to_config()
+    config, decided_by = continue_run(began_with, opener, stored, by_user)
     if stored is not None:
         collect_faults(Settings.read_open(config)[1], "with what the run's config.json holds")
     faults = Faults(opener.find_faults(config))
@@ -154,7 +155,8 @@ def resolve(
             faults += find_faults(config)  # the checks did not know what the source decides
         if by not in ("source", "teachers") or config.data.image_size is None:
             collect_faults(faults)  # the next stage needs what this one decides
-    return Resolved(asked, config, {key: decided_by[key] for key in config_lib.flatten(config)})
+    flat = config_lib.flatten(config)
+    return Resolved(began_with, config, {key: decided_by[key] for key in flat})
 
 
 def find_open(config: ConfigDict) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.kernels.rows import Blocks
 from vit_jax.models.layers import EncoderBlock
+from vit_jax.objectives.contract import TokenPass
 
 logger = logging.getLogger("vit_jax")
 
@@ -30,29 +31,39 @@ logger = logging.getLogger("vit_jax")
 _FACTOR, _MARGIN = 3.0, 1e-3
 
 
-def check_kernels(model: nn.Module, mesh: Mesh) -> None:
-    """Runs a block of `model` once with its kernels and once without, on its mesh.
+def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
+    """Runs a block of each pass with kernels once with them and once without, on its mesh.
+
+    Passes of a model that have equally many tokens are checked once.
 
     Raises:
       InputError: an output or a gradient of the two differs by more than rounding.
     """
-    if not has_kernels(model):
-        return
-    with watchdog.phase("compile"):
-        error, difference = compare_with_plain(model, mesh)
-    if difference is not None:
-        raise InputError(f"model.kernels: {difference}; set --config.model.kernels=plain")
-    logger.info("kernels agree with the plain form: a block errs by %.2g at most", error)
+    with_kernels = [each for each in passes if has_kernels(each.model)]
+    for model, tokens in dict.fromkeys((p.model, p.tokens or _tokens_of(p.model))
+                                       for p in with_kernels):  # fmt: skip
+        with watchdog.phase("compile"):
+            error, difference = compare_with_plain(model, mesh, tokens)
+        if difference is not None:
+            raise InputError(f"model.kernels: {difference}; set --config.model.kernels=plain")
+        logger.info(
+            "kernels agree with the plain form: a block of %d tokens errs by %.2g at most",
+            tokens, error,
+        )  # fmt: skip
 
 
-def compare_with_plain(model: nn.Module, mesh: Mesh) -> tuple[float, str | None]:
+def compare_with_plain(
+    model: nn.Module, mesh: Mesh, tokens: int | None = None
+) -> tuple[float, str | None]:
     """The largest relative error of an array that a block of `model` computes with its ops.
 
     Beside it, in words, the array that differs from the plain form by more than rounding; None:
     there is none.
+
+    `tokens`: of an image; None: as many as in training.
     """
     with jax.set_mesh(mesh):
-        measure = functools.partial(_measure, model, mesh)
+        measure = functools.partial(_measure, model, mesh, tokens or _tokens_of(model))
         found = jax.jit(measure, out_shardings=NamedSharding(mesh, P()))()
     kernel, plain = ({n: float(x) for n, x in tree.flatten_names(each).items()} for each in found)
     # Not bounded, which NaN is not either.
@@ -103,13 +114,18 @@ class BlockSample(NamedTuple):
 
 
 def sample_block(
-    model: nn.Module, mesh: Mesh, images: int, fields: Mapping[str, Any] = MappingProxyType({})
+    model: nn.Module,
+    mesh: Mesh,
+    images: int,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    num_tokens: int | None = None,
 ) -> BlockSample:
     """A block of `model` with its ops, some of its `fields` replaced, and numbers for `images`.
 
-    A model for images of any size gets 14 x 14 patches.
+    `num_tokens`: of an image; None: as many as in training.
     """
-    shape, num_tokens, padded = _sizes(model)
+    num_tokens = num_tokens or _tokens_of(model)
+    padded = _padded(model, num_tokens)
     of_block = model.block_fields() | dict(fields)
     block = getattr(model.ops.rows, "block", EncoderBlock)(**of_block, num_tokens=num_tokens)
 
@@ -128,20 +144,24 @@ def sample_block(
     turns = None
     by_position = getattr(getattr(model, "position_class", None), "acts_on", None) == "turns"
     if by_position or getattr(model, "rotary", None) is not None:
-        angles = jax.random.uniform(keys[2], (1, padded, shape.width // 2), maxval=6.0)
+        half = model.width // model.num_heads // 2
+        angles = jax.random.uniform(keys[2], (1, padded, half), maxval=6.0)
         turns = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=2)
     return BlockSample(block, of_block, params, x, grad, turns, num_tokens)
 
 
-def _sizes(model: nn.Module) -> tuple[AttentionShape, int, int]:
-    """The shape of attention in `model`, its number of tokens, and the number with padding."""
+def _tokens_of(model: nn.Module) -> int:
+    """The tokens of an image in training; a model for images of any size gets 14 x 14 patches."""
     shape = about(model).attention_shape
     assert isinstance(shape, AttentionShape)
-    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
-    return shape, num_tokens, num_tokens + -num_tokens % model.ops.token_multiple
+    return shape.num_tokens or 14 * 14 + model.num_prefix_tokens
 
 
-def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
+def _padded(model: nn.Module, num_tokens: int) -> int:
+    return num_tokens + -num_tokens % model.ops.token_multiple
+
+
+def _measure(model: nn.Module, mesh: Mesh, num_tokens: int) -> tuple[Any, Any]:
     """The errors of a block's output and gradients with its ops, and without: two trees.
 
     Each batch way has as few images as fill blocks of the kernels of rows, if there are any, else
@@ -150,9 +170,10 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     images = mesh.size // mesh.shape["tensor"]
     if model.ops.rows is not None:
         # The number of tokens is a multiple of 8 here: at most 32 images are needed.
-        _, _, padded = _sizes(model)
+        padded = _padded(model, num_tokens)
         images *= next(n for n in range(1, 33) if Blocks.fitting(n * padded, 0, 0, 0))
-    sample = sample_block(model, mesh, images, {"dropout": 0.0, "attention_dropout": 0.0})
+    without_dropout = {"dropout": 0.0, "attention_dropout": 0.0}
+    sample = sample_block(model, mesh, images, without_dropout, num_tokens)
     plain = EncoderBlock(**sample.fields | {"ops": BlockOps(attend=plain_attention)})
     with jax.default_matmul_precision("highest"):
         reference = sample.run(plain.clone(dtype=jnp.float32))

@@ -55,24 +55,43 @@ class Leaf(NamedTuple):
     weight: bool = False
 
 
+class _Rules(NamedTuple):
+    """The last arguments of `peak_bytes`."""
+
+    tensor: int
+    platform: str
+    scale: float
+
+
 def peak_bytes(
     jaxpr: Jaxpr,
     arguments: Sequence[Leaf],
-    outputs: Sequence[Leaf],
+    outputs: Sequence[Leaf] = (),
     *,
     tensor: int = 1,
-    on_tpu: bool = True,
+    platform: str = "tpu",
+    scale: float = 1.0,
 ) -> int:
     """The most bytes on a device at one time, of all values but the arguments.
 
     Args:
       jaxpr: of one device, but for what `tensor` splits.
-      arguments, outputs: of the jaxpr.
+      arguments, outputs: of the jaxpr; without `outputs` each device holds them whole.
       tensor: number of devices over which heads and hidden units are split.
-      on_tpu: TPUs compute the operands of products where they are read, and pad one axis of an
-        array to a multiple of 128; GPUs do neither.
+      platform: "tpu", which computes the operands of products where they are read, and pads one
+        axis of an array to a multiple of 128; "gpu", which takes more for the passes of a loop; or
+        another.
+      scale: measured bytes over counted ones, of values other than those the outputs are made of.
     """
-    return int(_Program(jaxpr, arguments, tensor, on_tpu).peak(outputs))
+    return int(_Program(jaxpr, arguments, _Rules(tensor, platform, scale)).peak(outputs))
+
+
+def all_bytes(jaxpr: Jaxpr) -> int:
+    """The bytes of all values of a program together, of a loop's body once: no peak is higher."""
+    values = [var.aval for eqn in jaxpr.eqns for var in eqn.outvars]
+    return sum(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) for aval in values) + sum(
+        all_bytes(inner) for eqn in jaxpr.eqns for inner in _inner_jaxprs(eqn)
+    )
 
 
 class _Value:
@@ -108,8 +127,8 @@ class _Operation(NamedTuple):
 class _Program:
     """The operations of a jaxpr in order, those of calls among them; number t runs at time 2 t."""
 
-    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, on_tpu: bool):
-        self.tensor, self.on_tpu = tensor, on_tpu
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], rules: _Rules):
+        self.rules = rules
         self.operations: list[_Operation] = []
         self.read: set[_Value] = set()  # by what reads from memory only
         self.arguments = [_Value(v.aval, f) for v, f in zip(jaxpr.invars, leaves, strict=True)]
@@ -132,7 +151,7 @@ class _Program:
                 env.update(zip(eqn.outvars, self._add(inner[0], inside), strict=True))
                 continue
             results = [_Value(var.aval) for var in eqn.outvars]
-            if self.on_tpu:
+            if self.rules.platform == "tpu":
                 _pad(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
             for value in {value for value in operands if value is not None}:
@@ -149,7 +168,7 @@ class _Program:
         leaves = [
             Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given
         ]
-        return _Program(jaxpr, leaves, self.tensor, self.on_tpu)
+        return _Program(jaxpr, leaves, self.rules)
 
     def _split(self, operation: _Operation) -> None:
         """Say which results `tensor` splits."""
@@ -164,7 +183,7 @@ class _Program:
         for value, split in zip(results, outputs, strict=True):
             value.split = split
             if split:
-                value.bytes /= self.tensor
+                value.bytes /= self.rules.tensor
 
     def peak(self, outputs: Sequence[Leaf] = ()) -> float:
         """The most bytes at one time, and the shares of `outputs` applied."""
@@ -177,6 +196,7 @@ class _Program:
             in_memory |= found
         # A product computes an operand again that would take no other value's place.
         self._walk({v for v in in_memory if v in self.read or v.dies > v.frees_from()})
+        of_outputs = set().union(*(value.roots for value in self.outputs if value is not None))
         for value, leaf in zip(self.outputs, outputs, strict=False):
             for root in () if value is None else value.roots:
                 if root.size == value.size:
@@ -185,15 +205,16 @@ class _Program:
         changes = [0.0] * (end + 2)
         values = {root for op in self.operations for z in op.results for root in z.roots}
         for value in {v for v in values if v.dies >= 0} | self._narrow_copies():
-            changes[int(value.born)] += value.bytes
-            changes[int(value.dies) + 1] -= value.bytes
+            size = value.bytes * (1.0 if value in of_outputs else self.rules.scale)
+            changes[int(value.born)] += size
+            changes[int(value.dies) + 1] -= size
         now = itertools.accumulate(changes)
         return max(total + working.get(time, 0.0) for time, total in enumerate(now))
 
     def pass_peak(self) -> float:
         """The most bytes at one time of one pass of the loop whose body this is."""
         has_loop = any(operation.inner for operation in self.operations)
-        return self.peak() * (1.0 if self.on_tpu or has_loop else _GPU_PASS)
+        return self.peak() * (_GPU_PASS if self.rules.platform == "gpu" and not has_loop else 1.0)
 
     def _narrow_copies(self) -> set[_Value]:
         """Weights that loops read in a narrower dtype: XLA converts them before the loop."""
@@ -226,7 +247,7 @@ class _Program:
             for number, value in enumerate(operands):
                 if value is None:
                     continue
-                computes = name in _PRODUCTS and self.on_tpu
+                computes = name in _PRODUCTS and self.rules.platform == "tpu"
                 if number in carried:  # the result takes its place
                     needed = False
                 elif computes:

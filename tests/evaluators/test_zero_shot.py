@@ -1,0 +1,67 @@
+"""Evaluation by the words of the classes, on own images, against predictions by labels."""
+
+import json
+
+import numpy as np
+import pytest
+from pairs import siglip
+from PIL import Image
+
+import vit_jax
+from vit_jax.base.errors import InputError
+from vit_jax.config import EVALUATORS
+from vit_jax.data.words import PROMPTS
+from vit_jax.main import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture(scope="module")
+def source(golden, tmp_path_factory):
+    return siglip(golden, tmp_path_factory.mktemp("pair") / "siglip")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Images of three classes, twelve in val/ and as many in train/."""
+    root, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
+    for i in range(24):
+        path = root / ("val", "train")[i // 12] / ("big_ant", "bee", "cat")[i % 3] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(path)
+    return root
+
+
+def test_top1_is_that_of_predictions_by_labels(source, images, capsys):
+    words = [f"--init_from={source}", "--config=evaluate:zeroshot,folder",
+             f"--config.data.data_dir={images}", "--config.global_batch_size=8"]  # fmt: skip
+    assert main(["evaluate", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    labels = ("a bee", "a big ant", "a cat")
+    rows = vit_jax.predict(images / "val", source, labels=labels, top=1)
+    right = [row["classes"][0]["name"].split()[-1] in row["file"] for row in rows]
+    assert found["zeroshot/top1"] == pytest.approx(np.mean(right))
+    assert found["zeroshot/num_examples"] == 12
+    declared = EVALUATORS.find("zeroshot")(split="val", every="1 epochs").reports()
+    assert {name.partition("/")[2] for name in found} <= {*declared}
+
+
+def test_several_labels_have_the_mean_average_precision(source):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (10, 64, 64, 3), np.uint8)
+    several = rng.integers(0, 2, (10, 3))
+    data = {"test": (pixels, several), "class_names": ["ant", "bee", "cat"]}
+    overrides = {"data.multi_label": True, "loss.name": "sigmoid", "global_batch_size": 8}
+    found = vit_jax.evaluate(source, "evaluate:zeroshot", overrides, data=data)
+    assert found.keys() == {"zeroshot/mean_ap", "zeroshot/num_examples"}
+
+
+def test_what_it_needs(golden, source, images, tmp_path):
+    where = {"data.data_dir": str(images)}
+    with pytest.raises(InputError, match=r"evals.zeroshot.type='zeroshot': the model has no text"):
+        vit_jax.evaluate(golden / "hf_siglip", "evaluate:zeroshot,folder", where)
+    (tmp_path / "prompts.txt").write_text("a photo")
+    wrong = where | {"evals.zeroshot.prompts": str(tmp_path / "prompts.txt")}
+    with pytest.raises(InputError, match=r"evals.zeroshot.prompts=.* has 'a photo'; needs lines"):
+        vit_jax.evaluate(source, "evaluate:zeroshot,folder", wrong)
+    assert len(PROMPTS) > 1

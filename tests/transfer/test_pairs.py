@@ -1,0 +1,199 @@
+"""Models of images and texts: what their libraries compute from the files, and the files again."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from fake_hub import COMMITS, served
+from pairs import siglip
+from safetensors.numpy import load_file, save_file
+
+import vit_jax
+from vit_jax.base.errors import InputError
+from vit_jax.main import main
+from vit_jax.models.text import unit
+from vit_jax.transfer import read_pretrained, with_image_size
+from vit_jax.transfer.export import export
+
+HF = ("hf_clip_pair", "hf_clip_gelu", "hf_siglip_pair", "hf_siglip_text")
+OPEN_CLIP = ("open_clip", "open_clip_siglip")
+TOLERANCE = 2e-5  # of the largest value
+
+
+def outputs(pretrained, images, ids):
+    side = pretrained.read_text_side()
+
+    def apply(method, *args):
+        return jax.jit(side.matcher.apply, static_argnames="method")(
+            side.variables, *args, method=method
+        )
+
+    of_tower = jax.jit(pretrained.model.apply)(pretrained.variables, images)
+    features, texts = apply("image_features", of_tower), apply("text_features", ids)
+    return {
+        "features": features,
+        "text_features": texts,
+        "image_embeds": unit(features),
+        "text_embeds": unit(texts),
+        "logits_per_image": apply(None, of_tower, ids),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [(name, "") for name in HF + OPEN_CLIP] + [(name, "_resampled") for name in HF],
+)
+def test_parity(golden, name, suffix):
+    with np.load(golden / name / "io.npz") as io:
+        images, pretrained = io[f"image{suffix}"], read_pretrained(golden / name)
+        pretrained = with_image_size(pretrained, images.shape[1:3])
+        found = outputs(pretrained, images, io["input_ids"])
+        for key, ours in found.items():
+            expected = io[key if key.startswith("text") else key + suffix]
+            distance = np.abs(np.asarray(ours) - expected).max() / np.abs(expected).max()
+            assert distance < TOLERANCE, f"{key}: {distance:.1e}"
+
+
+@pytest.mark.parametrize("name", HF)
+def test_a_golden_is_written_bit_for_bit(golden, tmp_path, name):
+    receipt = vit_jax.export(golden / name, tmp_path / "out", "hf_pair")
+    theirs = load_file(golden / name / "model.safetensors")
+    ours = load_file(tmp_path / "out/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert ours[key].shape == array.shape and ours[key].tobytes() == array.tobytes(), key
+    stated = json.loads((golden / name / "config.json").read_text())
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    for key, value in written.items():
+        if isinstance(value, dict):
+            assert value.items() <= stated[key].items()
+        else:
+            assert value == stated[key]
+    assert receipt["read_back"]["largest_logit_difference"] == 0
+    assert receipt["parameters"]["count"] == sum(array.size for array in theirs.values())
+    assert receipt["text"]["length"] == stated["text_config"]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", OPEN_CLIP)
+def test_open_clip_is_written_as_hugging_face(golden, tmp_path, name):
+    export(golden / name, tmp_path / "out", "hf_pair")
+    with np.load(golden / name / "io.npz") as io:
+        again = outputs(read_pretrained(tmp_path / "out"), io["image"], io["input_ids"])
+        before = outputs(read_pretrained(golden / name), io["image"], io["input_ids"])
+    for key, ours in again.items():
+        assert np.allclose(ours, before[key], atol=1e-6), key
+
+
+def test_a_tower_alone_is_written_as_before(golden, tmp_path):
+    export(golden / "hf_clip_pair", tmp_path / "tower", "hf")
+    assert not [n for n in load_file(tmp_path / "tower/model.safetensors") if "text" in n]
+    with pytest.raises(InputError, match="the model has no text tower; needs one with both"):
+        export(tmp_path / "tower", tmp_path / "pair", "hf_pair")
+    with pytest.raises(InputError, match="its image tower is not CLIP's or SigLIP's"):
+        export(golden / "hf_vit", tmp_path / "pair", "hf_pair")
+
+
+def test_an_export_takes_the_tokenizer_along(golden, tmp_path, capsys):
+    source = siglip(golden, tmp_path / "source")
+    words = [f"--init_from={source}", f"--output={tmp_path / 'out'}", "--format=hf_pair"]
+    assert main(["export", *words]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert {"spiece.model", "tokenizer_config.json"} <= {*files}
+    assert (tmp_path / "out/spiece.model").read_bytes() == (source / "spiece.model").read_bytes()
+
+
+def test_numbers_of_positions_are_no_weights(golden, tmp_path):
+    """Older files of CLIP hold them as int64."""
+    shutil.copytree(golden / "hf_clip_pair", tmp_path / "old")
+    arrays = load_file(golden / "hf_clip_pair/model.safetensors")
+    arrays["text_model.embeddings.position_ids"] = np.arange(14)[None]
+    arrays["vision_model.embeddings.position_ids"] = np.arange(17)[None]
+    save_file(arrays, tmp_path / "old/model.safetensors")
+    assert read_pretrained(tmp_path / "old").read_text_side().matcher.text.length == 14
+
+
+def changed(golden, path, name, change):
+    shutil.copytree(golden / name, path)
+    file = path / ("config.json" if name.startswith("hf") else "open_clip_config.json")
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c["text_config"].update(vocab_size=91), "vocab_size=91, but 90 in the arrays"),
+        (lambda c: c["text_config"].update(num_attention_heads=5), "num_attention_heads=5: needs"),
+        (lambda c: c["text_config"].update(hidden_act="relu"), "hidden_act"),
+    ],
+)
+def test_a_wrong_text_tower_is_found_when_it_is_used(golden, tmp_path, change, says):
+    pretrained = read_pretrained(changed(golden, tmp_path / "own", "hf_clip_pair", change))
+    with pytest.raises(InputError, match=says):
+        pretrained.read_text_side()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: c["model_cfg"]["text_cfg"].update(pool_type="last"),
+         "text_cfg.pool_type='last': needs 'argmax'"),
+        (lambda c: c["model_cfg"]["text_cfg"].update(hf_model_name="roberta"),
+         "text_cfg.hf_model_name='roberta': needs None"),
+        (lambda c: c["preprocess_cfg"].update(resize_mode="longest"),
+         "resize_mode='longest': needs shortest or squash"),
+    ],
+)  # fmt: skip
+def test_other_towers_of_open_clip_are_refused(golden, tmp_path, change, says):
+    with pytest.raises(InputError, match=says):
+        read_pretrained(changed(golden, tmp_path / "own", "open_clip", change))
+
+
+def test_open_clip_needs_its_config(golden, tmp_path):
+    shutil.copy(golden / "open_clip/open_clip_model.safetensors", tmp_path)
+    with pytest.raises(InputError, match=r"there is no open_clip_config.json; give the folder"):
+        read_pretrained(tmp_path / "open_clip_model.safetensors")
+
+
+def test_of_two_files_in_a_folder_the_given_one_is_read(golden, tmp_path):
+    path = shutil.copytree(golden / "open_clip", tmp_path / "both")
+    shutil.copytree(golden / "hf_siglip_pair", path, dirs_exist_ok=True)
+    for name, causal in (("", False), ("open_clip_model.safetensors", True)):
+        assert read_pretrained(path / name).read_text_side().matcher.text.causal == causal
+
+
+@pytest.mark.parametrize("name", OPEN_CLIP)
+def test_images_are_prepared_as_open_clip_states(golden, tmp_path, name, caplog):
+    def squash(config):
+        stated = {"mean": [0.1] * 3, "std": [0.2] * 3, "resize_mode": "squash"}
+        config["preprocess_cfg"] = stated | {"interpolation": "bilinear"}
+
+    spec = read_pretrained(changed(golden, tmp_path / "own", name, squash)).spec
+    assert (spec.mean, spec.std) == ((0.1,) * 3, (0.2,) * 3)
+    assert spec.cut[:3] == (1.0, "squash", "bilinear")
+    assert "mean" not in caplog.text
+    path = changed(golden, tmp_path / "none", name, lambda c: c.pop("preprocess_cfg"))
+    spec = read_pretrained(path).spec
+    assert spec.mean == (0.48145466, 0.4578275, 0.40821073)
+    assert spec.cut[:3] == (1.0, "center", "bicubic")
+
+
+def test_from_the_hub(golden, tmp_path, monkeypatch):
+    """The tokenizer is fetched with a text tower, and open_clip's file where there is no other."""
+    folders = {"org/siglip": siglip(golden, tmp_path / "made"), "org/open": golden / "open_clip",
+               "org/vit": golden / "hf_vit"}  # fmt: skip
+    files = {
+        (name, COMMITS["main"]): {file.name: file.read_bytes() for file in folder.iterdir()}
+        for name, folder in folders.items()
+    }
+    with served(files, monkeypatch, tmp_path) as hub:
+        side = read_pretrained("hf:org/siglip").read_text_side()
+        assert side.tokenizer.read()(["a cat"]).shape == (1, 40)
+        assert read_pretrained("hf:org/open").read_text_side().matcher.text.causal
+        hub.asked.clear()
+        read_pretrained("hf:org/vit")
+        assert "spiece.model" not in {file for _, file in hub.asked}

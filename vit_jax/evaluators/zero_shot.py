@@ -1,0 +1,64 @@
+"""Classification by the words of the classes, without training on them."""
+
+import dataclasses
+from typing import Any
+
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.config import SplitEvaluator, key
+from vit_jax.data import words
+from vit_jax.evaluators.classification import Classification
+from vit_jax.evaluators.inputs import EvalInputs, Measure
+from vit_jax.evaluators.multilabel import MultiLabel
+from vit_jax.experiment.state import TrainState
+from vit_jax.models.zero_shot import need_text_side, zero_shot
+
+_OF_SEVERAL = ("mean_ap",)  # the logits for several labels are in order, but no probabilities
+
+
+class ZeroShot(SplitEvaluator):
+    """Top-1 and the other values of `classification`, of classes that are described in words.
+
+    The model has a text tower. The names of the data's classes are put into prompts; a class is the
+    mean of its texts. Images with several labels have the mean average precision. ImageNet's
+    classes have their names in WordNet.
+
+    Source: Radford et al. 2021 (arXiv:2103.00020), section 3.1.
+    """
+
+    prompts: str = key("", "text file of prompts, one a line, {} for the class; '': our own")
+
+    learns_classes = True
+    output = "features"
+    multi_label = None
+
+    def _for(self, several: bool) -> Classification | MultiLabel:
+        """The evaluator of the same entry for images with several labels, or with one."""
+        common: dict[str, Any] = {k: getattr(self, k) for k in SplitEvaluator.declared()}
+        return MultiLabel(**common, metrics=_OF_SEVERAL) if several else Classification(**common)
+
+    def reports(self):
+        return {**self._for(True).reports(), **self._for(False).reports()}
+
+    def lacking(self, sources):
+        several = sources["split"].multi_label
+        own, others = self._for(several), self._for(not several).reports().keys()
+        why = f"the images have {'several labels' if several else 'one label'} each"
+        return dict.fromkeys(others - own.reports().keys(), why) | own.lacking(sources)
+
+    def bind(self, inputs: EvalInputs) -> Measure:
+        source = inputs.source()
+        if source.class_names is None:
+            raise InputError(f"split: {source.name} names no classes; zeroshot needs their words")
+        side = need_text_side(inputs.read_text_side, "type='zeroshot'")
+        classes = words.names_in_words(source.class_names)
+        prompts = words.read_prompts(self.prompts)
+        texts = words.encode(side.tokenizer.read(), classes, prompts, "split")
+        model, head = zero_shot(inputs.model, side, texts)
+        inputs = dataclasses.replace(inputs, model=model, see=None)
+        measure = self._for(source.multi_label).bind(inputs)
+
+        def measure_by_words(state: TrainState) -> dict[str, float]:
+            return measure(state.replace(params={**state.params, **tree.unflatten_names(head)}))
+
+        return measure_by_words

@@ -1,0 +1,132 @@
+"""Text towers, and the comparison of texts with images by features of a common width.
+
+Axes: B images, K texts, T positions of a text, D width of a tower, E common width.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from vit_jax.config import key
+from vit_jax.models import fields
+from vit_jax.models.layers import BlockFields, Encoder
+
+
+@struct.dataclass
+class Causal:
+    """Lets each token attend to itself and to those before it; blocks take it as `shared`."""
+
+    def logits(self, q_BHNK):
+        """The term added to the attention logits: (B, H, N, K) -> (B, H, N, N)."""
+        shape = (*q_BHNK.shape[:3], q_BHNK.shape[2])
+        seen_NN = jnp.tri(shape[2], dtype=bool)
+        mask_NN = jnp.where(seen_NN, 0, -jnp.inf).astype(q_BHNK.dtype)
+        return jnp.broadcast_to(mask_NN[None, None], shape)
+
+
+class TextTower(BlockFields, nn.Module):
+    """The text tower of CLIP or of SigLIP: token ids (K, T) -> features (K, E), not normalised.
+
+    Fields:
+      causal: True for CLIP's: each token attends to those before it, and the head, without bias,
+        takes the end token; so padding behind the end does not matter. False for SigLIP's: every
+        token attends to all, and the head, with bias, takes the last position; so the padding's id
+        and its side belong to the model.
+      end_id: the end token is the first of this id, or position 0 if there is none; None: the
+        largest id of the text.
+
+    Methods: "tokens" -> (K, T, D), the encoder's output. T is at most `length`.
+    Sources: Radford et al. 2021 (arXiv:2103.00020), section 2.4; Zhai et al. 2023
+      (arXiv:2303.15343), section 3; the start values are those of github.com/openai/CLIP.
+    """
+
+    vocabulary: int = key(..., "number of token ids", within=fields.FROM_1)
+    length: int = key(..., "positions of a text", within=fields.FROM_1)
+    width: int = key(..., "of a token", within=fields.FROM_1)
+    depth: int = key(..., "number of layers", within=fields.FROM_1)
+    common_width: int = key(..., "of the features of texts and images", within=fields.FROM_1)
+    causal: bool = key(..., "a causal mask, and the end token is pooled; False: the last position")
+    end_id: int | None = key(None, "id of the end token; None: the largest id of a text")
+
+    def setup(self):
+        normal = nn.initializers.normal
+        self.token_embedding = nn.Embed(
+            self.vocabulary, self.width, dtype=self.dtype, embedding_init=normal(0.02)
+        )
+        self.pos_embedding = self.param("pos_embedding", normal(0.01), (self.length, self.width))
+        self.encoder = Encoder(**self.block_fields(), depth=self.depth)
+        self.head = nn.Dense(self.common_width, use_bias=not self.causal)
+
+    def tokens(self, ids_KT, *, train=False):
+        """The encoder's output (K, T, D), normalised."""
+        positions_TD = self.pos_embedding[: ids_KT.shape[1]].astype(self.dtype)
+        x_KTD = self.token_embedding(ids_KT) + positions_TD[None]
+        return self.encoder(x_KTD, shared=Causal() if self.causal else None, train=train)
+
+    def __call__(self, ids_KT, *, train=False):
+        pooled_K = jnp.full(ids_KT.shape[:1], ids_KT.shape[1] - 1)
+        if self.causal:
+            is_end = ids_KT if self.end_id is None else ids_KT == self.end_id
+            pooled_K = is_end.argmax(axis=1)  # the first
+        x_KTD = self.tokens(ids_KT, train=train)
+        return self.head(jnp.take_along_axis(x_KTD, pooled_K[:, None, None], axis=1)[:, 0])
+
+
+class Matcher(nn.Module):
+    """Compares texts with images, by the features (B, D) of an image tower: logits (B, K).
+
+        logits = exp(logit_scale) * cosine of the features of image and text + logit_bias
+
+    Fields:
+      image_width: D of the images' features, if they are projected to the common width.
+      has_bias: whether there is a logit_bias, for the sigmoid of each pair (SigLIP); without one,
+        texts compete by the softmax (CLIP).
+
+    Methods: "image_features" (B, D) -> (B, E) and "text_features", ids (K, T) -> (K, E), not
+    normalised.
+    Sources: Radford et al. 2021 (arXiv:2103.00020), figure 3; Zhai et al. 2023 (arXiv:2303.15343),
+      algorithm 1; their start values.
+    """
+
+    text: TextTower
+    image_width: int | None
+    has_bias: bool
+
+    def setup(self):
+        if self.image_width is not None:
+            self.image_head = nn.Dense(self.text.common_width, use_bias=False)
+        scale = math.log(10.0 if self.has_bias else 1 / 0.07)
+        self.logit_scale = self.param("logit_scale", nn.initializers.constant(scale), ())
+        if self.has_bias:
+            self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), ())
+
+    def image_features(self, x_BD):
+        return x_BD if self.image_width is None else self.image_head(x_BD)
+
+    def text_features(self, ids_KT, *, train=False):
+        return self.text(ids_KT, train=train)
+
+    def __call__(self, x_BD, ids_KT, *, train=False):
+        images_BE = unit(self.image_features(x_BD))
+        texts_KE = unit(self.text_features(ids_KT, train=train))
+        logits_BK = jnp.exp(self.logit_scale) * images_BE @ texts_KE.T
+        return logits_BK + self.logit_bias if self.has_bias else logits_BK
+
+    @property
+    def loss(self) -> str:
+        """The loss that turns its logits into probabilities of the texts."""
+        return "sigmoid" if self.has_bias else "softmax"
+
+    @property
+    def example_inputs(self) -> tuple[jax.Array, jax.Array]:
+        """Inputs by whose shapes its parameters are found."""
+        width = self.image_width or self.text.common_width
+        return jnp.zeros((1, width)), jnp.zeros((1, self.text.length), jnp.int32)
+
+
+def unit(x_BE):
+    """The rows of `x_BE` with length 1."""
+    return x_BE / jnp.linalg.norm(x_BE, axis=-1, keepdims=True)

@@ -1,0 +1,112 @@
+"""Classifiers made of an image tower and of texts that describe the classes.
+
+Axes: B images, K classes, n texts of a class, T positions of a text, D width, E common width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.config import key
+from vit_jax.models.contract import field_names
+from vit_jax.models.text import Matcher, unit
+from vit_jax.models.vit import ViT
+
+_BATCH = 64  # texts at once
+
+
+class TextSide(NamedTuple):
+    """The text side of a model of images and texts: all but its image tower.
+
+    params: {leaf name: float32 array} of `matcher`.
+    tokenizer: the model's `data.tokenizers.TokenizerFiles`.
+    """
+
+    matcher: Matcher
+    params: Mapping[str, np.ndarray]
+    tokenizer: Any
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """For `matcher.apply`."""
+        return {"params": tree.unflatten_names(self.params)}
+
+
+def need_text_side(read: Callable[[], TextSide] | None, where: str) -> TextSide:
+    """The text side that `read` gives; for None raises InputError, which begins with `where`."""
+    if read is None:
+        raise InputError(
+            f"{where}: the model has no text tower; needs one with both towers: CLIP, SigLIP, or "
+            "SigLIP 2 of a fixed size"
+        )
+    return read()
+
+
+class CosineHead(nn.Module):
+    """Features (B, D) -> logits (B, K), float32: of normalised features, perhaps projected."""
+
+    num_classes: int
+    width: int | None
+
+    @nn.compact
+    def __call__(self, x_BD):
+        if self.width is not None:
+            x_BD = nn.Dense(self.width, use_bias=False, name="projection")(x_BD)
+        return nn.Dense(self.num_classes, name="classes")(unit(x_BD.astype(jnp.float32)))
+
+
+class ZeroShotViT(ViT):
+    """A ViT that classifies by `CosineHead`; `projection`: the common width, if it projects."""
+
+    projection: int | None = key(None, "width that features are projected to", within="[1, inf)")
+
+    @nn.nowrap
+    def _make_head(self, num_classes: int) -> nn.Module:
+        return CosineHead(num_classes, self.projection)
+
+
+def zero_shot(
+    model: nn.Module, side: TextSide, texts: Sequence[np.ndarray]
+) -> tuple[ZeroShotViT, dict[str, np.ndarray]]:
+    """`model` with a head for classes described by `texts`; {leaf name: array} of that head.
+
+    The vector of a class is the mean of its texts' normalised features, normalised.
+
+    Args:
+      model: an image tower, without classes.
+      side: of the same model.
+      texts: token ids of each class, int (n, T), n from 1.
+
+    Raises:
+      InputError: the ids are not the model's.
+
+    Source: Radford et al. 2021 (arXiv:2103.00020), section 3.1.4.
+    """
+    matcher, params = side.matcher, side.params
+    ids_NT = np.concatenate(texts)
+    if (last := ids_NT.max()) >= matcher.text.vocabulary:
+        known = f"the text tower knows {matcher.text.vocabulary}"
+        raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
+    embed = jax.jit(partial(matcher.apply, method="text_features"))
+    padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
+    found = [embed(side.variables, part) for part in np.split(padded, len(padded) // _BATCH)]
+    texts_NE = np.asarray(unit(np.concatenate(found)[: len(ids_NT)]))
+    ends = np.cumsum([len(ids) for ids in texts])[:-1]
+    classes_KE = np.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
+    bias = params["logit_bias"] if matcher.has_bias else 0
+    head = {
+        "head/classes/kernel": np.exp(params["logit_scale"]) * np.asarray(unit(classes_KE)).T,
+        "head/classes/bias": np.full(len(texts), bias, np.float32),
+    }
+    if matcher.image_width is not None:
+        head["head/projection/kernel"] = params["image_head/kernel"]
+    fields = {name: getattr(model, name) for name in field_names(type(model))}
+    width = None if matcher.image_width is None else matcher.text.common_width
+    return ZeroShotViT(**fields | {"num_classes": len(texts), "projection": width}), head
