@@ -14,7 +14,7 @@ from typing import get_args
 from vit_jax.config.evals import Better, Evaluator
 from vit_jax.config.sections import Checkpoint, Stop
 
-PIXELS = "pixels_"  # begins the metrics of the pixels themselves; see `FeatureEvaluator.baselines`
+PIXELS = "pixels_"  # begins the metrics of the pixels themselves; see `Knn.baselines`
 KEYS_OF_METRICS = ("checkpoint.keep_best", "stop.metric")
 _LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
 
