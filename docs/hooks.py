@@ -249,6 +249,26 @@ def goodput() -> str:
     return f"{_table(heads, lines)}\n\n{verdict}\n"
 
 
+def cifar10_fast() -> str:
+    """A row for each kind of run of docs/explanation/cifar10_fast.csv."""
+    with open(ROOT / "docs/explanation/cifar10_fast.csv") as file:
+        rows = [*csv.DictReader(file)]
+
+    def mean(column: str, form: str = ".2f") -> str:
+        found = [float(row[column]) for row in runs]
+        deviation = f" ± {statistics.stdev(found):{form}}" if len(found) > 1 else ""
+        return f"{statistics.mean(found):{form}}{deviation}"
+
+    lines = []
+    for kind in dict.fromkeys((row["form"], row["run"]) for row in rows):
+        runs = [row for row in rows if (row["form"], row["run"]) == kind]
+        seeds = ", ".join(row["seed"] for row in runs)
+        lines.append((f"`{kind[0]}`", kind[1], seeds, runs[0]["steps"], mean("cpu_s", ".0f"),
+                      mean("pflop", ".4f"), mean("top1"), mean("top1_flips")))  # fmt: skip
+    heads = ("form", "run", "seeds", "steps", "CPU seconds", "PFLOP", "top-1, %", "with flips, %")
+    return _table(heads, lines)
+
+
 def notebook() -> str:
     """The cells of the tutorial's notebook; headings of the page's title are left out."""
     cells = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text())["cells"]
@@ -329,8 +349,9 @@ def certificates() -> str:
 
 
 _MADE = (
-    certificates, commands, config_keys, config_words, configs, device_ops, evaluator_keys, faults,
-    flags_of_others, goodput, host_ops, launchers, metrics, notebook, recipe_costs,
+    certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
+    evaluator_keys, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
+    recipe_costs,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -29,6 +29,7 @@ from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
+from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import schedule_of
@@ -679,6 +680,25 @@ def test_the_two_arms_of_5k_differ_in_their_ops_only():
     assert plain == medium1
 
 
+def test_choices_for_fast_are_made_on_a_tenth_of_train():
+    """The test split is read once, at the end, by the recipe that trains on all of train."""
+    whole, choosing = load("cifar10", "fast"), load("cifar10", "fast,held_out")
+    (entry,) = choosing.evals.values()
+    assert (choosing.data.split, entry.split) == ("train[:90%]", "train[90%:]")
+    assert (whole.data.split, [*whole.evals]) == ("train", ["test"])
+    assert (whole.evals.test.split, whole.evals.test.every) == ("test", "100 %")
+    choosing.data.split, entry.split, choosing.evals = "train", "test", {"test": entry}
+    assert whole == choosing
+
+
+def test_blocks_hold_most_of_the_flops_of_fast():
+    c = load("cifar10", "fast")
+    model = create_model(c.model.name, 10, 32, **model_fields(c))
+    tokens, matrices = model.num_tokens_in_training, 4 * model.width + 2 * model.mlp_dim
+    blocks = model.depth * tokens * model.width * (matrices + 2 * tokens)
+    assert model.depth >= 6 and blocks >= 0.6 * forward_macs(model.clone(keep_tokens=1.0))
+
+
 SMALL = (160, 128, 500, 100, (200, 300, 400), None)
 MIDDLE = (10_000, 500, (3_000, 6_000, 9_000), 0.1)
 LARGE = (20_000, 500, (6_000, 12_000, 18_000), 0.1)
@@ -742,6 +762,7 @@ def test_a_bit_is_fine_tuned_by_its_rule(data, rule):
         ("BiT-R152x4", "BiT-R152x4", 64),
         ("Axial-ViT-B/32", "Axial-ViT-mu/32", 64),
         ("T2T-ViT-14", "T2T-ViT-14", 32),
+        ("ViTC-18GF", "ViTC-18GF", 32),
     ],
 )
 def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):

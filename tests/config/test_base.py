@@ -182,7 +182,7 @@ def test_classification_entry():
     entry = classification(split="test", every="1 epochs")
     assert entry.to_dict() == {
         "type": "classification", "split": "test", "every": "1 epochs", "ops": "",
-        "by_class": False, "metrics": None,
+        "by_class": False, "flips": False, "metrics": None,
         "batch_size": None, "data_name": None, "data_dir": None,
     }  # fmt: skip
     entry.batch_size = 8

@@ -66,6 +66,17 @@ def test_a_plan_by_a_certificate(made, capsys):
         find_target(None, 2, read_certificate(made), may_compile=False)
 
 
+def test_a_plan_of_several_sizes_by_a_certificate(made, capsys):
+    words = ["--config.global_batch_size=4", "--config.data.image_size=32, 64 at 50 %"]
+    figures = planned(capsys, f"--measured={made}", *words, "--config.duration=10 steps",
+                      "--config.schedule.warmup=0 steps")  # fmt: skip
+    flops = [stage["flops"]["counted_per_step"] for stage in figures["stages"]]
+    step_s = sum(flops) / 2 * STEP["step_s"] / STEP["flops"]
+    assert figures["estimate"]["run"]["step_s"] == pytest.approx(step_s)
+    peaks = [stage["memory_bytes"]["peak"] for stage in figures["stages"]]
+    assert figures["memory_bytes"]["peak"] == max(peaks) == peaks[1]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

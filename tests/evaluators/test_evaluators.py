@@ -77,6 +77,28 @@ def calibration_error(logits, labels, loss_name="softmax"):
 LOGITS = np.array([[4.0, 1, 0, 0, 0, 0], [0, 3, 2, 1, -1, -2], [0, 1, 2, 3, 4, 5]])
 
 
+def test_metrics_of_flips_are_those_of_the_mean_of_both_logits():
+    """A pixel for each class: the mirror image has the logits of the classes in reverse order."""
+    evaluator = Classification(**OF_SPLIT, flips=True, by_class=True, metrics=("top1", "loss"))
+    labels = np.array([0, 1, 5])
+    one = batch(LOGITS[:, None, :, None], labels)
+    source = types.SimpleNamespace(num_classes=6, class_names=None)
+    inputs = make_inputs([one], source=lambda: source, apply=lambda state, x: x[:, 0, :, 0])
+    found = evaluator.bind(inputs)(1.0)
+    mean = (LOGITS + LOGITS[:, ::-1]) / 2
+    for end, logits in (("", LOGITS), ("_flips", mean)):
+        right = logits.argmax(axis=1) == labels
+        loss = -log_softmax(logits)[range(3), labels].mean()
+        assert found[f"top1{end}"] == pytest.approx(right.mean())
+        assert found[f"loss{end}"] == pytest.approx(loss, rel=1e-5)
+        assert found[f"accuracy{end}/1"] == right[1]
+    assert found["top1"] != found["top1_flips"]
+    declared = {"top1", "loss", "top1_flips", "loss_flips", "num_examples", "accuracy/*"}
+    assert {*evaluator.reports()} == declared | {"accuracy_flips/*"}
+    lacking = Classification(**OF_SPLIT, flips=True).lacking
+    assert {*lacking({"split": types.SimpleNamespace(num_classes=4)})} == {"top5", "top5_flips"}
+
+
 def test_metrics_of_one_batch():
     result = run(batch(LOGITS, [0, 3, 0]))
     expected = -log_softmax(LOGITS)[[0, 1, 2], [0, 3, 0]].mean()

@@ -136,7 +136,7 @@ def config_for(name, **model):
     return c
 
 
-@each("R+ViT-Ti/16", "T2T-ViT-7", "Axial-ViT-B/32")
+@each("R+ViT-Ti/16", "T2T-ViT-7", "Axial-ViT-B/32", "ViTC-1GF")
 def test_a_step_is_traced_on_a_mesh(name, caplog):
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
     few = {"BiT": {"stages": (1, 2)}, "EfficientNet": TINY}.get(name.partition("-")[0], {})

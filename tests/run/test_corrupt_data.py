@@ -96,7 +96,7 @@ def test_the_limit():
     config = base_config()
     config.data.num_examples = 50
     config.data.max_corrupt_fraction = 0.1
-    few = CorruptRecords({"corrupt": 2}, settings_of(config).data, 10)
+    few = CorruptRecords({"corrupt": 2}, settings_of(config).data, lambda steps: 10 * steps)
     few.count([jnp.float32(1), jnp.float32(2)], 1, None)  # 5 of 10, but the data set has 50
     few.count([], 5, None)
     with pytest.raises(CorruptDataError, match=r"step 5: 6 of 50 .* nothing is saved"):
@@ -106,4 +106,4 @@ def test_the_limit():
         few.count([], 5, 4)
     few.count([], 6, 4)
     config.data.max_corrupt_fraction = 0.0
-    CorruptRecords({}, settings_of(config).data, 10).count([], 1, None)
+    CorruptRecords({}, settings_of(config).data, lambda steps: 10 * steps).count([], 1, None)

@@ -18,6 +18,7 @@ from read_settings import settings_of
 
 from vit_jax import load_pretrained, save_pretrained
 from vit_jax.config import base_config, rank
+from vit_jax.config.sizes import make_stages
 from vit_jax.config.text import load_config
 from vit_jax.job.lock import NoLock
 from vit_jax.models.vit import ViT
@@ -117,12 +118,14 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     c = base_config()
     c.evals.few = rank(split="train", every="1 epochs")
     c.global_batch_size, c.data.num_examples = 8, 100
-    objective = Objective(lambda *_: None, collapse=COLLAPSE)
+    objective, settings = Objective(lambda *_: None, collapse=COLLAPSE), settings_of(c)
+    vars(settings)["stages"] = make_stages([(8, 8)], [0], [8], 10_000)
     run = types.SimpleNamespace(
-        settings=settings_of(c),
+        settings=settings,
+        flops=lambda steps: 8 * steps,
         fingerprint={},
         experiment=types.SimpleNamespace(
-            objective=objective, schedule=lambda step: 0.0, flops_per_image=1, total_steps=10_000
+            objective=objective, schedule=lambda step: 0.0, total_steps=10_000
         ),
         mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
         evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},

@@ -40,7 +40,8 @@ def take_steps(run, number=2):
             run.train_source, run.experiment.batch, steps=range(number), seed=0,
             sharding=batch_sharding(run.mesh), data_order=run.order,
         )  # fmt: skip
-        step = watched_step(run, lambda *args: (args[0], {"loss": np.float32(0)}), (), 0)
+        train_step = lambda *args: (args[0], {"loss": np.float32(0)})  # noqa: E731
+        step = watched_step(run, lambda number: train_step, (), 1)
         for i, batch in enumerate(batches, 1):
             step(i, state, batch)
             done.append(i)

@@ -11,8 +11,9 @@ from vit_jax.run.watch.speed import Results, Throughput
 
 
 def make_throughput(clock, **fields):
-    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_chips": 4} | fields
-    return Throughput(100, 32, clock=clock, **fields)
+    counts = {"images": lambda steps: 32 * steps, "flops": lambda steps: 32 * 197e9 * steps}
+    fields = {"device_kind": "TPU v5e", "num_chips": 4} | fields
+    return Throughput(100, **counts, clock=clock, **fields)
 
 
 def test_throughput_counts_training_alone():

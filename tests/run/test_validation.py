@@ -209,6 +209,7 @@ def test_config_that_is_not_born_from_base_config(config):
             "data_name",
             "every",
             "evry",
+            "flips",
             "metrics",
             "ops",
         )

@@ -22,6 +22,7 @@ from vit_jax.config.node import Node, flatten
 from vit_jax.config.parts import DURATIONS, LARGEST_SIDE, Key, Registry, add_keys, as_pair
 from vit_jax.config.registries import ALL_REGISTRIES, OPS, REGISTRIES, SOURCES
 from vit_jax.config.sections import SECTIONS, Data
+from vit_jax.config.sizes import with_starts
 
 # Keys that change the speed and the memory of a step, and its result only by rounding.
 LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.remat_layers")
@@ -152,13 +153,15 @@ def values_in_force(config: ConfigDict) -> dict[str, Any]:
 
 
 def in_steps(config: ConfigDict) -> dict[str, str]:
-    """{key: text in steps} for every duration of a config, and lists of them."""
+    """{key: text in steps} for every duration of a config, lists of them, and starts of sizes."""
     values, found = values_in_force(config), {}
     for key, declared in declared_keys(config).items():
         if declared.form in DURATIONS and values[key]:
             steps = declared.read(values[key], key, functools.partial(to_steps, config))
             numbers = steps if isinstance(steps, tuple) else (steps,)
             found[key] = ", ".join(f"{number} steps" for number in numbers)
+        elif declared.form == "sizes" and isinstance(values[key], str):
+            found[key] = with_starts(values[key], functools.partial(to_steps, config, key=key))
     return found
 
 

@@ -26,6 +26,7 @@ from ml_collections.config_dict import placeholder
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import plugins
 from vit_jax.config.durations import check_duration, split_durations
+from vit_jax.config.sizes import find_fault_of_sizes, split_sizes
 
 P = TypeVar("P", bound="Part")
 
@@ -35,7 +36,8 @@ InSteps = Callable[[str, str], int]  # (duration, its key) -> steps; an interval
 
 _SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
          object: "int or pair", "duration": "steps, epochs, examples or % of the run",
-         "interval": "steps, epochs, examples or % of the run"}  # fmt: skip
+         "interval": "steps, epochs, examples or % of the run",
+         "sizes": "int, pair, or ints with their starts"}  # fmt: skip
 
 
 DURATIONS = ("duration", "interval", "length", "list")  # forms of a key
@@ -50,8 +52,8 @@ class Key(typing.NamedTuple):
     within: the interval of its numbers, such as "(0, 1]"; "": any.
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
-      share of the run), "regex", "list" of durations, "ops", "entries" of a study, or
-      "" for any.
+      share of the run), "regex", "list" of durations, "ops", "entries" of a study, "sizes" (an
+      image size, or a schedule of them), or "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
     decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
@@ -76,6 +78,8 @@ class Key(typing.NamedTuple):
         """The fault of `value`, of the right type or None; None: it has none."""
         if value is None:
             return None
+        if self.form == "sizes" and isinstance(value, str):
+            return find_fault_of_sizes(value)
         if self.kind is object and as_pair(value) is None:
             return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}"
         if self.form == "regex":
@@ -98,11 +102,14 @@ class Key(typing.NamedTuple):
         return None
 
     def read(self, value: Any, name: str, in_steps: InSteps | None) -> Any:
-        """`value` as rooms take it: a size as a pair, and by `in_steps` a duration as steps."""
+        """`value` as rooms take it: a size as a pair, and by `in_steps` a duration as steps.
+
+        Of a schedule of sizes it is the last one.
+        """
         if value is None:
             return None
         if self.kind is object:
-            return as_pair(value) or value
+            return as_pair(self.sizes(value)[-1][0]) or value
         if in_steps is None or self.form not in DURATIONS:
             return value
         steps = tuple(in_steps(text, name) for text in self.durations(value))
@@ -110,9 +117,16 @@ class Key(typing.NamedTuple):
 
     def durations(self, value: Any) -> list[str]:
         """The durations that `value` holds, as texts."""
+        if self.form == "sizes":
+            return [start for _, start in self.sizes(value)[1:]]
         if value is None or self.form not in DURATIONS:
             return []
         return split_durations(value) if self.form == "list" else [value]
+
+    def sizes(self, value: Any) -> list[tuple[Any, str]]:
+        """(size, start) of each stage of a schedule; of another value one, also of a wrong one."""
+        is_schedule = self.form == "sizes" and isinstance(value, str) and not self.find_fault(value)
+        return split_sizes(value) if is_schedule else [(value, "0 steps")]
 
 
 def _lies_in(number: float, interval: str) -> bool:

@@ -210,6 +210,7 @@ FAMILIES = Families(
     {
         "ViT": "vit_jax.models.vit:ViT",
         "DeiT": "vit_jax.models.deit:DeiT",
+        "ViTC": "vit_jax.models.conv_stem:ViTC",
         "T2T": "vit_jax.models.t2t:T2TViT",
         "Axial": "vit_jax.models.axial:AxialViT",
         "R+ViT": "vit_jax.models.hybrid:HybridViT",

@@ -10,6 +10,7 @@ import os
 from typing import ClassVar
 
 from vit_jax.config.parts import OpenSection, Section, key
+from vit_jax.config.sizes import EXAMPLE
 
 POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"
 LARGEST_BATCH = 2**24  # images, over all devices
@@ -88,6 +89,10 @@ class Model(OpenSection):
                  "cudnn"),
     )  # fmt: skip
     dtype: str = key("float32", "for computations; parameters are always float32")
+    keep_tokens_until: int | None = key(
+        None, "duration after which training encodes all patches; None: keep_tokens of them to "
+        "the end", form="duration",
+    )  # fmt: skip
 
 
 class Data(OpenSection):
@@ -108,7 +113,18 @@ class Data(OpenSection):
     decoding: int = key(
         2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
     )
-    image_size: Size = key(None, "int or (height, width), in pixels", decided=True)
+    image_size: Size = key(
+        None,
+        f'int or (height, width), in pixels; or a schedule, "{EXAMPLE}"',
+        form="sizes",
+        decided=True,
+    )
+    image_size_keeps: str = key(
+        "batch",
+        "in a schedule of sizes, batch: each step has global_batch_size images; tokens: steps of "
+        "smaller images have more of them, with about as many patches",
+        choices=("batch", "tokens"),
+    )
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
@@ -427,20 +443,8 @@ class Study(Section):
 
 
 # In the order of the reference; the keys of "" stand at the top of a config.
-SECTIONS: dict[str, type[Section]] = {"": Run} | {
-    section.__name__.lower(): section
-    for section in (
-        Model,
-        Data,
-        Objective,
-        Loss,
-        Optimizer,
-        Schedule,
-        Mesh,
-        Checkpoint,
-        Stop,
-        Log,
-        Job,
-        Study,
-    )
-}
+_NAMED: tuple[type[Section], ...] = (
+    Model, Data, Objective, Loss, Optimizer, Schedule, Mesh, Checkpoint, Stop, Log, Job, Study
+)  # fmt: skip
+SECTIONS: dict[str, type[Section]] = {"": Run}
+SECTIONS |= {section.__name__.lower(): section for section in _NAMED}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import sections
 from vit_jax.config.base import declared_keys, default_config, flatten, with_values
-from vit_jax.config.durations import to_steps
+from vit_jax.config.durations import parse_duration, to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
 from vit_jax.config.registries import (
@@ -26,6 +26,7 @@ from vit_jax.config.registries import (
     SOURCES,
     STUDIES,
 )
+from vit_jax.config.sizes import Stages, make_stages
 
 if TYPE_CHECKING:
     from vit_jax.experiment.optimizers.optimizers import Optimizer
@@ -138,6 +139,56 @@ class Settings:
             for key, declared in section.declared().items()
             if declared.form in DURATIONS[:3] and (steps := getattr(section, key)) is not None
         }
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The image sizes of the run's stages; the last is `data.image_size`."""
+        asked = self.data.declared()["image_size"].sizes(self.values["data.image_size"])
+        return [*((size, size) for size, _ in asked[:-1]), self.data.image_size]
+
+    def at(self, size: tuple[int, int], keeps_all: bool = False) -> "Settings":
+        """The settings of a stage with images of `size`, in batches by `data.image_size_keeps`.
+
+        `keeps_all`: whether training encodes all patches, whatever `model.keep_tokens` is.
+        Equal tokens: the batch is the largest multiple of a quarter of `global_batch_size` that has
+        no more pixels than a batch of the last size.
+        """
+        (h, w), (height, width), batch = size, self.data.image_size, self.run.global_batch_size
+        quarters = 4 * height * width // (h * w) if self.data.image_size_keeps == "tokens" else 4
+        own = {**self.model.own, "keep_tokens": 1.0} if keeps_all else self.model.own
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, own=own),
+            data=dataclasses.replace(self.data, image_size=size),
+            run=dataclasses.replace(self.run, global_batch_size=batch * quarters // 4),
+        )
+
+    @functools.cached_property
+    def stages(self) -> Stages:
+        """The stages of a resolved run: one for each of its `sizes`, or two.
+
+        Raises:
+          InputError: they do not fit into the run, or into the order of its data.
+        """
+        until, steps = self.model.keep_tokens_until, self.run.duration
+        if until is not None and (until >= steps or self.model.own.get("keep_tokens", 1.0) == 1):
+            raise InputError(
+                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: needs "
+                f"model.keep_tokens below 1, and an end before step {steps:,}, the last; set both, "
+                "or leave it out"
+            )
+        sizes, data, key = self.sizes, self.data, "data.image_size"
+        counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
+                  "global_batch_size": self.run.global_batch_size}  # fmt: skip
+        texts = data.declared()["image_size"].durations(self.values[key])
+        starts = [parse_duration(text, key=key, **counts) for text in texts]
+        batches = [self.at(size).run.global_batch_size for size in sizes]
+        if data.order == "chunk" and {*batches} != {batches[-1]}:
+            raise InputError(
+                "data.image_size_keeps='tokens': data.order=chunk deals batches of one size; "
+                "set --config.data.image_size_keeps=batch or --config.data.order=record"
+            )
+        return make_stages(sizes, [0, *starts], batches, steps, until)
 
     @property
     def has_average(self) -> bool:

@@ -1,9 +1,10 @@
 """The order of data: a pure function of (seed, position).
 
 A position numbers the examples of the endless training stream: row j of step s of a run with
-global batch size B has position s * B + j. The example at a position depends only on the seed and
-the position, never on the number of hosts, on threads or on earlier reads. A run therefore resumes
-at any step, on any number of hosts, with the same bytes and without reading earlier records.
+global batch size B has position s * B + j; where B changes, `config.sizes` says it. The example at
+a position depends only on the seed and the position, never on the number of hosts, on threads or on
+earlier reads. A run therefore resumes at any step, on any number of hosts, with the same bytes and
+without reading earlier records.
 
 An order maps positions to record ids, both int64 tensors (b,). Orders are closed forms: they need
 no table that grows with the data set, and position 10^15 costs as much as position 0.

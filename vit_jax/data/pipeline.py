@@ -39,14 +39,14 @@ def train_batches(
     steps: range,
     seed: int,
     sharding: jax.sharding.Sharding,
-    data_order: order.Order | None = None,
+    **options: Any,
 ) -> Generator[tree.Batch, None, None]:
-    """Global batches of `steps`; see `host_batches`.
+    """Global batches of `steps`; see `host_batches`, also for `options`.
 
     `sharding` applies to every leaf; it splits the first dimension over the mesh's batch axes.
     """
     rows = order.local_rows(sharding, spec.size)
-    batches = host_batches(source, spec, steps=steps, seed=seed, rows=rows, data_order=data_order)
+    batches = host_batches(source, spec, steps=steps, seed=seed, rows=rows, **options)
     return _put_ahead(batches, len(steps), sharding, spec.size)
 
 
@@ -73,15 +73,18 @@ def host_batches(
     seed: int,
     rows: np.ndarray,
     data_order: order.Order | None = None,
+    first: int | None = None,
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch of `steps`, in NumPy.
 
     The contents of a row depend only on (seed, step, row), not on `rows` or the first step. No
-    earlier batch is read to reach the first step. `data_order` None means `record`.
+    earlier batch is read to reach the first step. `data_order` None means `record`. `first` is the
+    position of the first image; None: all steps before have as many rows.
 
     Raises: InputError, before the first batch, if the ops do not give images of their size.
     """
-    local_rows = tf.constant(rows, tf.int64)
+    first = steps.start * spec.size if first is None else first
+    local_rows = tf.constant(rows + (first - steps.start * spec.size), tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
     def arrange(step):

@@ -4,7 +4,7 @@ import functools
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from vit_jax.run.build import Run, prepare
 from vit_jax.run.loop import Batches, compile_step
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
-from vit_jax.run.watch.layer_norms import layer_norms_program, norms_by_group
+from vit_jax.run.watch.layer_norms import norms_by_group
+from vit_jax.run.watch.watchers import compile_layer_norms
 
 FIRST_STEPS = 20
 _POINTS = 10  # of the curve of the loss
@@ -62,13 +63,19 @@ def trace_runs(asked: Sequence[Settings], *, curve: bool = True) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         runs = [prepare(each, pathlib.Path(folder) / "run") for each in asked]
         with jax.set_mesh(runs[0].mesh):
-            train_step = compile_step(runs[0])
+            train_step = runs[0].by_stage(compile_step)
             for run in runs:
                 _trace(run, runs[0], train_step, curve, found)
     return found
 
 
-def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, found: Trace):
+def _trace(
+    run: Run,
+    first: Run,
+    train_step: Callable[[int], jax.stages.Compiled],
+    curve: bool,
+    found: Trace,
+) -> None:
     """Train `run` by the step and the evaluators of `first`; add its numbers to `found`."""
     e = run.experiment
     total = e.total_steps if curve else min(FIRST_STEPS, e.total_steps)
@@ -76,17 +83,17 @@ def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, f
     state, _ = start_state(run)
     frozen = place_teachers(run.teachers, e.abstract_frozen)
     num_detailed = FIRST_STEPS if run is first else 0
-    gradient_norms = layer_norms_program(e).lower(*e.arguments).compile() if num_detailed else None
+    gradient_norms = run.by_stage(compile_layer_norms) if num_detailed else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
     with Batches(run, 0) as batches:
         for step, batch in itertools.islice(batches, total):
             numbers = {}
             if step <= num_detailed:
-                norms = gradient_norms(state, batch, *frozen)
+                norms = gradient_norms(step)(state, batch, *frozen)
                 numbers = {k: v for k, v in norms.items() if k.startswith("grad_norm/")}
                 numbers |= _data_numbers(batch)
-            state, metrics = train_step(state, batch, *frozen)
+            state, metrics = train_step(step)(state, batch, *frozen)
             losses.append(float(metrics["loss"]))
             if step <= num_detailed:
                 numbers |= {"loss": losses[-1], "grad_norm": metrics["grad_norm"]}

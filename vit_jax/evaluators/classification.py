@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.tree import Batch
+from vit_jax.config import key
 from vit_jax.evaluators.inputs import EvalInputs, Measure
-from vit_jax.evaluators.labelled import ClassEvaluator, measure_labels
+from vit_jax.evaluators.labelled import FLIPS, ClassEvaluator, measure_labels
 from vit_jax.objectives.metrics import Accuracy, Metrics, Task
 
 Array = Any  # of JAX inside a jitted function, of NumPy outside
@@ -48,17 +49,33 @@ class Classification(ClassEvaluator):
     ece = sum_k |hits in bin k - sum of the confidences in bin k| / examples. It is 0 if
     predictions made with confidence p are correct a fraction p of the time. Source: Guo et al. 2017
     (arXiv:1706.04599), section 2, equations 2 and 3.
+
+    With `flips`, each metric has a second value, NAME_flips, from the mean of the logits of the
+    image and of its mirror image.
     """
+
+    flips: bool = key(False, "also report metrics of the mean over each image and its mirror image")
 
     usual = ("loss", "top1", "top5", "ece", "macro_top1", "macro_f1")
     of_class = "accuracy"
+
+    def reports(self):
+        return self._with_flips(super().reports())
+
+    def lacking(self, sources):
+        return self._with_flips(super().lacking(sources))
+
+    def _with_flips(self, found):
+        """`found`, {metric: value}, with the metrics of flips too."""
+        names = [name.partition("/") for name in found if self.flips and name != "num_examples"]
+        return {**found, **{f"{n}{FLIPS}{dash}{c}": found[n + dash + c] for n, dash, c in names}}
 
     def bind(self, inputs: EvalInputs) -> Measure:
         metrics, classes = self.make_metrics(inputs), self.name_classes(inputs)
         if self.by_class:
             metrics = Metrics({**metrics.parts, self.of_class: Accuracy()}, metrics.task)
         show = None if inputs.see is None else functools.partial(_predict, metrics.task)
-        return measure_labels(inputs, metrics, classes, show)
+        return measure_labels(inputs, metrics, classes, show, flips=self.flips)
 
 
 def _predict(task: Task, logits_BC: jax.Array, batch: Batch) -> Examples:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import Faults, InputError
@@ -17,6 +18,7 @@ from vit_jax.objectives.contract import sum_rows
 from vit_jax.objectives.metrics import Metric, Metrics, find_metrics, make_metrics
 
 _MOST = 1_000  # classes, each a curve
+FLIPS = "_flips"  # ending of the metrics of an image and its mirror image
 
 
 class LabelEvaluator(SplitEvaluator):
@@ -100,6 +102,7 @@ def measure_labels(
     show: Callable[..., Any] | None = None,
     relabel: Callable[..., Any] = lambda logits_BC, batch: (logits_BC, batch),
     read: Callable[[], Any] = tuple,
+    flips: bool = False,
 ) -> Measure:
     """measure(state) -> `report` of the metrics of a pass over the split.
 
@@ -111,6 +114,7 @@ def measure_labels(
         gets nothing.
       relabel: (logits (B, C), batch, *what `read` gives) -> the logits and the batch to compare.
       read: called once, when the first state is measured.
+      flips: whether to report also the metrics of each image and its mirror image together.
     """
     read = functools.cache(read)
 
@@ -119,7 +123,12 @@ def measure_labels(
         logits_BC, batch = relabel(inputs.apply(state, batch["image"]), batch, *given)
         mask_B = batch["mask"]
         shown = show and (show(logits_BC, batch), mask_B)
-        return (sum_rows(metrics.rows(logits_BC, batch), mask_B), mask_B.sum()), shown
+        seen = {"": logits_BC}
+        if flips:
+            mirrored_BC = inputs.apply(state, jnp.flip(batch["image"], axis=2))
+            seen[FLIPS] = (logits_BC + mirrored_BC) / 2
+        sums = {end: sum_rows(metrics.rows(x, batch), mask_B) for end, x in seen.items()}
+        return (sums, mask_B.sum()), shown
 
     def measure(state: TrainState) -> dict[str, float]:
         totals: Any = None
@@ -133,8 +142,9 @@ def measure_labels(
         if inputs.see is not None and show is not None:
             parts = [[leaf[mask > 0] for leaf in some] for some, mask in shown]
             inputs.see(type(shown[0][0])(*map(np.concatenate, zip(*parts, strict=True))))
-        values = metrics.finish(metric_sums, number)
-        return report({name: values[name] for name in metrics.parts}, int(number), classes)
+        values = {end: metrics.finish(sums, number) for end, sums in metric_sums.items()}
+        named = {f"{name}{end}": values[end][name] for end in values for name in metrics.parts}
+        return report(named, int(number), classes)
 
     return measure
 

@@ -43,7 +43,9 @@ from vit_jax.experiment.step import (
     Step,
     make_train_step,
 )
-from vit_jax.objectives.contract import Objective, Teacher, TokenPass
+from vit_jax.models.contract import about
+from vit_jax.objectives.contract import InForm, Objective, Teacher, TokenPass
+from vit_jax.objectives.other_sizes import with_larger
 
 Tree = TypeVar("Tree")
 
@@ -198,11 +200,15 @@ def make_experiment(
     mesh: Mesh,
     preprocessing: Preprocessing | None = None,
     teachers: Sequence[Teacher] = (),
+    last: Experiment | None = None,
 ) -> Experiment:
     """Build the experiment of a resolved config.
 
-    `preprocessing`: the config's, if it has been parsed already. `teachers`: the teachers
-    of the objective, with arrays or their shapes.
+    Args:
+      preprocessing: the config's, if it has been parsed already.
+      teachers: of the objective, with arrays or their shapes.
+      last: the experiment of the run's last image size, whose state this one takes, if `settings`
+        are those of an earlier size; see `stages.make_stage`.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.
@@ -212,7 +218,11 @@ def make_experiment(
     batch = describe_batch(data, run.global_batch_size, preprocessing)
 
     model = make_model(settings.model, data, mesh)
-    objective_of = partial(make_objective, settings, batch, teachers)
+
+    def objective_of(model: nn.Module, in_form: InForm) -> Objective:
+        made = make_objective(settings, batch, teachers, model, in_form)
+        return made if last is None else with_larger(made, data.image_size, about(last.model))
+
     to_mesh = partial(on_mesh, mesh=mesh, kernels=settings.model.kernels)
     objective = objective_of(model, to_mesh)
     exchange = choose_exchange(model, objective, mesh, o.freeze)
@@ -224,7 +234,8 @@ def make_experiment(
     init = partial(init_state, model, tx, data.image_size, run.seed)
     init = partial(init, with_ema=ema_decay is not None, init_objective=objective.init)
     with jax.set_mesh(mesh):
-        state = with_shardings(jax.eval_shape(init), mesh, exchange.splits_params)
+        shapes = jax.eval_shape(init) if last is None else last.abstract_state
+        state = with_shardings(shapes, mesh, exchange.splits_params)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
@@ -254,7 +265,7 @@ def make_experiment(
         parts=parts,
         arguments=arguments,
         jit=jit,
-        init=jit(init, out_shardings=shardings[0]),
+        init=jit(init, out_shardings=shardings[0]) if last is None else last.init,
         train_step=jit(
             train_step,
             in_shardings=shardings,

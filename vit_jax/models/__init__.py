@@ -82,7 +82,7 @@ def model_of(model: sections.Model, data: sections.Data, num_classes: int | None
 
 SIZES = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width",
-    "width_factor", "depth_factor",
+    "stem_channels", "width_factor", "depth_factor",
 )  # fmt: skip
 
 

@@ -42,6 +42,10 @@ WITHOUT: dict[str, Any] = {
     "keep_tokens": 1.0,
 }  # fmt: skip
 _NOTHING = object()  # equals no value
+_LISTS = {
+    "stages": "the units of each stage, e.g. (3, 4, 6, 3)",
+    "stem_channels": "the channels of each convolution, e.g. (24, 48, 96, 192)",
+}
 
 
 def field_names(module: type[nn.Module]) -> list[str]:
@@ -110,12 +114,10 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     for size in ("image_size", "patch_size"):
         if size in fields and (fields[size] is not None or size == "patch_size"):
             checked[size] = image_hw(fields[size], size)
-    if "stages" in fields:
-        if not isinstance(fields["stages"], list | tuple):
-            raise InputError(
-                f"stages={fields['stages']!r}: needs the units of each stage, e.g. (3, 4, 6, 3)"
-            )
-        checked["stages"] = tuple(fields["stages"])
+    for name in fields.keys() & _LISTS.keys():
+        if not isinstance(fields[name], list | tuple):
+            raise InputError(f"{name}={fields[name]!r}: needs {_LISTS[name]}")
+        checked[name] = tuple(fields[name])
     if "dtype" in fields:
         dtype = fields["dtype"]
         if dtype not in DTYPES and dtype not in [jnp.dtype(known) for known in DTYPES]:

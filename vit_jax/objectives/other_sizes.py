@@ -4,6 +4,7 @@ All are resampled by bicubic interpolation without antialiasing (a = -1/2, where
 of DINO and DINOv3 have -3/4).
 """
 
+import dataclasses
 import math
 
 import jax
@@ -13,6 +14,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import Params
 from vit_jax.models.contract import Model
 from vit_jax.models.position import Resize
+from vit_jax.objectives.contract import Objective
 
 
 def check_size(model: Model, size: tuple[int, int], key: str) -> None:
@@ -38,6 +40,21 @@ def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model,
     positions = model.positions(model.image_size)
     tables = positions.resampled(params["pos_embedding"], resized.grid, _RESIZE)
     return resized, {**params, "pos_embedding": tables}
+
+
+def with_larger(objective: Objective, size: tuple[int, int], model: Model) -> Objective:
+    """`objective`, of images of `size`, for the parameters of `model`, whose images are larger.
+
+    Its positions, and those of the running average, are resampled in each step; views of other
+    sizes resample the result.
+    """
+
+    def loss(params, state, batch, frozen, rng):
+        _, params = at_size(model, params, size)
+        _, ema = at_size(model, state.ema, size)
+        return objective.loss(params, state.replace(ema=ema), batch, frozen, rng)
+
+    return dataclasses.replace(objective, loss=loss)
 
 
 def resize_tokens(x_BND: jax.Array, grid: tuple[int, int], wanted: tuple[int, int]) -> jax.Array:

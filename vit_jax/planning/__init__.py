@@ -5,6 +5,7 @@ kernels come from the compiler. If libtpu or JAX's plugin for CUDA is not instal
 they are calculated. Time and cost are estimated from them.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -20,6 +21,7 @@ from vit_jax.job.software import software
 from vit_jax.models.contract import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
+from vit_jax.planning.stages import plan_stages, split_run
 from vit_jax.planning.targets import Target
 from vit_jax.run.teachers import abstract_teachers
 
@@ -29,7 +31,7 @@ def plan(
 ) -> dict[str, Any]:
     """Plan the run of some settings: figures for JSON.
 
-    Plans are cached by settings, code and versions.
+    Plans are cached by settings, code and versions, those of a schedule of sizes for each stage.
 
     Args:
       settings: resolved; no data are read.
@@ -39,6 +41,10 @@ def plan(
     Raises:
       InputError: the settings do not suit the devices.
     """
+    return plan_stages(settings, functools.partial(_plan, target=target, devices=devices))
+
+
+def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> dict[str, Any]:
     cached = cache_file(settings, target)
     if cached.exists():
         return json.loads(cached.read_text())
@@ -50,6 +56,11 @@ def plan(
     cached.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(files.absolute(cached), json.dumps(figures) + "\n")
     return figures
+
+
+def is_cached(settings: Settings, target: Target) -> bool:
+    """Whether `plan` finds all its figures in the cache."""
+    return all(cache_file(run, target).exists() for run in split_run(settings))
 
 
 def cache_file(settings: Settings, target: Target) -> pathlib.Path:

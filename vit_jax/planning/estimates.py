@@ -1,6 +1,6 @@
 """Estimates of the time and cost of a planned run, with their assumptions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vit_jax.devices.chips import CHIPS, Chip
@@ -26,7 +26,14 @@ def estimate(
     are the steps' hours, divided by `goodput`, the share of steps in the time of a run like it;
     None: input, evaluations, saves and restarts are left out. With a measured `share_of_peak`,
     `at_utilisation` takes this share and decides the time; a `measured` chip replaces its vendor's.
+
+    Of a run with a schedule of image sizes, `stages` has the estimates of each, the last one is
+    repeated, and `run` adds up: its step, MFU and images/s are means over time.
     """
+    if "stages" in figures:
+        known = price_per_chip_hour, goodput, share_of_peak, measured
+        stages = [estimate(stage, *known) for stage in figures["stages"]]
+        return stages[-1] | {"stages": stages, "run": _add_up(stages, figures["total_steps"])}
     chip = measured or CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = exchange_s(figures["collectives"] or (), chip)
     roofline = _by_roofline(figures, chip, hidden + added)
@@ -56,6 +63,21 @@ def estimate(
         "cost": None if price_per_chip_hour is None else chip_hours * price_per_chip_hour,
     }
     return estimates | {by: step, "run": run}
+
+
+def _add_up(stages: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """The `run` of `stages`, which have so many `steps` together."""
+    runs = [stage["run"] for stage in stages]
+    sums = {
+        name: None if runs[-1][name] is None else sum(run[name] for run in runs)
+        for name in ("hours", "chip_hours", "tpu_core_days", "cost")
+    }
+    hours, goodput = sums["hours"], runs[-1]["goodput"] or 1.0
+    means = {
+        name: sum(run[name] * run["hours"] for run in runs) / hours
+        for name in ("mfu", "images_per_s")
+    }
+    return runs[-1] | sums | means | {"step_s": hours * goodput * 3600 / steps}
 
 
 def _is_timed_by_compiler(figures: Mapping[str, Any], chip: Chip) -> bool:

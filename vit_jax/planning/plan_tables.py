@@ -74,6 +74,8 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     ]
     if figures["collectives"] is not None:
         parts.append(collectives_table(figures["collectives"], per))
+    if "stages" in figures:
+        parts.append(stages_table(figures))
     parts.append(estimate_table(estimate))
     for kind in ("compiler", "at_utilisation", "by_kernel", "roofline"):
         if estimate[kind] is not None:
@@ -163,6 +165,20 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
             row["kind"], " ".join(row["axes"]), row["network"], f"{row['count']:,}",
             _bytes(row["bytes"]), _bytes(row["sent_bytes"]),
             "computes" if row["asynchronous"] else "waits",
+        )  # fmt: skip
+    return table
+
+
+def stages_table(figures: dict[str, Any]) -> Table:
+    """Table of the stages of a schedule of image sizes."""
+    columns = ("pixels", "steps", "batch", "step", "hours", "memory")
+    table = Table(*columns, title="Stages: the other tables are of the last, run and cost of all")
+    for stage, estimate in zip(figures["stages"], figures["estimate"]["stages"], strict=True):
+        run, peak = estimate["run"], stage["memory_bytes"]["peak"]
+        table.add_row(
+            str(stage["image_size"]), f"{stage['total_steps']:,}",
+            f"{stage['global_batch_size']:,}", _ms(run["step_s"]), _amount(run["hours"]),
+            _bytes(peak),
         )  # fmt: skip
     return table
 

@@ -14,6 +14,7 @@ from vit_jax.planning.estimates import estimate
 from vit_jax.planning.measured import Certificate
 from vit_jax.planning.plan_tables import answer
 from vit_jax.planning.search import find_remedies, plan_layouts, rank_layouts
+from vit_jax.planning.stages import add_up, plan_stages, split_run
 from vit_jax.planning.targets import Target
 
 logger = logging.getLogger("vit_jax")
@@ -62,13 +63,15 @@ def plan_run(
       InputError: the settings do not suit the target.
     """
     layouts = rank_layouts(settings, target)
-    if target.is_compiled_for and not planning.cache_file(layouts[0], target).exists():
+    if target.is_compiled_for and not planning.is_cached(layouts[0], target):
         logger.info("%s", _first_answer(layouts[0], target, known))
     settings, figures = plan_layouts(layouts, functools.partial(planning.plan, target=target))
     if certificate is not None:
         step = certificate.nearest_to(figures)
-        memory = calculate_memory(settings, target._replace(scale=step.scale))
-        figures |= {"memory_bytes": memory, "measured": step.model}
+        stages, scaled = figures.get("stages", [figures]), target._replace(scale=step.scale)
+        for stage, run in zip(stages, split_run(settings), strict=True):
+            stage |= {"memory_bytes": calculate_memory(run, scaled), "measured": step.model}
+        figures = add_up(stages)
         known = {**known, "share_of_peak": step.share_of_peak, "measured": target.measured}
     return _estimated(figures, settings, target, known)
 
@@ -90,7 +93,7 @@ def _estimated(
 def _first_answer(settings: Settings, target: Target, known: Mapping[str, Any]) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     try:
-        figures = calculate_plan(settings, target)
+        figures = plan_stages(settings, functools.partial(calculate_plan, target=target))
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
     shown = answer(_estimated(figures, settings, target, known))

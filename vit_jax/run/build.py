@@ -3,8 +3,8 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.objectives.contract import Teacher
@@ -39,6 +40,8 @@ from vit_jax.run.watch import faults
 from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
+
+T = TypeVar("T")
 
 
 class Timetable:
@@ -96,6 +99,8 @@ class Run:
     sources: keyed as by `config.train_split` and `config.eval_splits`.
     train_source: the training data.
     order: of the training records.
+    experiment: of the last stage, which most runs have alone.
+    earlier: of the stages before, in their order; all have one state.
     evaluators: {name: evaluator} for `config.evals`.
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
@@ -115,6 +120,7 @@ class Run:
     train_source: data.Source
     order: data.Order
     experiment: Experiment
+    earlier: tuple[Experiment, ...]
     evaluators: Mapping[str, Measure]
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
@@ -124,6 +130,51 @@ class Run:
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
     choose_s: float = 0.0
+
+    @property
+    def experiments(self) -> tuple[Experiment, ...]:
+        """The experiment of each stage."""
+        return *self.earlier, self.experiment
+
+    def experiment_of(self, number: int) -> Experiment:
+        """The experiment of the step `number`, from 1."""
+        return self.experiments[self.settings.stages.find(number - 1)]
+
+    def by_stage(self, make: Callable[["Run"], T], start: int = 0) -> Callable[[int], T]:
+        """The number of a step -> what `make` makes of the run with the experiment of its size.
+
+        All are made now, but for the stages that end before the step after `start`.
+        """
+        find = self.settings.stages.find
+        left = self.experiments[find(start) :]
+        made = [make(dataclasses.replace(self, experiment=each)) for each in left]
+        return lambda number: made[find(number - 1) - find(start)]
+
+    def batches(self, steps: range) -> Generator[Batch, None, None]:
+        """The batches of `steps`, counted from 0, at the image size of each."""
+        stages = self.settings.stages
+        for stage, each in zip(stages, self.experiments, strict=True):
+            start, stop = max(steps.start, stage.steps.start), min(steps.stop, stage.steps.stop)
+            if start < stop:
+                yield from data.train_batches(
+                    self.train_source,
+                    each.batch,
+                    steps=range(start, stop),
+                    seed=self.settings.run.seed,
+                    sharding=batch_sharding(self.mesh),
+                    data_order=self.order,
+                    first=stages.images(start),
+                )
+
+    def flops(self, steps: int) -> int:
+        """FLOPs of the first `steps` steps: forward and backward, without rematerialisation."""
+        by_stage = zip(self.settings.stages, self.experiments, strict=True)
+        return sum(
+            len(range(stage.steps.start, min(steps, stage.steps.stop)))
+            * stage.batch
+            * each.flops_per_image
+            for stage, each in by_stage
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -172,7 +223,9 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     described = describe_teachers(teachers)
     check_same_teachers(workdir, described)
     teachers = compare_classes(settings.objective, teachers, train_source.class_names)
-    experiment = make_experiment(settings, mesh, preprocessing, teachers)
+    *before, last = [settings.at(stage.size, stage.keeps_all) for stage in settings.stages]
+    experiment = make_experiment(last, mesh, preprocessing, teachers)
+    earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
     evaluators = make_evaluators(
         settings, preprocessing, experiment.model, mesh, opened.sources, workdir
@@ -190,6 +243,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         train_source=train_source,
         order=training_order(settings.data, settings.run, train_source),
         experiment=experiment,
+        earlier=tuple(earlier),
         evaluators=evaluators,
         timetable=Timetable(settings.durations),
         division=opened.division(),
@@ -253,6 +307,12 @@ def describe(run: Run) -> None:
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
+    for stage, each in zip(run.settings.stages[:-1], run.earlier, strict=True):
+        logger.info(
+            "steps %s to %s: images of %d x %d, batch %d, %.3g GFLOP per image",
+            f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size, stage.batch,
+            each.flops_per_image / 1e9,
+        )  # fmt: skip
 
 
 def _first_weights(

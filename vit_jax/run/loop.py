@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
-from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints import checkpoint
@@ -21,7 +20,6 @@ from vit_jax.checkpoints.memory import Memory
 from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.kept import Leaf, all_bytes, peak_bytes
-from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
@@ -95,14 +93,7 @@ class Batches(Iterator[tuple[int, tree.Batch]], contextlib.AbstractContextManage
 
     def _read_from(self, start: int) -> None:
         self._steps = itertools.count(start + 1)
-        self._batches = data.train_batches(
-            self._run.train_source,
-            self._run.experiment.batch,
-            steps=range(start, self._run.experiment.total_steps),
-            seed=self._run.settings.run.seed,
-            sharding=batch_sharding(self._run.mesh),
-            data_order=self._run.order,
-        )
+        self._batches = self._run.batches(range(start, self._run.experiment.total_steps))
 
     def __next__(self) -> tuple[int, tree.Batch]:
         batch = next(self._batches)
@@ -252,7 +243,7 @@ def open_loop(
     total_steps = run.experiment.total_steps
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     spikes = Spikes(run, frozen, meta)
-    step = watched_step(run, compile_step(run), frozen, start + 1)
+    step = watched_step(run, run.by_stage(compile_step, start), frozen, start + 1)
     with (
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,

@@ -85,12 +85,11 @@ class Record(contextlib.AbstractContextManager):
         ranks = [name for name, entry in settings.evals.items() if entry.measures_rank]
         self._health, self._jumps = Health(e.objective.collapse, ranks, meta), Jumps()
         self._finish = training_metrics(settings.log, settings.loss, settings.data).finish
-        batch_size = settings.run.global_batch_size
-        self._corrupt = CorruptRecords(meta, settings.data, batch_size)
+        self._corrupt = CorruptRecords(meta, settings.data, settings.stages.images)
         self._throughput = Throughput(
             start,
-            global_batch_size=batch_size,
-            flops_per_image=e.flops_per_image,
+            images=settings.stages.images,
+            flops=run.flops,
             device_kind=devices[0].device_kind,
             num_chips=count_chips(devices),
             total_s=meta.get("train_s", 0.0),

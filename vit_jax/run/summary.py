@@ -48,7 +48,7 @@ def write_summary(run: Run) -> dict[str, Any]:
     s, e = run.settings, run.experiment
     step = restore.saved_steps(run.workdir / "checkpoints")[0]
     meta = restore.read_meta(run.workdir / "checkpoints" / str(step))
-    images = step * s.run.global_batch_size
+    images = s.stages.images(step)
 
     def evaluated(at: int) -> dict[str, Any]:
         found = values_at(at, run.workdir)
@@ -59,7 +59,7 @@ def write_summary(run: Run) -> dict[str, Any]:
         **evaluated(step),
         "num_params": e.num_params,
         "images_seen": images,
-        "exaflops": e.flops_per_image * images / 1e18,
+        "exaflops": run.flops(step) / 1e18,
         "images_per_s": images / meta["train_s"],
     }
     seconds = ledger.add_up(read_history(run.workdir))

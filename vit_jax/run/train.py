@@ -84,7 +84,8 @@ def train_and_evaluate(
         return finished
     describe(run)
     whole = TokenPass(with_known(run.experiment.model, keep_tokens=1.0))  # as evaluators pass it
-    check_kernels([*run.experiment.passes, *[whole] * bool(run.evaluators)], run.mesh)
+    passes = [each for e in run.experiments for each in e.passes]
+    check_kernels([*passes, *[whole] * bool(run.evaluators)], run.mesh)
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock, began)
@@ -120,8 +121,8 @@ def begin(
         record_start(run.workdir, devices, resumed_at, command, time.perf_counter() - began)
 
     def find() -> dict[str, Any]:
-        start, size = resumed_at or 0, run.settings.run.global_batch_size
-        first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
+        start, images = resumed_at or 0, run.settings.stages.images
+        first = np.arange(images(start), images(start + _BATCHES_COMPARED))
         ids = np.asarray(run.order(first)).tobytes()
         return {"first step": start + 1, "ids of the first batches": ids}
 

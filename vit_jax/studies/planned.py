@@ -15,6 +15,7 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
+from vit_jax.planning.stages import plan_stages
 from vit_jax.planning.targets import Target, described_mesh
 from vit_jax.run.setup.opener import Tables
 from vit_jax.run.setup.resolve import Changes, resolve
@@ -49,10 +50,12 @@ class Planner:
         asked = Settings.of(config)
         settings = resolve(asked, _Tables(described_mesh(asked, self._target))).settings
         kept = {k: repr(v) for k, v in settings.values.items() if not k.startswith(_NOT_OF_STEP)}
+        if len(settings.stages) > 1:
+            kept["duration"] = repr(settings.values["duration"])  # decides how long each stage is
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
             layout = rank_layouts(settings, self._target)[0]
-            self._plans[key] = calculate_plan(layout, self._target)
+            self._plans[key] = plan_stages(layout, lambda run: calculate_plan(run, self._target))
         steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]

@@ -33,7 +33,10 @@ from vit_jax.transfer.source import to_json
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _IMAGES = 2
 # Fields of a model that the card states.
-_SIZES = ("stages", "stem_width", "width_factor", "depth_factor", "width", "depth", "num_heads")
+_SIZES = (
+    "stages", "stem_width", "stem_channels", "width_factor", "depth_factor", "width", "depth",
+    "num_heads",
+)  # fmt: skip
 _OF_FILES = {  # {key that a receipt states only if it is unusual: its line in the card}
     "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
     "exif": "- Files are not turned by their EXIF orientation",

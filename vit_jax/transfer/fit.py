@@ -39,14 +39,16 @@ _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _OUTPUTS = re.compile(r"(head|head_distillation)/(kernel|bias)")  # the last axis is the classes
 
 # Kernels that may see the pixels; the first that a model has does.
-_FIRST_KERNELS = ("stem/conv_root/kernel", "trunk/conv_root/kernel", "embedding/kernel")
+_FIRST_KERNELS = (
+    "stem/conv_root/kernel", "stem/conv_0/kernel", "trunk/conv_root/kernel", "embedding/kernel",
+)  # fmt: skip
 
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
     "qkv_bias", "norm_pooled", "width_factor", "depth_factor", "token_module", "token_width",
     "registers", "pre_norm", "patch_bias", "key_bias", "gated_mlp", "mlp_norm", "rotary",
-    "rotary_base", "rotary_side", "rotary_registers", "rotary_dtype",
+    "rotary_base", "rotary_side", "rotary_registers", "rotary_dtype", "stem_channels",
 )  # fmt: skip
 
 

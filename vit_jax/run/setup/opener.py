@@ -132,6 +132,8 @@ class Files(Opener):
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
         self.sources = sources | open_evaluated(*of_data, divider=settled, opened=sources)
         check_images(*of_data, self.preprocessing, self.sources)
+        for at in map(settings.at, settings.sizes[:-1]):
+            check_images(at.data, {}, parse_preprocessing(at), self.sources)
         return changes | names | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
@@ -259,8 +261,11 @@ def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
     """The number of microbatches; see `settle_microbatches`."""
     settings = Settings.of(config)
     model = model_of(settings.model, settings.data)
-    size = settings.run.global_batch_size
-    return settle_microbatches(settings.objective, model, size, mesh, recorded)
+    for at in map(settings.at, reversed(settings.sizes)):  # the last size decides
+        size = at.run.global_batch_size
+        recorded = settle_microbatches(settings.objective, model, size, mesh, recorded)
+    assert recorded is not None
+    return recorded
 
 
 def check_mesh(settings: Settings) -> Mesh:

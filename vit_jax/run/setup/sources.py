@@ -410,4 +410,6 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(d, settings.objective.further_views)
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
-    return fingerprint(*identity, *channels, *views, *ranges)
+    schedule = [settings.values["data.image_size"], d.image_size_keeps]
+    sizes = schedule if len(settings.sizes) > 1 else []
+    return fingerprint(*identity, *channels, *views, *ranges, *sizes)

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from vit_jax import data
 from vit_jax.base import tree
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.replicas import DivergedError
-from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run
@@ -73,16 +71,12 @@ def compute_again(
 
     By the parameters of the step `saved`; see `replay_program`.
     """
-    e = run.experiment
+    e = run.experiment_of(step)
     with watchdog.phase("compile"):
         state, _ = restore.restore_step(run.workdir / f"checkpoints/{saved}", e.abstract_state)
         number = np.asarray(step - 1, state.step.dtype)
         state = state.replace(step=jax.device_put(number, state.step.sharding))
-        batches = data.train_batches(
-            run.train_source, e.batch, steps=range(step - 1, step), seed=run.settings.run.seed,
-            sharding=batch_sharding(run.mesh), data_order=run.order,
-        )  # fmt: skip
-        with contextlib.closing(batches):
+        with contextlib.closing(run.batches(range(step - 1, step))) as batches:
             inputs = inputs_program(e, run.mesh)(state, next(batches))
         replay = replay_program(e, run.mesh)
         return [

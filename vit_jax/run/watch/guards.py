@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vit_jax.base.errors import RaisedByAll
@@ -68,14 +68,15 @@ class CorruptRecords:
 
     Args:
       meta: saved with the state that the run continues from; {} from scratch.
-      data, global_batch_size: of the run.
+      data: of the run.
+      images: the number of images of the first so many steps.
 
     total: the count, to be saved with the state.
     """
 
-    def __init__(self, meta: Mapping[str, Any], data: Data, global_batch_size: int):
+    def __init__(self, meta: Mapping[str, Any], data: Data, images: Callable[[int], int]):
         self.total = int(meta.get("corrupt", 0))
-        self._global_batch_size = global_batch_size
+        self._images = images
         self._max_fraction = data.max_corrupt_fraction
         self._at_least = min(data.num_examples, _EXAMPLES_TO_JUDGE_BY)
 
@@ -85,7 +86,7 @@ class CorruptRecords:
         Raises CorruptDataError if there are too many among all examples so far.
         """
         self.total += round(math.fsum(by_step))
-        seen = step * self._global_batch_size
+        seen = self._images(step)
         if self.total > self._max_fraction * max(seen, self._at_least):
             raise CorruptDataError(
                 f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "

@@ -121,13 +121,15 @@ def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.
     return e.jit(replay, in_shardings=shardings, out_shardings=whole)
 
 
-def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Fault]) -> Watcher:
+def watch_replays(
+    run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Fault], first: int
+) -> Watcher:
     """Before every `job.replay_every`-th step, compute its gradient twice.
 
     The watched step raises, on every process, DivergedError if the two differ: process 0 has then
-    written both into WORKDIR/replay/STEP.json.
+    written both into WORKDIR/replay/STEP.json. `first`: number of the first step.
     """
-    every, e = run.timetable.replay_every, run.experiment
+    every = run.timetable.replay_every
     if every is None:
         return lambda step: step
     if len(name_places(run.mesh)) == 1:
@@ -144,20 +146,24 @@ def watch_replays(run: Run, frozen: tuple[tree.PyTree, ...], left: Sequence[Faul
         with watchdog.phase("compile"):
             return program.lower(*arguments).compile()
 
-    inputs, turned = inputs_program(e, run.mesh), jax.ShapeDtypeStruct((), bool)
-    made = jax.eval_shape(inputs, *e.arguments[:2])
-    arguments = e.abstract_state, *made, turned, *e.abstract_frozen
-    inputs_of = compiled(inputs, *e.arguments[:2])
-    replay = compiled(replay_program(e, run.mesh), *arguments)
-    faulty = {
-        flip.step: compiled(replay_program(e, run.mesh, flip), *arguments)
-        for flip in left if flip.is_for_replay
-    }  # fmt: skip
+    def programs(run: Run) -> tuple[jax.stages.Compiled, dict[int | None, jax.stages.Compiled]]:
+        e = run.experiment
+        inputs, turned = inputs_program(e, run.mesh), jax.ShapeDtypeStruct((), bool)
+        made = jax.eval_shape(inputs, *e.arguments[:2])
+        arguments = e.abstract_state, *made, turned, *e.abstract_frozen
+        flips = [None, *(flip for flip in left if flip.is_for_replay)]
+        return compiled(inputs, *e.arguments[:2]), {
+            flip and flip.step: compiled(replay_program(e, run.mesh, flip), *arguments)
+            for flip in flips
+        }
+
+    by_stage = run.by_stage(programs, first - 1)
 
     def watch(step):
         def watched(number: int, state: TrainState, batch: tree.Batch):
             if number % every == 0:
-                program, inputs = faulty.pop(number, replay), inputs_of(state, batch)
+                inputs_of, replays = by_stage(number)
+                program, inputs = replays.pop(number, replays[None]), inputs_of(state, batch)
                 check(run, number, by_bits, *(
                     jax.device_get(program(state, *inputs, np.bool_(turned), *frozen))
                     for turned in (0, 1)  # one by one: on CPUs exchanges can block each other

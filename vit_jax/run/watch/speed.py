@@ -32,8 +32,7 @@ class Throughput:
     its time is counted elsewhere.
 
     step: the step that the run starts at.
-    global_batch_size: images per step, over all devices.
-    flops_per_image: forward and backward.
+    images, flops: of the first so many steps of the run.
     device_kind, num_chips: arguments of `flops.mfu`.
     total_s: seconds of training up to that step.
     past: what came before, see `ledger`.
@@ -41,8 +40,8 @@ class Throughput:
     """
 
     step: int
-    global_batch_size: int
-    flops_per_image: float
+    images: Callable[[int], float]
+    flops: Callable[[int], float]
     device_kind: str
     num_chips: int
     total_s: float = 0.0
@@ -103,12 +102,13 @@ class Throughput:
         """
         now = self.clock()
         seconds = now - self._since
-        images_per_s = (step - self.step) * self.global_batch_size / seconds
+        images_per_s, flops_per_s = (
+            (until(step) - until(self.step)) / seconds for until in (self.images, self.flops)
+        )
         self.step, self._since = step, now
         self.total_s += seconds
         scalars = {"time/seconds": self.total_s, "time/images_per_s": images_per_s}
         scalars |= self.read_pauses()
-        flops_per_s = self.flops_per_image * images_per_s
         share = mfu(flops_per_s, device_kind=self.device_kind, num_chips=self.num_chips)
         return scalars if share is None else scalars | {"time/mfu": share}
 

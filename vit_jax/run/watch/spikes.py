@@ -161,7 +161,7 @@ class Spikes:
           or there is no loss by row (`row_losses`).
         shown: rows of the images in the PNG.
         """
-        e = self._run.experiment
+        e = self._run.experiment_of(step)
         with watchdog.phase("compile"):
             made = layer_norms_program(e), row_losses_program(e, self._run.mesh)
             programs = [program.lower(*e.arguments).compile() for program in made]

@@ -6,7 +6,7 @@ before and after the step, add metrics, raise, or take its place. Others: `speed
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -20,42 +20,52 @@ from vit_jax.run.watch.replay import watch_replays
 
 
 def watched_step(
-    run: Run, train_step: jax.stages.Compiled, frozen: tuple[tree.PyTree, ...], first: int
+    run: Run,
+    program: Callable[[int], jax.stages.Compiled],
+    frozen: tuple[tree.PyTree, ...],
+    first: int,
 ) -> RunStep:
     """The training step of a run, wrapped by what watches it.
 
-    `first`: number of the first step.
+    `program`: gives the compiled step of a number. `first`: number of the first step.
     """
+    loading = {first, *(stage.steps.start + 1 for stage in run.settings.stages)}
 
     def step(number, state, batch):
-        if number > first:
-            return train_step(state, batch, *frozen)
+        if number not in loading:
+            return program(number)(state, batch, *frozen)
         with watchdog.phase("compile"):  # also loads the program and connects the devices
-            return jax.block_until_ready(train_step(state, batch, *frozen))
+            return jax.block_until_ready(program(number)(state, batch, *frozen))
 
     left = faults_left(run)
-    for watch in (watch_layers(run, frozen), watch_replays(run, frozen, left), inject(run, left)):
+    layers, replays = watch_layers(run, frozen, first), watch_replays(run, frozen, left, first)
+    for watch in (layers, replays, inject(run, left)):
         step = watch(step)
     return step
 
 
-def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...]) -> Watcher:
+def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...], first: int) -> Watcher:
     """Add the norms by layer to the metrics of each step that is logged (`log.by_layer`)."""
     if not run.settings.log.by_layer:
         return lambda step: step
     with watchdog.phase("compile"):
-        layer_norms = layer_norms_program(run.experiment).lower(*run.experiment.arguments).compile()
+        layer_norms = run.by_stage(compile_layer_norms, first - 1)
 
     def watch(step):
         def watched(number, state, batch):
             logs = run.timetable.logs(number)
-            norms = layer_norms(state, batch, *frozen) if logs else {}
+            norms = layer_norms(number)(state, batch, *frozen) if logs else {}
             state, metrics = step(number, state, batch)
             return state, metrics | norms
 
         return watched
 
     return watch
+
+
+def compile_layer_norms(run: Run) -> jax.stages.Compiled:
+    """The compiled `layer_norms_program` of a run."""
+    return layer_norms_program(run.experiment).lower(*run.experiment.arguments).compile()
 
 
 def inject(run: Run, left: Sequence[Fault]) -> Watcher:

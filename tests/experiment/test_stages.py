@@ -1,0 +1,161 @@
+"""The stages of a schedule of image sizes: their experiments, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+from asked import prepare, train_and_evaluate
+from at_fault import at_fault
+
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.diagnosis.benchmarks.step import made_up_batch
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.stages import make_stage
+from vit_jax.run.setup.validation import find_faults
+
+WORDS = {
+    "duration": "12 steps",
+    "schedule.warmup": "2 steps",
+    "global_batch_size": "32",
+    "model.patch_size": "2",
+    "data.ops": "resize|flip",
+    "evals.test.ops": "resize",
+    "data.image_size": "4, 6 at 25 %, 8 at 7 steps",
+    "data.image_size_keeps": "tokens",
+    "optimizer.ema_decay": "0.9",
+}
+
+
+def make_config(**words):
+    config = load_config("quickstart:debug")
+    assert not apply_overrides(config, [*(WORDS | words).items()])
+    return config
+
+
+def test_eight_devices_compute_as_one(tmp_path):
+    """A step of each size after the other, with the batches that keep the tokens."""
+    settings = prepare(make_config(), tmp_path).settings
+
+    def take_steps(mesh):
+        whole = make_experiment(settings, mesh)
+        with jax.set_mesh(mesh):
+            state, losses = whole.init(), []
+            for size in settings.sizes:
+                is_last = size == settings.sizes[-1]
+                e = whole if is_last else make_stage(settings.at(size), mesh, (), whole)
+                batch = made_up_batch(e, 10)
+                state, metrics = e.train_step(state, batch)
+                losses.append((batch["image"].shape, float(metrics["loss"])))
+            return losses, jax.device_get((state.params, state.ema))
+
+    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
+    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
+    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
+    shapes = [(128, 4, 4, 3), (56, 6, 6, 3), (32, 8, 8, 3)]
+    assert [shape for shape, _ in losses] == [shape for shape, _ in losses_of_eight] == shapes
+    for each in ((losses, losses_of_eight),):
+        np.testing.assert_allclose(*([loss for _, loss in side] for side in each), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)
+
+
+OBJECTIVES = [
+    ("mae:debug", 6), ("masked_patches:debug", 6), ("dino:debug", 6), ("dinov2:debug", 6),
+    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("distillation:debug", 4),
+    ("deit:DeiT-S/16,debug", 16), ("efficientnet:EfficientNet-B0,debug", 32),
+]  # fmt: skip
+
+
+def with_half_the_size(file, first):
+    config = load_config(file)
+    if config.model.name == "ViT-mu/4" and first == 6:
+        config.model.patch_size = 2
+    config.data.ops = "resize|flip" if config.data.ops else ""
+    config.data.global_ops = config.data.global_ops.replace("pad_crop", "resize|pad_crop")
+    config.data.image_size = f"{first}, {config.data.image_size} at 50 %"
+    assert not find_faults(config)
+    return config
+
+
+@pytest.mark.parametrize(("file", "first"), OBJECTIVES)
+def test_every_objective_has_one_state_for_all_sizes(tmp_path, file, first):
+    run = prepare(with_half_the_size(file, first), tmp_path)
+    assert len(run.experiments) == 2
+    for e in run.experiments:
+        with jax.set_mesh(run.mesh):
+            state, _ = jax.eval_shape(e.train_step, *e.arguments)
+        assert shapes_of(state) == shapes_of(run.experiment.abstract_state)
+    images = next(iter(run.earlier[0].batch.crops.values()))
+    assert images.size == (first, first)
+
+
+def shapes_of(state):
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "first"), OBJECTIVES)
+def test_every_objective_trains(tmp_path, file, first):
+    config = with_half_the_size(file, first)
+    config.duration, config.schedule.warmup = "12 steps", "1 steps"
+    assert train_and_evaluate(config, tmp_path)["step"] == 12
+
+
+def test_a_schedule_may_have_the_quotes_of_a_sweep():
+    config = load_config("quickstart:debug")
+    assert not apply_overrides(config, [("data.image_size", "'4, 8 at 50 %'")])
+    assert config.data.image_size == "4, 8 at 50 %"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("8, 6 at 50 %", "sizes must rise"),
+        ("4, 4 at 50 %", "sizes must rise"),
+        ("0, 8 at 50 %", "sizes must rise"),
+        ("4, 8 at 0 %", "shares must rise"),
+        ("4, 8 at 120 %", "shares must rise"),
+        ("4, 6 at 50 %, 8 at 40 %", "shares must rise"),
+        ("4 at 10 %, 8 at 50 %", "needs sizes with their starts"),
+        ("4, 6, 8 at 50 %", "needs sizes with their starts"),
+        ("4, 8 at 50 pints", "unknown unit"),
+        ("4, 8 at noon", "not a duration"),
+    ],
+)
+def test_wrong_schedules(sizes, says):
+    config = load_config("quickstart:debug")
+    config.data.image_size = sizes
+    [fault] = find_faults(config)
+    assert fault.startswith("data.image_size") and says in fault
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("data.image_size", {"data.image_size": "5, 8 at 50 %"}),
+        ("data.image_size", {"data.image_size": "4, 8 at 12 steps"}),
+        ("data.image_size", {"data.image_size": "4, 6 at 5 steps, 8 at 4 steps"}),
+        ("data.ops", {"data.ops": "pad_crop(1)|resize(8)"}),
+        ("data.image_size", {"model.pos_embed": "relative"}),
+        (
+            "data.image_size",
+            {
+                "model.name": "T2T-ViT-7",
+                "model.patch_size": "16",
+                "data.image_size": "16, 32 at 50 %",
+            },
+        ),
+        ("data.image_size_keeps", {"data.image_size_keeps": "tokens", "data.order": "chunk"}),
+        ("data.image_size", {"data.image_size_keeps": "tokens", "global_batch_size": "8"}),
+    ],
+)
+def test_what_a_run_refuses(tmp_path, key, words):
+    with at_fault(key):
+        prepare(make_config(**{"data.image_size_keeps": "batch"} | words), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_positions_in_the_state_of_an_objective_are_refused(tmp_path):
+    config = with_half_the_size("dinov2:debug", 6)
+    config.objective.gram_weight, config.objective.gram_every = 1.0, "5 steps"
+    with at_fault("data.image_size"):
+        prepare(config, tmp_path)
