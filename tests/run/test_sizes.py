@@ -196,6 +196,13 @@ def test_the_last_steps_see_all_patches(tmp_path):
     np.testing.assert_allclose(train_losses(tmp_path), losses, rtol=1e-6)
 
 
+def test_a_share_that_ends_before_the_first_step_is_that_of_no_step(tmp_path):
+    words = {"model.keep_tokens": "0.5", "model.keep_tokens_until": "0 steps"}
+    run = prepare(make_config(data__image_size="8", **words), tmp_path)
+    [planned] = run.settings.by_stage
+    assert planned.model.own.get("keep_tokens", 1.0) == run.experiment.model.keep_tokens == 1
+
+
 @pytest.mark.parametrize(("share", "until"), [("1.0", "2 steps"), ("0.5", "8 steps")])
 def test_an_end_of_no_share_and_one_after_the_run_are_refused(tmp_path, share, until):
     config = make_config(

@@ -56,7 +56,13 @@ def make_stages(
     steps: int,
     keep_until: int | None,
 ) -> Stages:
-    """The stages of a run of so many `steps`, of which those after `keep_until` keep all patches.
+    """The stages of a run of `steps` steps; steps after `keep_until` encode all patches.
+
+    Args:
+      sizes: (height, width) in pixels, in the order of the run.
+      starts: steps before each size.
+      batches: images per step at each size, over all devices.
+      keep_until: steps that encode `model.keep_tokens` of the patches; None: all do.
 
     Raises:
       InputError: one of several stages has no step.
