@@ -145,6 +145,17 @@ def test_wrong_schedules(sizes, says):
         ),
         ("data.image_size_keeps", {"data.image_size_keeps": "tokens", "data.order": "chunk"}),
         ("data.image_size", {"data.image_size_keeps": "tokens", "global_batch_size": "8"}),
+        ("data.image_size", {"data.image_size_keeps": "tokens", "data.repeats": "16"}),
+        (
+            "data.image_size",
+            {
+                "data.image_size": "6, 8 at 50 %",
+                "data.image_size_keeps": "tokens",
+                "data.ops": "resize|mixup(0.2)",
+                "data.repeats": "8",
+                "mesh.data": "8",
+            },
+        ),
     ],
 )
 def test_what_a_run_refuses(tmp_path, key, words):
