@@ -125,7 +125,8 @@ class Settings:
         """A config with the same values, but for entries of `evals` that are in fault."""
         config = default_config(self.run.plugins)
         for name, entry in self.evals.items():
-            own = {key: self.values[f"evals.{name}.{key}"] for key in entry.declared()}
+            keys = {key: f"evals.{name}.{key}" for key in entry.declared()}
+            own = {key: self.values[at] for key, at in keys.items() if at in self.values}
             config.evals[name] = make_entry(self.values[f"evals.{name}.type"], **own)
         common = {k: v for k, v in self.values.items() if not k.startswith("evals.")}
         return with_values(config, common)
@@ -168,11 +169,11 @@ class Settings:
           InputError: they do not fit into the run, or into the order of its data.
         """
         until, steps = self.model.keep_tokens_until, self.run.duration
-        if until is not None and (until >= steps or self.model.own.get("keep_tokens", 1.0) == 1):
+        if until is not None and until >= steps:
             raise InputError(
-                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: needs "
-                f"model.keep_tokens below 1, and an end before step {steps:,}, the last; set both, "
-                "or leave it out"
+                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: must end "
+                f"before duration={self.values['duration']!r}, {steps:,} steps; set a longer "
+                "--config.duration, or for a new run an earlier end"
             )
         sizes, data, key = self.sizes, self.data, "data.image_size"
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],

@@ -72,7 +72,8 @@ def make_stages(
         if len(sizes) > 1 and end <= start:
             raise InputError(
                 f"data.image_size: {size[0]} pixels would begin after step {start:,} and end after "
-                f"step {end:,}, in a run of {steps:,} steps; let the starts rise within the run"
+                f"step {end:,}, in a run of {steps:,} steps; set a longer --config.duration, or "
+                "for a new run starts that rise within it"
             )
         whole = end if keep_until is None else min(max(keep_until, start), end)
         for part, keeps_all in ((range(start, whole), False), (range(whole, end), True)):
