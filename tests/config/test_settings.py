@@ -178,6 +178,13 @@ def test_plug_ins_of_earlier_versions_still_read_a_config(config, monkeypatch, c
     assert "use inputs.settings" in said[1]
 
 
+def test_a_config_has_the_keys_that_an_entry_of_a_plain_dict_lacks(config):
+    with config.unlocked():
+        config.evals.test = {"type": "classification", "split": "test", "every": "1 epochs"}
+    settings = Settings.read_open(config)[0]
+    assert settings.to_config().evals.test.ops == settings.evals["test"].ops == ""
+
+
 def test_a_plug_in_s_evaluator_may_declare_metrics_in_the_earlier_way(caplog):
     class Ours(Classification):
         """By the name of version 0.2.0."""

@@ -40,9 +40,8 @@ def test_eight_devices_compute_as_one(tmp_path):
         whole = make_experiment(settings, mesh)
         with jax.set_mesh(mesh):
             state, losses = whole.init(), []
-            for size in settings.sizes:
-                is_last = size == settings.sizes[-1]
-                e = whole if is_last else make_stage(settings.at(size), mesh, (), whole)
+            for number, stage in enumerate(settings.by_stage):
+                e = whole if number == 2 else make_stage(stage, mesh, (), whole)
                 batch = made_up_batch(e, 10)
                 state, metrics = e.train_step(state, batch)
                 losses.append((batch["image"].shape, float(metrics["loss"])))
@@ -53,8 +52,8 @@ def test_eight_devices_compute_as_one(tmp_path):
     losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
     shapes = [(128, 4, 4, 3), (56, 6, 6, 3), (32, 8, 8, 3)]
     assert [shape for shape, _ in losses] == [shape for shape, _ in losses_of_eight] == shapes
-    for each in ((losses, losses_of_eight),):
-        np.testing.assert_allclose(*([loss for _, loss in side] for side in each), rtol=1e-5)
+    numbers = ([loss for _, loss in side] for side in (losses, losses_of_eight))
+    np.testing.assert_allclose(*numbers, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)
 
 
@@ -146,6 +145,17 @@ def test_wrong_schedules(sizes, says):
         ),
         ("data.image_size_keeps", {"data.image_size_keeps": "tokens", "data.order": "chunk"}),
         ("data.image_size", {"data.image_size_keeps": "tokens", "global_batch_size": "8"}),
+        ("data.image_size", {"data.image_size_keeps": "tokens", "data.repeats": "16"}),
+        (
+            "data.image_size",
+            {
+                "data.image_size": "6, 8 at 50 %",
+                "data.image_size_keeps": "tokens",
+                "data.ops": "resize|mixup(0.2)",
+                "data.repeats": "8",
+                "mesh.data": "8",
+            },
+        ),
     ],
 )
 def test_what_a_run_refuses(tmp_path, key, words):

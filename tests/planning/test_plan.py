@@ -541,8 +541,8 @@ def linear(monkeypatch):
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
     monkeypatch.setattr(
-        "vit_jax.planning.search.calculate_memory",
-        lambda *_: {"peak": 16 * GIB, "capacity": 15 * GIB, "fits": True},
+        "vit_jax.planning.search.calculate_layout",
+        lambda *_: {"memory_bytes": {"peak": 16 * GIB, "capacity": 15 * GIB, "fits": True}},
     )
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
     return planned
@@ -647,9 +647,9 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
     def calculated_peak(settings, target):
         config = settings.to_config()
         peak = 40 if config.model.remat == "dots" else 10
-        return {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}
+        return {"memory_bytes": {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}}
 
-    monkeypatch.setattr("vit_jax.planning.search.calculate_memory", calculated_peak)
+    monkeypatch.setattr("vit_jax.planning.search.calculate_layout", calculated_peak)
     assert [row["fits"] for row in find_remedies(settings_of(config), FOUR, figures)] == [
         False,
         True,
@@ -927,5 +927,7 @@ def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
         (each["memory_bytes"] for each in alone), key=lambda memory: memory["peak"]
     )
     shown = figures | {"estimate": estimate(figures)}
-    titles = [getattr(part, "title", "") for part in plan_tables.print_plan(shown)]
-    assert any(str(title).startswith("Stages") for title in titles)
+    [table] = [part for part in plan_tables.print_plan(shown)
+               if str(getattr(part, "title", "")).startswith("Stages")]  # fmt: skip
+    columns = {column.header: [*column.cells] for column in table.columns}
+    assert columns["pixels"] == ["8 x 8", "16 x 16"] and columns["patches"] == ["100%", "100%"]

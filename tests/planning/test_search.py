@@ -21,7 +21,13 @@ from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.plan_figures import judge
-from vit_jax.planning.search import choose_layout, find_layouts, rank_layouts
+from vit_jax.planning.search import (
+    choose_layout,
+    describe_layout,
+    find_layouts,
+    find_remedies,
+    rank_layouts,
+)
 from vit_jax.planning.targets import DescribedDevice, Target, describe_devices, target_of
 from vit_jax.run.setup.opener import Files
 from vit_jax.run.setup.resolve import continue_run
@@ -82,6 +88,7 @@ def planned(monkeypatch, pytestconfig):
     def memory_of(config, target, error, **how):
         again = recomputed(config.model)
         kept = (DEPTH - again + again / 10) * facts.by_layer * GIB
+        kept *= config.model.get("keep_tokens") or 1
         peak = int((8 * GIB / (config.mesh.fsdp or 1) + kept) * error)
         return {"temporaries": int(kept), "peak": peak, "params": 0, "optimizer": 0, "ema": 0,
                 "other_state": 0, "batch": 0, **judge(peak, target, **how)}  # fmt: skip
@@ -216,6 +223,18 @@ def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits,
         for c in layouts
     ]
     assert found[: len(ranked)] == ranked and not planned.compiled
+
+
+def test_the_stage_that_needs_most_memory_decides(planned):
+    """Half of the patches would fit without remat, and the last tenth of the steps would not."""
+    planned.by_layer = 2.0
+    half = {"model.keep_tokens": 0.5, "model.keep_tokens_until": "90 %"}
+    figures = {"mesh": {"replica": 1, "data": 16, "fsdp": 1}, "remat": "none", "images_per_way": 16}
+    layouts, remedies = [], []
+    for settings in (settings_of(config_of()), settings_of(config_of(**half))):
+        layouts.append([describe_layout(layout) for layout in rank_layouts(settings, SIXTEEN)])
+        remedies.append(find_remedies(settings, SIXTEEN, figures, calculate=True))
+    assert layouts[0] == layouts[1] and remedies[0] == remedies[1]
 
 
 @pytest.mark.parametrize(("lost", "first"), [(1.9, 16), (2.1, 1)])

@@ -119,10 +119,10 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     c.evals.few = rank(split="train", every="1 epochs")
     c.global_batch_size, c.data.num_examples = 8, 100
     objective, settings = Objective(lambda *_: None, collapse=COLLAPSE), settings_of(c)
-    vars(settings)["stages"] = make_stages([(8, 8)], [0], [8], 10_000)
+    vars(settings)["stages"] = make_stages([(8, 8)], [0], [8], 10_000, None)
     run = types.SimpleNamespace(
         settings=settings,
-        flops=lambda steps: 8 * steps,
+        flops=lambda steps: 8 * steps + 8 * max(steps - 5_000, 0),  # twice as many from there on
         fingerprint={},
         experiment=types.SimpleNamespace(
             objective=objective, schedule=lambda step: 0.0, total_steps=10_000
@@ -151,7 +151,7 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
             clock.now += 0.25
             record.add(step, {})
     assert caplog.records[-1].getMessage() == (
-        "about 42 minutes left: 0.25 s a step, with evaluations and saves as far as measured"
+        "about 62 minutes left: 0.25 s a step, with evaluations and saves as far as measured"
     )
 
 

@@ -196,11 +196,28 @@ def test_the_last_steps_see_all_patches(tmp_path):
     np.testing.assert_allclose(train_losses(tmp_path), losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("share", "until"), [("1.0", "2 steps"), ("0.5", "8 steps")])
-def test_an_end_of_no_share_and_one_after_the_run_are_refused(tmp_path, share, until):
-    config = make_config(
-        duration="8 steps", data__image_size="8", model__keep_tokens=share,
-        model__keep_tokens_until=until,
-    )  # fmt: skip
-    with at_fault("model.keep_tokens_until"):
-        prepare(config, tmp_path)
+def test_a_share_that_ends_before_the_first_step_is_that_of_no_step(tmp_path):
+    words = {"model.keep_tokens": "0.5", "model.keep_tokens_until": "0 steps"}
+    run = prepare(make_config(data__image_size="8", **words), tmp_path)
+    [planned] = run.settings.by_stage
+    assert planned.model.own.get("keep_tokens", 1.0) == run.experiment.model.keep_tokens == 1
+
+
+def test_an_end_of_no_share_is_refused_with_all_other_faults():
+    config = make_config()
+    config.model.keep_tokens_until, config.model.pool = "2 steps", "none"
+    faults = " ".join(find_faults(config))
+    assert "model.keep_tokens_until='2 steps': needs" in faults and "pool" in faults
+
+
+def test_a_run_that_ends_before_a_stage_is_refused(tmp_path):
+    """A stored run may not change its stages, so the message names the duration."""
+    words = {"data.image_size": "8", "model.keep_tokens": "0.5"}
+    for key, stages in (
+        ("data.image_size", {"data.image_size": "4, 8 at 9 steps"}),
+        ("model.keep_tokens_until", {"model.keep_tokens_until": "8 steps"}),
+    ):
+        config = make_config(**words | {"duration": "8 steps"} | stages)
+        with at_fault(key) as error:
+            prepare(config, tmp_path)
+        assert "set a longer --config.duration" in str(error.value)

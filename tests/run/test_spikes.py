@@ -21,6 +21,7 @@ from read_settings import settings_of
 
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config import Settings
+from vit_jax.config.sizes import make_stages
 from vit_jax.config.stored import read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.experiment.schedules import schedule_of
@@ -194,11 +195,26 @@ def test_losses_by_row_are_those_of_the_step(accum_steps):
     assert np.isnan(losses_by(lambda mask: 1.0 * (mask > 0))).all()  # not its mean
 
 
+def test_a_stage_begins_with_no_good_steps():
+    """The loss of larger images, or of all patches, is no spike beside those of smaller ones."""
+
+    class Run:
+        settings = settings_of(make_config("skip"))
+
+    vars(Run.settings)["stages"] = make_stages([(4, 4), (8, 8)], [0, 30], [8, 8], 100, None)
+    found = spikes.Spikes(Run, (), {})
+    found._kept = 0, None
+    steps = [(n, {"loss": 1.0 if n <= 30 else 5.0, "grad_norm": 1.0}) for n in range(1, 61)]
+    assert found.find(steps) is None
+    assert found.find([(61, {"loss": 9.0, "grad_norm": 1.0})]) == 61
+
+
 def test_spikes_that_follow_each_other_end_the_run():
     class Run:
         settings = settings_of(make_config("skip"))
         workdir = epath.Path("runs/a")
 
+    vars(Run.settings)["stages"] = make_stages([(8, 8)], [0], [8], 100, None)
     found = spikes.Spikes(Run, (), {})
     found._kept = 0, None
     bad = {"loss": math.nan, "grad_norm": 1.0}

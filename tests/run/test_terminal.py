@@ -54,6 +54,15 @@ def test_progress_prints_lines_where_there_is_no_terminal():
     ]
 
 
+def test_the_time_left_knows_that_later_steps_take_longer():
+    out, clock = console(terminal=False), FakeClock()
+    flops = {500: 500, 1000: 1000, 3000: 7000}.get
+    with Progress(3000, start=500, flops=flops, console=out, clock=clock) as progress:
+        clock.now += 100
+        progress.update(1000, {})
+    assert out.file.getvalue() == "step 1,000/3,000 | ETA 0:20:00\n"
+
+
 def test_progress_keeps_one_line_on_a_terminal():
     out = console(terminal=True)
     terminal.log_to_console(out)

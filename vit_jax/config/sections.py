@@ -443,8 +443,20 @@ class Study(Section):
 
 
 # In the order of the reference; the keys of "" stand at the top of a config.
-_NAMED: tuple[type[Section], ...] = (
-    Model, Data, Objective, Loss, Optimizer, Schedule, Mesh, Checkpoint, Stop, Log, Job, Study
-)  # fmt: skip
-SECTIONS: dict[str, type[Section]] = {"": Run}
-SECTIONS |= {section.__name__.lower(): section for section in _NAMED}
+SECTIONS: dict[str, type[Section]] = {"": Run} | {
+    section.__name__.lower(): section
+    for section in (
+        Model,
+        Data,
+        Objective,
+        Loss,
+        Optimizer,
+        Schedule,
+        Mesh,
+        Checkpoint,
+        Stop,
+        Log,
+        Job,
+        Study,
+    )
+}

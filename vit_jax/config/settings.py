@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import sections
-from vit_jax.config.base import declared_keys, default_config, flatten, with_values
+from vit_jax.config.base import declared_keys, default_config, flatten, in_steps, with_values
 from vit_jax.config.durations import parse_duration, to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
@@ -125,7 +125,8 @@ class Settings:
         """A config with the same values, but for entries of `evals` that are in fault."""
         config = default_config(self.run.plugins)
         for name, entry in self.evals.items():
-            own = {key: self.values[f"evals.{name}.{key}"] for key in entry.declared()}
+            keys = {key: f"evals.{name}.{key}" for key in entry.declared()}
+            own = {key: self.values[at] for key, at in keys.items() if at in self.values}
             config.evals[name] = make_entry(self.values[f"evals.{name}.type"], **own)
         common = {k: v for k, v in self.values.items() if not k.startswith("evals.")}
         return with_values(config, common)
@@ -146,19 +147,16 @@ class Settings:
         asked = self.data.declared()["image_size"].sizes(self.values["data.image_size"])
         return [*((size, size) for size, _ in asked[:-1]), self.data.image_size]
 
-    def at(self, size: tuple[int, int], keeps_all: bool = False) -> "Settings":
-        """The settings of a stage with images of `size`, in batches by `data.image_size_keeps`.
+    def at(self, size: tuple[int, int]) -> "Settings":
+        """The settings with images of `size`, in batches by `data.image_size_keeps`.
 
-        `keeps_all`: whether training encodes all patches, whatever `model.keep_tokens` is.
         Equal tokens: the batch is the largest multiple of a quarter of `global_batch_size` that has
         no more pixels than a batch of the last size.
         """
         (h, w), (height, width), batch = size, self.data.image_size, self.run.global_batch_size
         quarters = 4 * height * width // (h * w) if self.data.image_size_keeps == "tokens" else 4
-        own = {**self.model.own, "keep_tokens": 1.0} if keeps_all else self.model.own
         return dataclasses.replace(
             self,
-            model=dataclasses.replace(self.model, own=own),
             data=dataclasses.replace(self.data, image_size=size),
             run=dataclasses.replace(self.run, global_batch_size=batch * quarters // 4),
         )
@@ -171,11 +169,11 @@ class Settings:
           InputError: they do not fit into the run, or into the order of its data.
         """
         until, steps = self.model.keep_tokens_until, self.run.duration
-        if until is not None and (until >= steps or self.model.own.get("keep_tokens", 1.0) == 1):
+        if until is not None and until >= steps:
             raise InputError(
-                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: needs "
-                f"model.keep_tokens below 1, and an end before step {steps:,}, the last; set both, "
-                "or leave it out"
+                f"model.keep_tokens_until={self.values['model.keep_tokens_until']!r}: must end "
+                f"before duration={self.values['duration']!r}, {steps:,} steps; set a longer "
+                "--config.duration, or for a new run an earlier end"
             )
         sizes, data, key = self.sizes, self.data, "data.image_size"
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
@@ -189,6 +187,18 @@ class Settings:
                 "set --config.data.image_size_keeps=batch or --config.data.order=record"
             )
         return make_stages(sizes, [0, *starts], batches, steps, until)
+
+    @functools.cached_property
+    def by_stage(self) -> list["Settings"]:
+        """For each stage of a resolved run, a run of its program, as long as the whole."""
+        if len(self.stages) == 1 and not self.stages[0].keeps_all:
+            return [self]
+        fixed, runs = in_steps(self.to_config()) | {"model.keep_tokens_until": None}, []
+        for stage in self.stages:
+            own = {"data.image_size": stage.size, "global_batch_size": stage.batch}
+            own |= {"model.keep_tokens": None} if stage.keeps_all else {}
+            runs.append(self.with_values(fixed | own))
+        return runs
 
     @property
     def has_average(self) -> bool:

@@ -56,7 +56,13 @@ def make_stages(
     steps: int,
     keep_until: int | None,
 ) -> Stages:
-    """The stages of a run of so many `steps`, of which those after `keep_until` keep all patches.
+    """The stages of a run of `steps` steps; steps after `keep_until` encode all patches.
+
+    Args:
+      sizes: (height, width) in pixels, in the order of the run.
+      starts: steps before each size.
+      batches: images per step at each size, over all devices.
+      keep_until: steps that encode `model.keep_tokens` of the patches; None: all do.
 
     Raises:
       InputError: one of several stages has no step.
@@ -66,7 +72,8 @@ def make_stages(
         if len(sizes) > 1 and end <= start:
             raise InputError(
                 f"data.image_size: {size[0]} pixels would begin after step {start:,} and end after "
-                f"step {end:,}, in a run of {steps:,} steps; let the starts rise within the run"
+                f"step {end:,}, in a run of {steps:,} steps; set a longer --config.duration, or "
+                "for a new run starts that rise within it"
             )
         whole = end if keep_until is None else min(max(keep_until, start), end)
         for part, keeps_all in ((range(start, whole), False), (range(whole, end), True)):

@@ -63,5 +63,10 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     model = Faults().check(model_of, settings.model, settings.data) if name else None
     if model is not None:
         faults.check(check_microbatches, model, name, o.accum_steps or 1)
+    until = settings.values["model.keep_tokens_until"]
+    faults.need(
+        until is None or settings.values.get("model.keep_tokens") not in (None, 1),
+        f"model.keep_tokens_until={until!r}: needs model.keep_tokens below 1; set both or neither",
+    )
     if schedule.rule is not None:
         faults.need_known("schedule.rule", schedule.rule, RULES)

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models.contract import about
@@ -22,7 +23,8 @@ def make_stage(
     `settings`: of the stage, as `Settings.at` gives them.
 
     Raises:
-      InputError: the mesh does not split its batch, or positions cannot be resampled.
+      InputError: the mesh does not split its batch, data.ops mix an odd number of images or
+        data.repeats does not divide it, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
     if size == model.image_size:
@@ -30,6 +32,13 @@ def make_stage(
     batch, state = settings.run.global_batch_size, last.abstract_state.objective_state
     check_batch_size(mesh, batch, f"{key}: the batch of {size[0]} pixels")
     check_accum_steps(mesh, batch, settings.optimizer.accum_steps)
+    preprocessing, repeats = parse_preprocessing(settings), settings.data.repeats
+    if batch % (unit := repeats * (1 + preprocessing.mixes)):
+        why = " of mixed pairs" * preprocessing.mixes + f" with data.repeats={repeats}"
+        raise InputError(
+            f"{key}: the batch of {size[0]} pixels={batch}: must be a multiple of {unit}, because "
+            f"it consists{why}; choose another global_batch_size, or data.image_size_keeps=batch"
+        )
     if model.takes_other_sizes:
         check_size(model, size, key)
     elif model.why_no_positions is None:
@@ -40,4 +49,4 @@ def make_stage(
             f"{key}: objective.name={settings.objective.name!r} keeps positions of one size in its "
             "state, as objective.gram_weight does; set it to 0, or give one size"
         )
-    return make_experiment(settings, mesh, teachers=teachers, last=last)
+    return make_experiment(settings, mesh, preprocessing, teachers, last=last)

@@ -21,7 +21,7 @@ from vit_jax.job.software import software
 from vit_jax.models.contract import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
-from vit_jax.planning.stages import plan_stages, split_run
+from vit_jax.planning.stages import plan_stages
 from vit_jax.planning.targets import Target
 from vit_jax.run.teachers import abstract_teachers
 
@@ -31,7 +31,7 @@ def plan(
 ) -> dict[str, Any]:
     """Plan the run of some settings: figures for JSON.
 
-    Plans are cached by settings, code and versions, those of a schedule of sizes for each stage.
+    Plans are cached by settings, code and versions. The stages of a run are cached one by one.
 
     Args:
       settings: resolved; no data are read.
@@ -60,7 +60,7 @@ def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> 
 
 def is_cached(settings: Settings, target: Target) -> bool:
     """Whether `plan` finds all its figures in the cache."""
-    return all(cache_file(run, target).exists() for run in split_run(settings))
+    return all(cache_file(run, target).exists() for run in settings.by_stage)
 
 
 def cache_file(settings: Settings, target: Target) -> pathlib.Path:

@@ -170,15 +170,15 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 
 
 def stages_table(figures: dict[str, Any]) -> Table:
-    """Table of the stages of a schedule of image sizes."""
-    columns = ("pixels", "steps", "batch", "step", "hours", "memory")
+    """Table of the stages of a run, with the share of the patches that training encodes."""
+    columns = ("pixels", "patches", "steps", "batch", "step", "hours", "memory")
     table = Table(*columns, title="Stages: the other tables are of the last, run and cost of all")
     for stage, estimate in zip(figures["stages"], figures["estimate"]["stages"], strict=True):
         run, peak = estimate["run"], stage["memory_bytes"]["peak"]
         table.add_row(
-            str(stage["image_size"]), f"{stage['total_steps']:,}",
-            f"{stage['global_batch_size']:,}", _ms(run["step_s"]), _amount(run["hours"]),
-            _bytes(peak),
+            "{} x {}".format(*stage["image_size"]), f"{stage['keep_tokens']:.0%}",
+            f"{stage['total_steps']:,}", f"{stage['global_batch_size']:,}", _ms(run["step_s"]),
+            _amount(run["hours"]), _bytes(peak),
         )  # fmt: skip
     return table
 

@@ -14,7 +14,7 @@ from vit_jax.planning.estimates import estimate
 from vit_jax.planning.measured import Certificate
 from vit_jax.planning.plan_tables import answer
 from vit_jax.planning.search import find_remedies, plan_layouts, rank_layouts
-from vit_jax.planning.stages import add_up, plan_stages, split_run
+from vit_jax.planning.stages import add_up, plan_stages
 from vit_jax.planning.targets import Target
 
 logger = logging.getLogger("vit_jax")
@@ -69,7 +69,7 @@ def plan_run(
     if certificate is not None:
         step = certificate.nearest_to(figures)
         stages, scaled = figures.get("stages", [figures]), target._replace(scale=step.scale)
-        for stage, run in zip(stages, split_run(settings), strict=True):
+        for stage, run in zip(stages, settings.by_stage, strict=True):
             stage |= {"memory_bytes": calculate_memory(run, scaled), "measured": step.model}
         figures = add_up(stages)
         known = {**known, "share_of_peak": step.share_of_peak, "measured": target.measured}

@@ -29,7 +29,7 @@ from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import Model, about, with_known
 from vit_jax.models.fields import REMAT
 from vit_jax.planning import plan
-from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
+from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_mesh, target_of
 
@@ -49,6 +49,12 @@ Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 def _model_of(settings: Settings) -> Model:
     return model_of(settings.model, settings.data)
+
+
+def _calculate(settings: Settings, target: Target) -> dict[str, Any]:
+    """`calculate_layout` of the stage that needs the most memory."""
+    figures = [calculate_layout(run, target) for run in settings.by_stage]
+    return max(figures, key=lambda each: each["memory_bytes"]["peak"])
 
 
 def meshes(settings: Settings, target: Target) -> list[dict[str, int]]:
@@ -169,7 +175,7 @@ def _try(
     """
     changed = settings.with_values(change)
     try:
-        memory = calculate_memory(changed, target)
+        memory = _calculate(changed, target)["memory_bytes"]
         if not calculate and memory["fits"]:
             memory = plan(changed, target)["memory_bytes"]
     except InputError:
@@ -180,7 +186,7 @@ def _try(
 
 def _calculated_batch(settings: Settings, target: Target) -> int | None:
     """The largest batch that surely fits by calculation, or None."""
-    memory = calculate_memory(settings, target)
+    memory = _calculate(settings, target)["memory_bytes"]
     ways = batch_ways(described_mesh(settings, target).shape)
     growing = memory["batch"] + memory["temporaries"]
     certain = 0.999 * memory["capacity"] / (1 + UNCERTAINTY)  # `growing` is not quite linear
@@ -237,7 +243,7 @@ def rank_layouts(settings: Settings, target: Target) -> list[Settings]:
     """
     if not settings.run.auto:
         return [settings]
-    calculate = functools.partial(calculate_layout, target=target)
+    calculate = functools.partial(_calculate, target=target)
     found = []
     for changes, figures in _layouts(settings, target, calculate):
         memory = figures["memory_bytes"]
@@ -288,7 +294,7 @@ def choose_layout(settings: Settings, mesh: Mesh, *, may_compile: bool = True) -
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return settings
     target = target._replace(may_compile=may_compile)
-    plan = functools.partial(calculate_layout, target=target)
+    plan = functools.partial(_calculate, target=target)
     if target.is_compiled_for:
         plan = functools.partial(planning.plan, target=target, devices=devices)
     layout, figures = plan_layouts(rank_layouts(settings, target), plan)

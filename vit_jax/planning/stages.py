@@ -4,29 +4,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_jax.config import Settings
-from vit_jax.config.base import in_steps
-
-
-def split_run(settings: Settings) -> list[Settings]:
-    """For each stage of a run, a run of its program, as long as the whole."""
-    if len(settings.stages) == 1:
-        return [settings]
-    fixed = in_steps(settings.to_config()) | {"model.keep_tokens_until": None}
-    runs = []
-    for stage in settings.stages:
-        own = {"data.image_size": stage.size, "global_batch_size": stage.batch}
-        own |= {"model.keep_tokens": None} if stage.keeps_all else {}
-        runs.append(settings.with_values(fixed | own))
-    return runs
 
 
 def plan_stages(settings: Settings, plan: Callable[[Settings], dict[str, Any]]) -> dict[str, Any]:
     """`plan` of a run; of several stages as `add_up` does."""
-    runs, stages = split_run(settings), settings.stages
+    runs = settings.by_stage
     if len(runs) == 1:
-        return plan(settings)
-    sizes = [{"image_size": stage.size[0], "total_steps": len(stage.steps)} for stage in stages]
-    return add_up([plan(run) | size for run, size in zip(runs, sizes, strict=True)])
+        return plan(runs[0])
+    plans = []
+    for stage, run in zip(settings.stages, runs, strict=True):
+        share = run.model.own.get("keep_tokens", 1.0)
+        own = {"image_size": stage.size, "keep_tokens": share, "total_steps": len(stage.steps)}
+        plans.append(plan(run) | own)
+    return add_up(plans)
 
 
 def add_up(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from vit_jax.experiment.model_name import describe_model
 from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
+from vit_jax.models.contract import about
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.matching import compare_reading, find_places, say_other_pixels
@@ -99,7 +100,7 @@ class Run:
     sources: keyed as by `config.train_split` and `config.eval_splits`.
     train_source: the training data.
     order: of the training records.
-    experiment: of the last stage, which most runs have alone.
+    experiment: of the last stage; most runs have one stage.
     earlier: of the stages before, in their order; all have one state.
     evaluators: {name: evaluator} for `config.evals`.
     timetable: the steps at which the run logs, evaluates and saves.
@@ -223,7 +224,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     described = describe_teachers(teachers)
     check_same_teachers(workdir, described)
     teachers = compare_classes(settings.objective, teachers, train_source.class_names)
-    *before, last = [settings.at(stage.size, stage.keeps_all) for stage in settings.stages]
+    *before, last = settings.by_stage
     experiment = make_experiment(last, mesh, preprocessing, teachers)
     earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
@@ -309,9 +310,9 @@ def describe(run: Run) -> None:
     )  # fmt: skip
     for stage, each in zip(run.settings.stages[:-1], run.earlier, strict=True):
         logger.info(
-            "steps %s to %s: images of %d x %d, batch %d, %.3g GFLOP per image",
-            f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size, stage.batch,
-            each.flops_per_image / 1e9,
+            "steps %s to %s: images of %d x %d, %.0f%% of their patches, batch %d, %.3g GFLOP per "
+            "image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
+            100 * about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
         )  # fmt: skip
 
 

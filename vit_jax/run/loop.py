@@ -247,7 +247,7 @@ def open_loop(
     with (
         PreemptionGuard() as guard,
         open_writer(run, start if meta else None, lock) as writer,
-        Progress(total_steps, start) as progress,
+        Progress(total_steps, start, flops=run.flops) as progress,
         Profiler(run.settings.log.profile, run.workdir / "profile") as profiler,
         open_memory(run) as memory,
         Record(run, start, meta, since, writer, progress, lock, past, spikes) as record,

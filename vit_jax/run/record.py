@@ -123,11 +123,14 @@ class Record(contextlib.AbstractContextManager):
     def _estimate(self, step: int) -> None:
         """Log how long the run will take, unless that is about a minute or less."""
         step_s = (self._throughput.clock() - self._since) / _STEPS_TIMED
-        minutes = step_s * (self._run.experiment.total_steps - step) / 60
+        flops, ended = self._run.flops, step - _STEPS_IN_FLIGHT
+        timed = (flops(ended) - flops(ended - _STEPS_TIMED)) / _STEPS_TIMED
+        left = flops(self._run.experiment.total_steps) - flops(step)
+        minutes = step_s * left / timed / 60
         if minutes >= 1.5:
-            left = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
+            said = f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
             logger.info("about %s left: %.3g s a step, with evaluations and saves as far as "
-                        "measured", left, step_s)  # fmt: skip
+                        "measured", said, step_s)  # fmt: skip
 
     def check(self, step: int) -> bool:
         """Wait for all steps so far; False: `spikes` has found one, and has their last good state.

@@ -29,6 +29,7 @@ class Progress(contextlib.AbstractContextManager):
     Args:
       total_steps: length of the whole run.
       start: the step that the run continues from; the clock starts when this object is made.
+      flops: of the first so many steps.
       console: where the line is shown.
       clock: returns seconds.
     """
@@ -38,11 +39,12 @@ class Progress(contextlib.AbstractContextManager):
         total_steps: int,
         start: int = 0,
         *,
+        flops: Callable[[int], float] = float,
         console: Console = CONSOLE,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._total_steps, self._console, self._clock = total_steps, console, clock
-        self._start = start, clock()
+        self._start, self._flops = (start, clock()), flops
         cut = Column(no_wrap=True, overflow="ellipsis")
         line = TextColumn("{task.description}", markup=False, table_column=cut)
         bar = BarColumn(_BAR_WIDTH, table_column=Column(width=_BAR_WIDTH))
@@ -58,8 +60,8 @@ class Progress(contextlib.AbstractContextManager):
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show the step, the time left, every `*/loss` and `*/top1`, the speed and the MFU.
 
-        A narrow terminal cuts the end of the line. The time left is extrapolated from the wall
-        time since the start, including evaluations and saves.
+        A narrow terminal cuts the end of the line. The time left is extrapolated by FLOPs from the
+        wall time since the start, including evaluations and saves.
         """
         parts = [f"step {step:,}/{self._total_steps:,}", f"ETA {self._time_left(step)}"]
         parts += [f"{name} {v:.4g}" for name, v in scalars.items() if name.endswith("/loss")]
@@ -80,7 +82,8 @@ class Progress(contextlib.AbstractContextManager):
         first_step, since = self._start
         if step == first_step:
             return "unknown"
-        seconds = (self._clock() - since) / (step - first_step) * (self._total_steps - step)
+        before, now, end = map(self._flops, (first_step, step, self._total_steps))
+        seconds = (self._clock() - since) / (now - before) * (end - now)
         return str(datetime.timedelta(seconds=round(seconds)))
 
 

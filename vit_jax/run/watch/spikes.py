@@ -2,9 +2,9 @@
 
     value > median + 8 max(1.4826 MAD, 0.02 |median|)
 
-of the last 100 good steps, the median and the median absolute deviation (MAD; 1.4826 MAD is the
-standard deviation of a normal distribution), once there are 20 of them; a value that is not finite
-always is a spike. `optimizer.on_spike` says what happens:
+of the last 100 good steps of a stage (`config.sizes`), the median and the median absolute deviation
+(MAD; 1.4826 MAD is the standard deviation of a normal distribution), once there are 20 of them; a
+value that is not finite always is a spike. `optimizer.on_spike` says what happens:
 
     find (where a row, an evaluation or a save is due) ──> restore the last good state, read on
     after it ──> the step of the spike: evidence, then its batch is left out
@@ -61,6 +61,7 @@ class Spikes:
     def __init__(self, run: Run, frozen: tuple[tree.PyTree, ...], meta: Mapping[str, Any]):
         self._run, self.frozen = run, frozen
         self._rule = run.settings.optimizer.on_spike
+        self._firsts = {stage.steps.start + 1 for stage in run.settings.stages}
         known = meta.get("spikes", {})
         self._good = {
             name: collections.deque(known.get(name, ()), maxlen=_WINDOW) for name in WATCHED
@@ -101,6 +102,8 @@ class Spikes:
             return None
         good = {name: values.copy() for name, values in self._good.items()}
         for number, metrics in steps:
+            if number in self._firsts:
+                good = {name: collections.deque(maxlen=_WINDOW) for name in WATCHED}
             if number in self._found:
                 continue
             seen = {name: float(metrics[name]) for name in WATCHED}
