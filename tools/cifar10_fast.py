@@ -1,10 +1,10 @@
 """Trains `cifar10:fast` and measures its parts: docs/explanation/cifar10_fast.csv.
 
-python tools/cifar10_fast.py WORKDIR --data_dir=DIR [--seeds=5] [--parts]
+python tools/cifar10_fast.py WORKDIR --data_dir=DIR [--seeds=5] [--form=hour | --form=fast,held_out]
 
-Without --parts the recipe itself trains on all of train and reads the test split once. With --parts
-it trains on nine tenths of train for about 155 CPU seconds, as it is and with other parts, and
-reads the last tenth. Runs that the CSV has are not run again.
+The forms `fast` and `hour` train on all of train and read the test split once. `fast,held_out`
+trains on nine tenths of train for about 155 CPU seconds, as it is and with other parts, and reads
+the last tenth. Runs that the CSV has are not run again.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from vit_jax.base.files import write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/explanation/cifar10_fast.csv"
-WHOLE = "the recipe"
+WHOLE, OF_PARTS = "the recipe", "fast,held_out"
 # {run: (steps that take as many CPU seconds, its flags)}
 PARTS = {
     WHOLE: (450, ""),
@@ -44,7 +44,7 @@ def run(form: str, flags: list[str], workdir: pathlib.Path) -> dict:
     if code:
         raise SystemExit(f"{' '.join(words)}: see {output.name}")
     summary = json.loads((workdir / "summary.json").read_text())
-    entry = "held_out" if form.endswith("held_out") else "test"
+    entry = "held_out" if form == OF_PARTS else "test"
     accuracy = {name: 100 * summary[f"{entry}/{name}"] for name in ("top1", "top1_flips")}
     return {"steps": summary["step"], "cpu_s": used.ru_utime + used.ru_stime,
             "pflop": 1e3 * summary["exaflops"], **accuracy}  # fmt: skip
@@ -55,21 +55,21 @@ def main() -> None:
     parser.add_argument("workdir", type=pathlib.Path)
     parser.add_argument("--data_dir", required=True, help="holds cifar10/VERSION")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
-    parser.add_argument("--parts", action="store_true", help="the recipe without each part")
+    parser.add_argument("--form", default="fast", choices=("fast", "hour", OF_PARTS))
     args = parser.parse_args()
     args.workdir.mkdir(parents=True, exist_ok=True)
     rows = [*csv.DictReader(io.StringIO(TABLE.read_text()))] if TABLE.exists() else []
-    form = "fast,held_out" if args.parts else "fast"
+    runs = PARTS if args.form == OF_PARTS else {WHOLE: (0, "")}
     for seed in map(str, range(args.seeds)):
-        for name, (steps, keys) in PARTS.items() if args.parts else [(WHOLE, (0, ""))]:
-            place = {"form": form, "run": name, "seed": seed}
+        for name, (steps, keys) in runs.items():
+            place = {"form": args.form, "run": name, "seed": seed}
             if any(place.items() <= row.items() for row in rows):
                 continue
             keys += f" data.data_dir={args.data_dir} seed={seed}"
             flags = [f"--config.{key}" for key in keys.split()]
             flags += [f"--config.duration={steps} steps"] * (steps > 0)
             workdir = args.workdir / "_".join(place.values()).replace(" ", "_")
-            rows.append(place | run(form, flags, workdir))
+            rows.append(place | run(args.form, flags, workdir))
             print(rows[-1], flush=True)
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, rows[0], lineterminator="\n")

@@ -194,8 +194,8 @@ def test_fewshot_entry():
     entry = fewshot(train_split="train", test_split="test", every="1 epochs", shots=[5])
     assert entry.to_dict() == {
         "type": "fewshot", "train_split": "train", "test_split": "test", "every": "1 epochs",
-        "ops": "", "batch_size": None, "data_name": None, "data_dir": None, "baselines": False,
-        "shots": (5,), "l2": (1024.0,), "num_draws": 3, "classes": None,
+        "ops": "", "batch_size": None, "data_name": None, "data_dir": None, "shots": (5,),
+        "l2": (1024.0,), "num_draws": 3, "classes": None,
     }  # fmt: skip
     with pytest.raises(TypeError):
         entry.num_draws = "many"

@@ -87,6 +87,11 @@ def test_siglip_2_adds_an_end_that_only_its_config_states(copied):
     assert tokenizer(["A CAT"]).tolist() == [[*cat, 928, *[0] * (5 - len(cat))]]
 
 
+def test_null_is_as_absent(copied):
+    folder = copied("tokenizer_siglip", bos_token=None, tokenizer_class=None)
+    assert TokenizerFiles(folder, 4).read().clean("Cat") == "cat"
+
+
 def test_long_and_empty_texts_are_found(golden):
     tokenizer = TokenizerFiles(golden / "tokenizer_siglip", 5).read()
     assert tokenizer.room == 4
@@ -109,6 +114,11 @@ def fail(name):
          "its tokenizer cannot be read .*; fetch its files again"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
          "states no pad_token that spiece.model has; add it"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text('{"pad_token": 1}'),
+         "its tokenizer cannot be read .*; fetch its files again"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text(
+            '{"pad_token": "</s>", "add_bos_token": true, "bos_token": null}'),
+         "states no bos_token that spiece.model has; add it"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"),
          "its tokenizer cannot be read .*; fetch its files again"),
     ],

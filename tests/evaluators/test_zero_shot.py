@@ -64,4 +64,14 @@ def test_what_it_needs(golden, source, images, tmp_path):
     wrong = where | {"evals.zeroshot.prompts": str(tmp_path / "prompts.txt")}
     with pytest.raises(InputError, match=r"evals.zeroshot.prompts=.* has 'a photo'; needs lines"):
         vit_jax.evaluate(source, "evaluate:zeroshot,folder", wrong)
+    (tmp_path / "prompts.txt").write_text("a photo of {}" + " seen from afar" * 20)
+    with pytest.raises(InputError, match=r"evals.zeroshot.prompts: 'a photo of a big ant .* takes"):
+        vit_jax.evaluate(source, "evaluate:zeroshot,folder", wrong)
+    data = {"test": (np.zeros((8, 64, 64, 3), np.uint8), np.arange(8) % 3)}
+    data["class_names"] = ["ant", "_, ,", ""]
+    with pytest.raises(InputError) as error:
+        vit_jax.evaluate(source, "evaluate:zeroshot", {"global_batch_size": 8}, data=data)
+    assert error.value.faults == tuple(
+        f"evals.zeroshot.split: class {name!r} has no words; rename it" for name in ("_, ,", "")
+    )
     assert len(PROMPTS) > 1

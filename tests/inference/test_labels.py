@@ -1,5 +1,6 @@
 """Pictures classified by words."""
 
+import functools
 import json
 
 import numpy as np
@@ -142,10 +143,13 @@ def test_prompts(sources):
         read_prompts([])
     with pytest.raises(InputError, match="labels='a cat': needs a list of texts"):
         vit_jax.load_predictor(sources["clip"], "a cat")
+    for use in (vit_jax.load_predictor, functools.partial(vit_jax.predict, [])):
+        with pytest.raises(InputError, match="prompts: needs labels, such as"):
+            use(sources["clip"], prompts=["{}"])
 
 
 def test_names_of_classes_in_words():
-    found = names_in_words(["ant", "golden_retriever", "Emu, big bird"])
+    found = names_in_words(["ant", "golden_retriever", "Emu, big bird"], "split")
     assert found == [["an ant"], ["a golden retriever"], ["an Emu", "a big bird"]]
-    found = names_in_words(["n01443537", "n02007558"])
+    found = names_in_words(["n01443537", "n02007558"], "split")
     assert found == [["a goldfish", "a Carassius auratus"], ["a flamingo"]]

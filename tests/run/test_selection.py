@@ -121,6 +121,7 @@ def test_an_evaluator_declares_which_values_are_better(declare, caplog):
 
 
 @pytest.mark.parametrize(("name", "better"), [("error", "lower"), ("ece_raw", "lower"),
+                                              ("loss_flips_raw", "lower"),
                                               ("top1", "higher")])  # fmt: skip
 def test_without_declared_metrics_the_name_decides(name, better, declare, caplog):
     config = make_config(stop__metric=f"test/{name}")

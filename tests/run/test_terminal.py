@@ -127,9 +127,11 @@ def test_quiet_shows_warnings_only(caplog):
 
 
 def test_metrics_in_a_message():
-    values = {"test/top1": 0.5, "test/num_examples": 1000, "test/ece": 0.012346, "test/loss": None}
+    values = {"test/top1": 0.5, "test/top1_flips": 0.75, "test/num_examples": 1000,
+              "test/ece": 0.012346, "test/loss": None}  # fmt: skip
     assert terminal.readable(values) == (
-        "test/top1 50.00%, test/num_examples 1,000, test/ece 0.01235, test/loss not finite"
+        "test/top1 50.00%, test/top1_flips 75.00%, test/num_examples 1,000, "
+        "test/ece 0.01235, test/loss not finite"
     )
 
 

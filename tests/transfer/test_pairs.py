@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from fake_hub import COMMITS, served
+from fake_hub import COMMITS, move_hub, served
 from pairs import siglip
 from safetensors.numpy import load_file, save_file
 
@@ -16,10 +16,17 @@ from vit_jax.main import main
 from vit_jax.models.text import unit
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.export import export
+from vit_jax.transfer.names import HEADS_BY_WIDTH
 
 HF = ("hf_clip_pair", "hf_clip_gelu", "hf_siglip_pair", "hf_siglip_text")
 OPEN_CLIP = ("open_clip", "open_clip_siglip")
 TOLERANCE = 2e-5  # of the largest value
+
+
+@pytest.fixture(autouse=True)
+def width_of_goldens(monkeypatch):
+    """open_clip names a model of timm, whose sizes its files do not state."""
+    monkeypatch.setitem(HEADS_BY_WIDTH, 48, 4)
 
 
 def outputs(pretrained, images, ids):
@@ -197,3 +204,5 @@ def test_from_the_hub(golden, tmp_path, monkeypatch):
         hub.asked.clear()
         read_pretrained("hf:org/vit")
         assert "spiece.model" not in {file for _, file in hub.asked}
+    move_hub(monkeypatch, "http://127.0.0.1:9")
+    assert read_pretrained("hf:org/open").read_text_side().matcher.text.causal  # from the cache

@@ -14,9 +14,10 @@ from typing import get_args
 from vit_jax.config.evals import Better, Evaluator
 from vit_jax.config.sections import Checkpoint, Stop
 
-PIXELS = "pixels_"  # begins the metrics of the pixels themselves; see `FeatureEvaluator.baselines`
+PIXELS = "pixels_"  # begins the metrics of the pixels themselves; see `Knn.baselines`
+FLIPS = "_flips"  # ends the metrics of an image and its mirror image; "_raw" may follow
 KEYS_OF_METRICS = ("checkpoint.keep_best", "stop.metric")
-_LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
+_LOWER_IS_BETTER = re.compile(rf"(loss|ece|error)({FLIPS})?(_raw)?$")
 
 
 def chosen_metrics(checkpoint: Checkpoint, stop: Stop) -> dict[str, str]:

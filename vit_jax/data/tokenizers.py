@@ -109,20 +109,22 @@ class TokenizerFiles(NamedTuple):
             for file in (file for file in self.paths if file.name in _STATED):
                 stated |= json.loads(file.read_text())
             encode, id_of, around = opens[path.name](path, self.reads_specials)
+            texts = {n: _text(stated.get(f"{n}_token") or "") for n in ("pad", *around)}
+            kind = (stated.get("tokenizer_class") or "").removesuffix("Fast")
         except InputError:
             raise
         except Exception as e:  # whatever the libraries raise
             what = f"its tokenizer cannot be read ({e})"
             raise InputError(f"{self.folder}: {what}; fetch its files again") from None
-        texts = {name: _text(stated.get(f"{name}_token", "")) for name in ("pad", *around)}
         ids = {name: id_of(text) for name, text in texts.items()}
         for name in around:
             if (adds := stated.get(f"add_{name}_token")) is not None:
                 around[name] = (ids[name],) * adds
         pad = ids["pad"] if self.pad is None else self.pad
-        if pad is None or None in (*around["bos"], *around["eos"]):
-            raise InputError(f"{self.folder}: states no pad_token that {path.name} has; add it")
-        kind = stated.get("tokenizer_class", "").removesuffix("Fast")
+        used = {"pad": (pad,), **around}
+        missing = ", ".join(f"{name}_token" for name in used if None in used[name])
+        if pad is None or missing:
+            raise InputError(f"{self.folder}: states no {missing} that {path.name} has; add it")
         clean, left = (
             self.clean or _CLEANS.get(kind, str.lower),
             stated.get("padding_side") == "left",

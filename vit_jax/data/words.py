@@ -59,15 +59,21 @@ def check_labels(labels: Sequence[str], key: str = "labels") -> tuple[str, ...]:
     return found
 
 
-def names_in_words(names: Sequence[str]) -> list[list[str]]:
+def names_in_words(names: Sequence[str], key: str) -> list[list[str]]:
     """Words for each class of a data set, with an article; a class may have several.
 
     ImageNet's synsets, such as n01440764, have their lemmas in WordNet.
+
+    Raises:
+      InputError: a class has no words; names `key`.
     """
     if all(re.fullmatch(r"n\d{8}", name) for name in names):
         lemmas = imagenet_names()
         names = [lemmas.get(name, name) for name in names]
-    return [[_with_article(word) for word in name.split(", ") if word] for name in names]
+    found = [[_with_article(w) for w in name.split(", ") if w.strip(", _")] for name in names]
+    wordless = [name for name, words in zip(names, found, strict=True) if not words]
+    collect_faults([f"{key}: class {name!r} has no words; rename it" for name in wordless])
+    return found
 
 
 def _with_article(name: str) -> str:
@@ -89,14 +95,15 @@ def encode(
     """The token ids of the texts of each class, int32 (n, T): each prompt with each of its words.
 
     Raises:
-      InputError: names `key` and, for each class, the first text that is empty or too long.
+      InputError: for each class, the first text that is empty or too long; names `key` for a word,
+        "prompts" for a word in a prompt.
     """
     faults, found = Faults(), []
     for words in classes:
         texts = [prompt.replace("{}", word) for word in words for prompt in prompts]
-        for text in (*words, *texts):
+        for at, text in (*((key, word) for word in words), *(("prompts", text) for text in texts)):
             if why := tokenizer.find_fault(text):
-                faults.append(f"{key}: {text!r}: {why}")
+                faults.append(f"{at}: {text!r}: {why}")
                 break
         found.append(tokenizer(texts))
     collect_faults(faults)

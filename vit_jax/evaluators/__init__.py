@@ -4,7 +4,6 @@
 `model_state` of the state. Every example counts once, on any number of hosts.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from jax.sharding import Mesh
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import EVALUATORS, Evaluator, Settings, SplitKey, eval_splits
 from vit_jax.config.metric_names import (
-    PIXELS,
     chosen_metrics,
     declared_metrics,
     guess_direction,
@@ -28,7 +26,6 @@ from vit_jax.config.metric_names import (
 )
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import Preprocessing
-from vit_jax.evaluators.features import Pixels
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.block_ops import PLAIN, unconstrained
@@ -109,23 +106,9 @@ def make_evaluators(
             continue
         measure = faults.check_in(f"evals.{name}.", evaluator.bind, inputs)
         if measure is not None:
-            measure = _warned(name, evaluator.reports(), measure)
-            evaluators[name] = _with_pixels(evaluator, inputs, measure)
+            evaluators[name] = _warned(name, evaluator.reports(), measure)
     collect_faults(faults)
     return evaluators
-
-
-def _with_pixels(evaluator: Evaluator, inputs: EvalInputs, measure: Measure) -> Measure:
-    """`measure`, which at step 0 adds the same metrics of the pixels, if the evaluator asks."""
-
-    def measure_both(state: TrainState) -> dict[str, float]:
-        found = measure(state)
-        if int(state.step) > 0:
-            return found
-        of_pixels = evaluator.bind(dataclasses.replace(inputs, model=Pixels(), folder=None))
-        return found | {PIXELS + name: value for name, value in of_pixels(state).items()}
-
-    return measure_both if evaluator.measures_start else measure
 
 
 def _warned(name: str, declared: Mapping[str, Any] | None, measure: Measure) -> Measure:

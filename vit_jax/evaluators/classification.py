@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from vit_jax.base.tree import Batch
 from vit_jax.config import key
+from vit_jax.config.metric_names import FLIPS
 from vit_jax.evaluators.inputs import EvalInputs, Measure
-from vit_jax.evaluators.labelled import FLIPS, ClassEvaluator, measure_labels
+from vit_jax.evaluators.labelled import ClassEvaluator, measure_labels
 from vit_jax.objectives.metrics import Accuracy, Metrics, Task
 
 Array = Any  # of JAX inside a jitted function, of NumPy outside

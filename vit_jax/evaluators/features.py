@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,6 @@ from vit_jax.data import Source, read_labels
 from vit_jax.evaluators.inputs import EvalInputs, fetch
 from vit_jax.experiment.state import TrainState
 
-_PIXELS = 32  # its largest side; those of larger images would fill the hosts' memory
 _STD_FLOOR = 1e-5  # of a feature that hardly varies
 
 
@@ -46,26 +44,9 @@ class FeatureEvaluator(Evaluator):
 
     train_split: str = key(..., "split to learn from; every host holds its features")
     test_split: str = key(..., "split to test on")
-    baselines: bool = key(
-        False, "at step 0, also measure the weights that a new run begins with, and the pixels"
-    )
 
     learns_classes = True
     output = "features"
-
-    @property
-    def measures_start(self) -> bool:
-        return self.baselines
-
-
-class Pixels(nn.Module):
-    """A model whose features are the pixels of the image, made at most 32 pixels high and wide."""
-
-    def features(self, images: jax.Array, train: bool) -> jax.Array:
-        """(B, H, W, C) -> (B, D)."""
-        rows, height, width, channels = images.shape
-        shape = (rows, min(height, _PIXELS), min(width, _PIXELS), channels)
-        return jax.image.resize(images, shape, "linear").reshape(rows, -1)
 
 
 # (state, key of a split, ids of its records or None for all) -> Features.

@@ -4,15 +4,19 @@ Axes: N training images, M test images, D features, C classes, K neighbours.
 Source: Wu et al. 2018 (arXiv:1805.01978), section 3.4.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import POSITIVE, key
+from vit_jax.config.evals import Better
+from vit_jax.config.metric_names import PIXELS
 from vit_jax.data import order
 from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
 from vit_jax.evaluators.image_table import TableWriter
@@ -23,6 +27,7 @@ logger = logging.getLogger("vit_jax")
 
 FOLDER = "neighbours"  # in the workdir
 _ROWS, _NEAREST = 8, 7  # test images drawn, and training images beside each
+_SIDE = 16  # of `Pixels`: more of them would fill the hosts' memory
 _SIMILARITIES_AT_ONCE = 1 << 26  # 256 MiB of float32
 
 
@@ -66,8 +71,17 @@ class Knn(FeatureEvaluator):
         0.07, "a lower one gives the nearest images more weight", within=POSITIVE
     )
 
+    baselines: bool = key(
+        False, "at step 0 of a run, also measure the weights that it begins with, and the pixels"
+    )
+
+    @property
+    def measures_start(self) -> bool:
+        return self.baselines
+
     def reports(self):
-        return {f"{k}nn_top1": "higher" for k in self.num_neighbours}
+        found: dict[str, Better] = {f"{k}nn_top1": "higher" for k in self.num_neighbours}
+        return found | {PIXELS + name: "neither" for name in found if self.baselines}
 
     def lacking(self, sources):
         number = sources["train_split"].num_examples
@@ -76,7 +90,7 @@ class Knn(FeatureEvaluator):
 
     def bind(self, inputs: EvalInputs) -> Measure:
         gather, train_source = make_gather(inputs), inputs.source("train_split")
-        table = TableWriter(inputs, FOLDER)
+        writes, table = inputs.folder is not None, TableWriter(inputs, FOLDER)
         num_images = train_source.num_examples
         if inputs.settings.data.name == "unlabelled" and train_source.name == "folder":
             logger.info(
@@ -90,20 +104,38 @@ class Knn(FeatureEvaluator):
                 "choose numbers up to that"
             )
 
-        def measure(state: TrainState) -> dict[str, float]:
-            train, test = gather(state, "train_split"), gather(state, "test_split")
+        def count(train: Features, test: Features) -> dict[str, float]:
             mine = slice(jax.process_index(), None, jax.process_count())
             my_share = Features(*(column[mine] for column in test))
             hits = _count_hits(train, my_share, numbers, self.temperature, train_source.num_classes)
             hits = multihost_utils.process_allgather(hits).reshape(-1, len(hits)).sum(axis=0)
             top1s = hits / len(test.label_N)
-            if inputs.folder is not None and table.begin(int(state.step)):
+            return {f"{k}nn_top1": float(top1) for k, top1 in zip(numbers, top1s, strict=True)}
+
+        def measure(state: TrainState) -> dict[str, float]:
+            train, test = gather(state, "train_split"), gather(state, "test_split")
+            found = count(train, test)
+            if writes and table.begin(int(state.step)):
                 rows = _rows_to_draw(inputs, train, test)
                 if jax.process_index() == 0:
                     table.write(rows)
-            return {f"{k}nn_top1": float(top1) for k, top1 in zip(numbers, top1s, strict=True)}
+            if writes and self.baselines and int(state.step) == 0:
+                of_pixels = make_gather(dataclasses.replace(inputs, model=Pixels()))
+                splits = (of_pixels(state, split) for split in ("train_split", "test_split"))
+                found |= {PIXELS + name: top1 for name, top1 in count(*splits).items()}
+            return found
 
         return measure
+
+
+class Pixels(nn.Module):
+    """A model whose features are the pixels of the image, made at most 16 pixels high and wide."""
+
+    def features(self, images: jax.Array, train: bool) -> jax.Array:
+        """(B, H, W, C) -> (B, D)."""
+        rows, height, width, channels = images.shape
+        shape = (rows, min(height, _SIDE), min(width, _SIDE), channels)
+        return jax.image.resize(images, shape, "linear").reshape(rows, -1)
 
 
 def _count_hits(
@@ -132,8 +164,11 @@ def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.nda
     id_KM = train.id_N[np.argsort(-similarity_KN, axis=1, kind="stable")[:, :_NEAREST]]
     tests = inputs.images("test_split", test.id_N[drawn])
     trained = inputs.images("train_split", np.unique(id_KM))
+    blank = np.zeros_like(
+        next(iter((tests | trained).values()))
+    )  # of one that fails to be read now
     return np.stack([
-        [tests[at], *(trained[near] for near in nearest)]
+        [tests.get(at, blank), *(trained.get(near, blank) for near in nearest)]
         for at, nearest in zip(test.id_N[drawn], id_KM, strict=True)
     ])  # fmt: skip
 

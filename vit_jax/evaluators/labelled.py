@@ -11,6 +11,7 @@ import numpy as np
 
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.config.metric_names import FLIPS
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
@@ -18,7 +19,6 @@ from vit_jax.objectives.contract import sum_rows
 from vit_jax.objectives.metrics import Metric, Metrics, find_metrics, make_metrics
 
 _MOST = 1_000  # classes, each a curve
-FLIPS = "_flips"  # ending of the metrics of an image and its mirror image
 
 
 class LabelEvaluator(SplitEvaluator):

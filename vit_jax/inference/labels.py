@@ -18,7 +18,7 @@ def with_labels(
         the mean of its texts. None: PROMPTS of `data.words`.
 
     Raises:
-      InputError: the model has no text tower or no tokenizer, or names what is wrong with a label.
+      InputError: a label or a prompt is wrong, or the model has no text tower or no tokenizer.
     """
     names = words.check_labels(labels)
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")

@@ -94,11 +94,7 @@ def predict(
     )
     faults.need_positive("top", top)
     collect_faults(faults)
-    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
-    if image_size is not None:
-        pretrained = transfer.with_image_size(pretrained, image_size)
-    if labels is not None:
-        pretrained = with_labels(pretrained, labels, prompts)
+    pretrained = _read(source, labels, prompts, image_size)
     found = open_images(images, pretrained.spec.reading)
     if batch_size is None:
         ways, needed = jax.device_count(), min(found.num_examples, _BATCH_SIZE)
@@ -108,6 +104,21 @@ def predict(
         return list(classify(pretrained, found, top=top, **how))
     parts = outputs(pretrained, found, what=output, layer=layer, **how)
     return np.concatenate([without_masked(x, batch) for x, batch in parts])
+
+
+def _read(
+    source: epath.PathLike | Pretrained,
+    labels: Sequence[str] | None,
+    prompts: str | Sequence[str] | None,
+    image_size: int | Sequence[int] | None = None,
+) -> Pretrained:
+    """The model of the arguments of `predict`."""
+    if labels is None and prompts is not None:
+        raise InputError("prompts: needs labels, such as labels=['a cat', 'a dog']")
+    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
+    if image_size is not None:
+        pretrained = transfer.with_image_size(pretrained, image_size)
+    return pretrained if labels is None else with_labels(pretrained, labels, prompts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +146,9 @@ def load_predictor(
       source, labels, prompts: as in `predict`.
 
     Raises:
-      InputError: the source cannot be read.
+      InputError: the source cannot be read, or names the argument.
     """
-    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
-    if labels is not None:
-        pretrained = with_labels(pretrained, labels, prompts)
+    pretrained = _read(source, labels, prompts)
     held = dict(pretrained.params), dict(pretrained.model_state)
     params, model_state = _on_all(make_mesh(), held)
     return Predictor(pretrained._replace(params=params, model_state=model_state))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _CURVES = 12  # charts, unless metrics are chosen
 _SPEEDS = ("time/images_per_s", "time/mfu")
 _MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
+_DRAWN = ("neighbours", "patch_features", "reconstructions")  # folders of evaluators in a workdir
 _ROWS = 10  # of the tables of classes and confusions
 
 
@@ -165,7 +166,7 @@ def read_images(folder: epath.Path, *patterns: str) -> list[Image]:
     images = []
     for path in find(folder, *patterns):
         caption = os.path.relpath(path, folder).removesuffix(".png")
-        images.append(Image(caption, base64.b64encode(path.read_bytes()).decode()))
+        images.append(Image(caption, _in_base64(path)))
     return images
 
 
@@ -192,15 +193,19 @@ def read_figures(
 
 def read_drawn(workdir: epath.Path) -> list[Image]:
     """The last image that each evaluator has drawn in training, as FOLDER/NAME_STEP.png."""
-    last = {}
-    for path in find(workdir, "*/*_????????.png"):
-        name, _, step = path.stem.rpartition("_")
-        if step.isdecimal():
-            last[path.parent.name, name] = f"step {int(step):,}", path.read_bytes()
+    last = {
+        (path.parent.name, path.stem[:-9]): path
+        for path in find(workdir, *(f"{folder}/*_????????.png" for folder in _DRAWN))
+        if path.stem[-8:].isdecimal()
+    }
     return [
-        Image(f"{folder} {name}, {at}", base64.b64encode(content).decode())
-        for (folder, name), (at, content) in last.items()
+        Image(f"{folder} {name}, step {int(path.stem[-8:]):,}", _in_base64(path))
+        for (folder, name), path in last.items()
     ]
+
+
+def _in_base64(path: epath.Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
 def read_classes(runs: Sequence[Run], folders: Mapping[epath.Path, str]) -> list[ClassResults]:

@@ -319,7 +319,11 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
         return list(dict.fromkeys(asked))
     names = [*evaluated(runs), *_known(runs, "train/")]
     names.sort(key=lambda name: (name != "train/loss", not is_accuracy(name)))
-    return [n for n in names if not n.endswith("/num_examples") and PIXELS not in n]
+    return [
+        name
+        for name in names
+        if not name.endswith("/num_examples") and not name.partition("/")[2].startswith(PIXELS)
+    ]
 
 
 class Group(NamedTuple):

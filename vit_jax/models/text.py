@@ -76,7 +76,9 @@ class TextTower(BlockFields, nn.Module):
 
 
 class Matcher(nn.Module):
-    """Compares texts with images, by the features (B, D) of an image tower: logits (B, K).
+    """Compares texts with images by the features of an image tower.
+
+    Shapes: features (B, D), token ids (K, T) -> logits (B, K).
 
         logits = exp(logit_scale) * cosine of the features of image and text + logit_bias
 
@@ -122,7 +124,7 @@ class Matcher(nn.Module):
 
     @property
     def example_inputs(self) -> tuple[jax.Array, jax.Array]:
-        """Inputs by whose shapes its parameters are found."""
+        """Inputs that give the parameters their shapes: features (1, D), token ids (1, T)."""
         width = self.image_width or self.text.common_width
         return jnp.zeros((1, width)), jnp.zeros((1, self.text.length), jnp.int32)
 

@@ -288,24 +288,35 @@ def count_memory(run: Run, traced: jax.stages.Traced) -> int:
     As if the mesh split all values between its devices. Counting takes seconds: only the arguments
     count where all values fit at once.
     """
-    jaxpr, (there, _, sharing) = traced.jaxpr.jaxpr, _memory_there(run)
+    jaxpr, there = traced.jaxpr.jaxpr, _memory_there(run)
     arguments = sharding.bytes_per_device(run.experiment.arguments)
     most = arguments + all_bytes(jaxpr) // run.mesh.size
-    if there is None or most * sharing <= there:
+    if there.size is None or most * there.sharing <= there.size:
         return arguments
     platform = run.mesh.devices.flat[0].platform
     peak = peak_bytes(jaxpr, [Leaf()] * len(jaxpr.invars), platform=platform)
     return arguments + peak // run.mesh.size
 
 
-def _memory_there(run: Run) -> tuple[int | None, str, int]:
-    """The memory of one of the mesh's devices, None if it is not known; its name; and how many
-    devices share it.
+class _MemoryThere(NamedTuple):
+    """A memory that devices of the mesh use.
+
+    size: in bytes; None: unknown.
+    where: its owner, in messages.
+    sharing: number of devices that share it.
     """
+
+    size: int | None
+    where: str
+    sharing: int
+
+
+def _memory_there(run: Run) -> _MemoryThere:
+    """The memory of this process's first device."""
     devices = run.mesh.local_devices
     if devices[0].platform == "cpu":
-        return psutil.virtual_memory().total, "this host", len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit"), "a device", 1
+        return _MemoryThere(psutil.virtual_memory().total, "this host", len(devices))
+    return _MemoryThere((devices[0].memory_stats() or {}).get("bytes_limit"), "a device", 1)
 
 
 def warn_of_memory(run: Run, expected: int, before: int = 0) -> None:

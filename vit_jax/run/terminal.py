@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.table import Column
 
 from vit_jax.base.errors import shown_lines
+from vit_jax.config.metric_names import FLIPS
 
 CONSOLE = Console()
 _BAR_WIDTH = 12  # characters
@@ -113,7 +114,8 @@ class _ConsoleHandler(logging.Handler):
 
 def is_accuracy(name: str) -> bool:
     """Whether a metric is an accuracy, or its deviation, which are shown in percent."""
-    return is_of_class(name) or name.removesuffix("_raw").endswith(("top1", "top5", "top1_std"))
+    leaf = name.removesuffix("_raw").removesuffix(FLIPS)
+    return is_of_class(name) or leaf.endswith(("top1", "top5", "top1_std"))
 
 
 def is_of_class(name: str) -> bool:

@@ -343,7 +343,7 @@ def _fetch_weights(repo_id: str, file: str, revision: str | None) -> pathlib.Pat
     fetch = functools.partial(huggingface_hub.hf_hub_download, repo_id, revision=revision)
     try:
         return pathlib.Path(fetch(file))
-    except errors.RemoteEntryNotFoundError:
+    except errors.EntryNotFoundError:
         if file == WEIGHTS:
             with contextlib.suppress(errors.EntryNotFoundError):
                 return pathlib.Path(fetch(OPEN_CLIP))

@@ -1,7 +1,7 @@
 """Image-text models with the names of `open_clip`: a folder with open_clip_config.json.
 
-Its own class CLIP and, with a ViT of timm as image tower, SigLIP. The arrays get the names of
-Hugging Face (the image tower of timm those of timm) and are read by these formats.
+Its own class CLIP and, with a ViT of timm as image tower, SigLIP. Arrays of a timm tower keep
+timm's names; all others get those of Hugging Face. These two formats then read them.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _NAMES = {  # in this order; a text tower may be called `text`
     r"(\w+\.encoder\.layers\.\d+\.)mlp\.c_proj\.": r"\1mlp.fc2.",
 }
 _TURNED = ("visual_projection.weight", "text_projection.weight")  # stored as (in, out)
-_KINDS = {"model_cfg": "an object", "preprocess_cfg": "an object", "timm_model_args": "an object"}
+_KINDS = {"model_cfg": "an object", "preprocess_cfg": "an object"}
 _TOWERS = {"vision_cfg": "an object", "text_cfg": "an object"}
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers",
            "interpolation": "bilinear or bicubic"}  # fmt: skip
@@ -74,10 +74,9 @@ def read(source: Source) -> Pretrained:
     if has_trunk:
         read_text_side = take_texts(source, "siglip_vision_model")
         source.rename({r"visual\.trunk\.": ""})
-        size = {"img_size": vision["image_size"]} if "image_size" in vision else {}
         source.config = {
             "architecture": vision.get("timm_model_name"),
-            "model_args": size | stated.get("timm_model_args", {}),
+            "model_args": {"img_size": vision["image_size"]} if "image_size" in vision else {},
             "pretrained_cfg": pixels,
         }
         pretrained = timm.read(source)

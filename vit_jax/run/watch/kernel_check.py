@@ -32,9 +32,9 @@ _FACTOR, _MARGIN = 3.0, 1e-3
 
 
 def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
-    """Runs a block of each pass with kernels once with them and once without, on its mesh.
+    """Compares a block of each pass that uses kernels with its plain form, on the run's mesh.
 
-    Passes of a model that have equally many tokens are checked once.
+    Passes of one model with equally many tokens are checked once.
 
     Raises:
       InputError: an output or a gradient of the two differs by more than rounding.
