@@ -92,7 +92,7 @@ def shapes_of(state):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
-def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path, one_device):
+def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path):
     """Positions of 4 x 4 patches, resampled by hand to 3 x 3, in parameters and their average."""
     config = with_half_the_size("dino:debug", 6)
     run = prepare(config, tmp_path / "both")
@@ -118,7 +118,7 @@ def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path, o
         by_hand = alone.init().replace(params=resized(params), ema=resized(ema))
         _, expected = alone.train_step(by_hand, batch)
         _, found = run.earlier[0].train_step(state.replace(params=params, ema=ema), batch)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
