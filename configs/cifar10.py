@@ -5,7 +5,6 @@ DIR holds cifar10/VERSION as TFDS prepares it.
 
 Minutes on a CPU: --config=configs/cifar10.py:small (1.2M parameters, 3 epochs)
 At most 1,200 CPU seconds: --config=configs/cifar10.py:fast (1.1M parameters, 10 epochs)
-At most 7,200 CPU seconds: --config=configs/cifar10.py:hour (8 x 8 tokens, 16 epochs; not measured)
 For choices, on a tenth of the training images: --config=configs/cifar10.py:fast,held_out
 A few seconds, synthetic data: --config=configs/cifar10.py:debug
 """
@@ -26,7 +25,6 @@ WORDS = {
     "small": "1.2M parameters, 3 epochs",
     "5k": "a small model that overfits 5,000 images",
     "fast": "1.1M parameters, 10 epochs, at most 1,200 CPU seconds",
-    "hour": "the same with 8 x 8 tokens and 16 epochs, at most 7,200 CPU seconds",
     "held_out": "for choices: train on nine tenths, evaluate on the last tenth of train",
     **{name: f"AugReg's {name}" for name in AUGREG},
     "debug": "20 steps of a tiny model",
@@ -36,11 +34,11 @@ WORDS = {
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
     augmentation = [name for name in AUGREG if name in chosen] or ["none"]
-    lengths, fast = {"small", "5k", "fast", "hour"}, bool({"fast", "hour"} & chosen)
-    if len(augmentation) > 1 or len(lengths & chosen) > 1:
+    lengths = {"small", "5k", "fast"}
+    if len(augmentation) > 1 or len(lengths & chosen) > 1 or {"5k", "held_out"} <= chosen:
         raise InputError(
             f"got {arg!r}, needs at most one of {', '.join(AUGREG)}, and at most one of small, 5k, "
-            "fast, hour"
+            "fast; held_out goes without 5k"
         )
     set_length(c, 1024, "200 epochs", "5 %", save="5 epochs", log="50 steps")
     c.model.name, c.model.pool = "ViT-S/4", "gap"
@@ -64,13 +62,10 @@ def get_config(arg=""):
         c.model.pos_embed, c.optimizer.peak_lr = "sincos_2d", 5e-4
         set_length(c, 32, "100 epochs", "2 %", save="20 epochs", log="500 steps")
         c.evals.test.every, c.evals.test.batch_size = "50 epochs", 1024
-    if fast:
-        is_long = "hour" in chosen
-        sizes = {"patch_size": 4 if is_long else 8, "pos_embed": "sincos_2d"}
-        sizes["stem_channels"] = (32, 64) if is_long else (32, 64, 128)
+    if "fast" in chosen:
+        sizes = {"patch_size": 8, "stem_channels": (32, 64, 128), "pos_embed": "sincos_2d"}
         use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, **sizes)
-        duration = "16 epochs" if is_long else "10 epochs"
-        set_length(c, 128, duration, "10 %", save="100 %", log="100 steps")
+        set_length(c, 128, "10 epochs", "10 %", save="100 %", log="100 steps")
         c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
         c.loss.label_smoothing = 0.1
         crop = "decode|pad_crop(2)"
@@ -78,7 +73,7 @@ def get_config(arg=""):
     use_cifar10(c, augreg_ops(*augmentation, crop))
 
     if "debug" in chosen:
-        use_vit(c.model, c.model.name if fast else "ViT-mu/8", 32, 1, 128, 2)
+        use_vit(c.model, c.model.name if "fast" in chosen else "ViT-mu/8", 32, 1, 128, 2)
         c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 10, 256
         set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
         c.evals.test.every = "10 steps"

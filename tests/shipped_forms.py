@@ -13,7 +13,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FORMS = {
     "pretrain": "ViT-B/16,imagenet2012 ViT-L/16,imagenet21k,debug "
     "ViT-B/16,jft=mine,fewshot,debug BiT-R152x2,jft=mine,debug R50+ViT-L/32,jft=mine,debug",
-    "cifar10": "- small 5k 5k,medium1 fast fast,held_out hour debug small,debug 5k,strong2,debug "
+    "cifar10": "- small 5k 5k,medium1 fast fast,held_out debug small,debug 5k,strong2,debug "
     "fast,held_out,debug",
     "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
     "noisy_student": "- L2,my_images debug",

@@ -87,7 +87,7 @@ class Faults(list[str]):
             return None
 
 
-_MOST = 12  # known names in a message
+_MOST = 14  # known names in a message
 _FEW = 5  # names of images, keys and so on
 
 

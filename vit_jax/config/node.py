@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, nearest
 from vit_jax.config.other_words import flags_named
 
-_MOST = 10  # keys of a section in a message
+_MOST = 12  # keys of a section in a message
 
 # {names of a key that no library has just so: its name here}
 _SYNONYMS = {
