@@ -1,6 +1,7 @@
 """The stages of a schedule of image sizes: their experiments, and what is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from asked import prepare, train_and_evaluate
@@ -89,6 +90,35 @@ def test_every_objective_has_one_state_for_all_sizes(tmp_path, file, first):
 
 def shapes_of(state):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+
+def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path):
+    """Positions of 4 x 4 patches, resampled by hand to 3 x 3, in parameters and their average."""
+    config = with_half_the_size("dino:debug", 6)
+    run = prepare(config, tmp_path / "both")
+    config.data.image_size = 6
+    for entry in config.evals.values():
+        entry.ops = "resize"
+    alone = prepare(config, tmp_path / "alone").experiment
+
+    def resized(params):
+        table = params["pos_embedding"]
+        prefix, width = table.shape[1] - 16, table.shape[2]
+        patches = table[:, prefix:].reshape(1, 4, 4, width)
+        patches = jax.image.resize(patches, (1, 3, 3, width), "cubic", antialias=False)
+        patches = patches.reshape(1, 9, width)
+        table = jnp.concatenate([table[:, :prefix], patches], axis=1)
+        return jax.tree.map(jnp.copy, params | {"pos_embedding": table})  # a step donates its state
+
+    with jax.set_mesh(run.mesh):
+        state, [batch] = run.experiment.init(), run.batches(range(1))
+        assert batch["global_views"].shape[2:4] == (6, 6)
+        params = state.params | {"pos_embedding": 9 * state.params["pos_embedding"]}
+        ema = state.ema | {"pos_embedding": 9 * state.ema["pos_embedding"][..., ::-1]}
+        by_hand = alone.init().replace(params=resized(params), ema=resized(ema))
+        _, expected = alone.train_step(by_hand, batch)
+        _, found = run.earlier[0].train_step(state.replace(params=params, ema=ema), batch)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
 
 @pytest.mark.slow
