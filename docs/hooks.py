@@ -392,7 +392,7 @@ _ON_KAGGLE = {
 }  # fmt: skip
 
 
-def on_kaggle(colab: str) -> str:
+def for_kaggle(colab: str) -> str:
     """The notebook for Kaggle, from `colab`, the one for Colab."""
     made = json.loads(colab)
     del made["metadata"]["accelerator"], made["metadata"]["colab"]
@@ -408,4 +408,4 @@ if __name__ == "__main__":  # rewrites what is checked in
     for page in sorted((ROOT / "docs").rglob("*.md")):
         page.write_text(with_tables(page.read_text()))
     folder = ROOT / "docs/notebooks"
-    (folder / "kaggle.ipynb").write_text(on_kaggle((folder / "colab.ipynb").read_text()))
+    (folder / "kaggle.ipynb").write_text(for_kaggle((folder / "colab.ipynb").read_text()))

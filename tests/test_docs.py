@@ -227,7 +227,7 @@ def test_tables_that_are_checked_in_are_those_of_the_code(hooks):
 
 def test_the_notebook_for_kaggle_is_made_from_that_for_colab(hooks):
     colab, kaggle = (path.read_text() for path in notebooks.FREE)
-    assert hooks.on_kaggle(colab) == kaggle, "run python docs/hooks.py"
+    assert hooks.for_kaggle(colab) == kaggle, "run python docs/hooks.py"
     found = "\n".join("".join(cell["source"]) for cell in json.loads(colab)["cells"])
     assert all(found.count(text) == 1 for text in hooks._ON_KAGGLE)
 
