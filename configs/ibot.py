@@ -3,7 +3,7 @@
 python -m vit_jax.main --config=configs/ibot.py --config.data.data_dir=DIR --workdir=$W
 Your own images, of any size, with or without classes:
   --config=configs/ibot.py:folder --config.data.data_dir=IMAGES
-A few seconds, on handwritten digits: --config=configs/ibot.py:debug
+A few seconds, on handwritten digits: --config=configs/ibot.py:debug; on your images: folder,debug
 
 DIR holds imagenet2012/VERSION as TFDS prepares it. ViT-S/16 as the published code's command for 800
 epochs: the config dino, with one head of 8,192 prototypes for views and patches, gradients clipped

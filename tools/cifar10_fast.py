@@ -67,6 +67,7 @@ def main() -> None:
         for name, (steps, keys) in runs.items():
             place = {"form": args.form, "run": name, "seed": seed}
             if any(place.items() <= row.items() for row in rows):
+                print(f"{place}: {TABLE} has it", flush=True)
                 continue
             keys += f" data.data_dir={data_dir} seed={seed}"
             flags = [f"--config.{key}" for key in keys.split()]

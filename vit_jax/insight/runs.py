@@ -318,7 +318,10 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
     if asked:
         return list(dict.fromkeys(asked))
     names = [*evaluated(runs), *_known(runs, "train/")]
-    names.sort(key=lambda name: (name != "train/loss", not is_accuracy(name)))
+    names.sort(key=lambda name: (
+        name != "train/loss", not is_accuracy(name),
+        name.endswith("_raw") or name == "train/corrupt",
+    ))  # fmt: skip
     return [
         name
         for name in names

@@ -172,7 +172,7 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 def stages_table(figures: dict[str, Any]) -> Table:
     """Table of the stages of a run, with the share of the patches that training encodes."""
     columns = ("pixels", "patches", "steps", "batch", "step", "hours", "memory")
-    table = Table(*columns, title="Stages: the other tables are of the last, run and cost of all")
+    table = Table(*columns, title="Stages; time and cost are sums, other tables describe the last")
     for stage, estimate in zip(figures["stages"], figures["estimate"]["stages"], strict=True):
         run, peak = estimate["run"], stage["memory_bytes"]["peak"]
         table.add_row(

@@ -308,12 +308,13 @@ def describe(run: Run) -> None:
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
-    for stage, each in zip(run.settings.stages[:-1], run.earlier, strict=True):
-        logger.info(
-            "steps %s to %s: images of %d x %d, %.0f%% of their patches, batch %d, %.3g GFLOP per "
-            "image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
-            100 * about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
-        )  # fmt: skip
+    for stage, each in zip(run.settings.stages, run.experiments, strict=True):
+        if run.earlier:
+            logger.info(
+                "steps %s to %s: images of %d x %d, share of patches %.3g, batch %d, %.3g GFLOP per "
+                "image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
+                about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
+            )  # fmt: skip
 
 
 def _first_weights(
