@@ -396,7 +396,7 @@ MUTATIONS = [
       "job/test_processes.py::test_what_is_asked_for_must_be_there"),
     # transfer
     M("vit_jax/models/text.py", "Causal() if self.causal else None", "None",
-      "models/test_text.py::test_padding_behind_the_end_of_clip_does_not_matter"),
+      "models/test_text_towers.py::test_padding_behind_the_end_of_clip_does_not_matter"),
     M("vit_jax/models/zero_shot.py", "unit(classes_KE)", "classes_KE",
       "inference/test_labels.py::test_probabilities_by_hand"),
     M("vit_jax/transfer/open_clip.py", "arrays[name].T for", "arrays[name] for",

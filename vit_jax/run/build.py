@@ -311,8 +311,8 @@ def describe(run: Run) -> None:
     for stage, each in zip(run.settings.stages, run.experiments, strict=True):
         if run.earlier:
             logger.info(
-                "steps %s to %s: images of %d x %d, share of patches %.3g, batch %d, %.3g GFLOP per "
-                "image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
+                "steps %s to %s: images of %d x %d, share of patches %.3g, batch %d, %.3g GFLOP "
+                "per image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
                 about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
             )  # fmt: skip
 
