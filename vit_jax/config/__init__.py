@@ -34,7 +34,7 @@ from vit_jax.config.base import (
     with_values,
 )
 from vit_jax.config.evals import EVALUATORS, Evaluator, SplitEvaluator, make_entry
-from vit_jax.config.parts import Key, Part, Section, key
+from vit_jax.config.parts import FROM_0, POSITIVE, SHARE, Key, Part, Section, key
 from vit_jax.config.registries import (
     FAMILIES,
     LOSSES,
@@ -47,7 +47,6 @@ from vit_jax.config.registries import (
     SOURCES,
     STUDIES,
 )
-from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
 from vit_jax.config.settings import Settings
 from vit_jax.config.stored import (
     FREE_ON_RESUME,

@@ -18,9 +18,8 @@ from ml_collections import ConfigDict
 
 from vit_jax.base.errors import Faults, collect_faults, nearest
 from vit_jax.config.node import Node
-from vit_jax.config.parts import Part, Registry, add_keys, key
+from vit_jax.config.parts import BATCH, Part, Registry, add_keys, key
 from vit_jax.config.plugins import warn_of_removal
-from vit_jax.config.sections import BATCH
 
 Better = Literal["higher", "lower", "neither"]  # which values of a metric are better
 

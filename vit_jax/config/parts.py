@@ -31,6 +31,9 @@ from vit_jax.config.sizes import find_fault_of_sizes, split_sizes
 P = TypeVar("P", bound="Part")
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
+LARGEST_BATCH = 2**24  # images, over all devices
+POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"  # ranges of numbers
+BATCH = f"[1, {LARGEST_BATCH}]"
 _LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
 InSteps = Callable[[str, str], int]  # (duration, its key) -> steps; an interval has at least one
 

@@ -9,12 +9,10 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 import os
 from typing import ClassVar
 
-from vit_jax.config.parts import OpenSection, Section, key
+from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
+from vit_jax.config.study import Study
 
-POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"
-LARGEST_BATCH = 2**24  # images, over all devices
-BATCH = f"[1, {LARGEST_BATCH}]"
 Size = tuple[int, int]
 Texts = tuple[str, ...]
 
@@ -421,25 +419,6 @@ class Job(Section):
             f"step_deadline_s={step_s}: must be at most 0.75 * job.heartbeat_s={heartbeat_s}, when "
             "JAX ends the run without saying why"
         ]
-
-
-class Study(Section):
-    """Several runs, started by the command `study`, and pseudo labels; not of `train`."""
-
-    name: str | None = key(None, "a study")
-    seeds: int = key(3, "number of runs of each setting, from `seed` on", within=POSITIVE)
-    metric: str = key("held_out/top1", "evaluator/metric of the report; higher is better")
-    point: str = key("last", "step that counts; best: of keep_best", choices=("last", "best"))
-    unlabelled: str | None = key(None, 'images that get pseudo labels: "NAME" or "NAME@SPLIT"')
-    unlabelled_dir: str | None = key(None, "their data_dir; None: data.data_dir")
-    ratio: float = key(1.0, "images with pseudo labels for each labelled one", within=FROM_0)
-    soft_labels: bool = key(True, "pseudo labels are probabilities; False: the most likely class")
-    confidence: float = key(0.3, "smallest probability of a pseudo label", within="[0, 1)")
-    per_class: int | None = key(
-        None,
-        "images of each class: the most confident ones, repeated if there are fewer; None: all",
-        within=POSITIVE,
-    )
 
 
 # In the order of the reference; the keys of "" stand at the top of a config.

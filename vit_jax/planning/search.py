@@ -22,7 +22,7 @@ from vit_jax.config import (
     default_config,
     flatten,
 )
-from vit_jax.config.sections import LARGEST_BATCH
+from vit_jax.config.parts import LARGEST_BATCH
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.models import fields_of, model_of
