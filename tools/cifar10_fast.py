@@ -20,6 +20,7 @@ import sys
 from etils import epath
 
 from vit_jax.base.files import write_whole
+from vit_jax.insight.tables import as_csv
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/explanation/cifar10_fast.csv"
@@ -38,7 +39,7 @@ PARTS = {
 def run(form: str, flags: list[str], workdir: pathlib.Path) -> dict:
     """Train once: CPU seconds of the whole process, training's PFLOP, and accuracy in per cent."""
     words = [f"--config=cifar10:{form}", f"--workdir={workdir}", *flags]
-    shutil.rmtree(workdir, ignore_errors=True)  # its seconds would be those of a part
+    shutil.rmtree(workdir, ignore_errors=True)  # else the seconds would be of its last part only
     with open(f"{workdir}.txt", "w") as output:
         command = [sys.executable, "-m", "vit_jax.main", *words]
         job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -75,11 +76,7 @@ def main() -> None:
             workdir = work / "_".join(place.values()).replace(" ", "_")
             rows.append(place | run(args.form, flags, workdir))
             print(rows[-1], flush=True)
-            text = io.StringIO(newline="")
-            writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-            write_whole(epath.Path(TABLE), text.getvalue())
+            write_whole(epath.Path(TABLE), as_csv([rows[0], *(row.values() for row in rows)]))
 
 
 if __name__ == "__main__":

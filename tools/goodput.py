@@ -12,7 +12,6 @@ ended with other bits than the run without faults. WORKDIR keeps the output of e
 import argparse
 import csv
 import hashlib
-import io
 import itertools
 import json
 import pathlib
@@ -28,6 +27,7 @@ from etils import epath
 
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.restore import read_meta
+from vit_jax.insight.tables import as_csv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -140,11 +140,7 @@ def measure(rows: list[dict], workdir: pathlib.Path, until: float) -> list[Case]
             if found is not None:
                 known = [case._asdict() | found | {"to_next_step_s": seconds_to_next_step(found)}]
                 rows += known
-                text = io.StringIO(newline="")
-                writer = csv.DictWriter(text, known[0], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-                write_whole(epath.Path(TABLE), text.getvalue())
+                write_whole(epath.Path(TABLE), as_csv([rows[0], *(row.values() for row in rows)]))
                 print(", ".join(f"{name} {value}" for name, value in known[0].items()), flush=True)
         if not known:
             left.append(case)

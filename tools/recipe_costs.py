@@ -9,13 +9,12 @@ seconds.
 """
 
 import argparse
-import csv
-import io
 import json
 import subprocess
 import sys
 
 from vit_jax.base.files import write_whole
+from vit_jax.insight.tables import as_csv
 from vit_jax.planning.recipe_costs import TABLE, read_costs
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
@@ -108,11 +107,8 @@ def write_table(found: list[dict[str, str]]) -> None:
     """Put `found` in the place of the rows of the same recipe, slice and `by`, or at the end."""
     rows = {(row["by"], row["slice"], row["recipe"]): row for row in (*read_costs(), *found)}
     order = [(by, topology) for by in ("calculation", "compiler") for topology in SLICES]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [*next(iter(rows.values()))], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows.values(), key=lambda row: order.index((row["by"], row["slice"]))))
-    write_whole(TABLE, text.getvalue())
+    found = sorted(rows.values(), key=lambda row: order.index((row["by"], row["slice"])))
+    write_whole(TABLE, as_csv([found[0], *(row.values() for row in found)]))
 
 
 def main() -> None:
