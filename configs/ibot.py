@@ -10,8 +10,8 @@ epochs: the config dino, with one head of 8,192 prototypes for views and patches
 at 3, and 10 % to 50 % of the patches hidden in half of the global views (the command draws 0 or
 30 % +- 20 % for each view). ibot:folder is dino:folder with this loss of patches.
 
-Our choices: those of the config dino; in each image one of the two global views has hidden patches;
-the temperature of the patches' teacher is that of the views.
+Our choices are the config dino's, and two more: in each image one of the two global views has
+hidden patches, and the teacher has one temperature for patches and views.
 
 Published, ImageNet-1k top-1 with frozen features: 75.2 % by nearest neighbours, 77.9 % by a linear
 classifier.

@@ -911,7 +911,7 @@ def test_devices_of_a_target_are_as_many_as_its_chips():
 
 @pytest.mark.parametrize(("keeps", "batch"), [("batch", 64), ("tokens", 256)])
 def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
-    """The memory is that of the larger plan; `plan` of each size is that of a run of its own."""
+    """A plan has the larger memory; for each size it equals the plan of a run at this size."""
     target = Target(find_slice("v5e:1x1"), may_compile=False)
     sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": keeps}
     figures = planning.plan(settings_of(tiny_config(**sizes)), target)

@@ -173,7 +173,7 @@ def test_every_example_comes_once_in_an_epoch(tmp_path, keeps):
 
 
 def test_the_last_steps_see_all_patches(tmp_path):
-    """keep_tokens=0.5 until step 5, over two sizes: each step is that of a run with one of both."""
+    """keep_tokens=0.5 until step 5, over two sizes: each step equals one with its share alone."""
     words = {
         "duration": "8 steps",
         "model.keep_tokens": "0.5",

@@ -1,8 +1,8 @@
 """A schedule of image sizes: data.image_size="96, 128 at 40 %, 160 at 80 %".
 
 A stage is a part of the run with one image size and one share of patches that training encodes. The
-parameters, and so the learned positions, are those of the last size, which is the largest:
-evaluations, exports and predictions use it.
+last size is the largest: the learned positions have its grid, and evaluations, exports and
+predictions use it.
 
 Sources: Tan and Le 2021 (arXiv:2104.00298), section 4, which also calls these parts stages; Liu et
 al. 2022 (arXiv:2208.07220), for patches that are left out until the last epochs.
@@ -97,7 +97,7 @@ def find_fault_of_sizes(text: str) -> str | None:
     sizes, starts = zip(*split_sizes(text), strict=True)
     shares = [float(start[:-1]) for start in starts if re.fullmatch(r"\d+(\.\d+)? *%", start)]
     if not _rises([0, *sizes]):
-        return "sizes must rise: the last is that of evaluations and of the learned positions"
+        return "sizes must rise: evaluations and learned positions have the last one"
     return None if _rises([0, *shares, 100]) else "shares must rise, between 0 and 100 %"
 
 

@@ -372,7 +372,7 @@ def _before_crop(size: Hw, crop: float) -> Hw:
 def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kept: Hw) -> tf.Tensor:
     """The window `kept`, from `begin` on, of `_bilinear` to the larger size `resized`.
 
-    By the same operations.
+    It repeats the operations of `_bilinear`.
     """
     sides = tf.shape(image)[:2]
 
@@ -396,7 +396,7 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kep
 def _enlarged_rows(image: tf.Tensor, height: tf.Tensor, rows: tf.Tensor, filter: str) -> tf.Tensor:
     """`rows` of `tf.image.resize(..., filter, antialias=True)` to a larger height, float32.
 
-    By the same operations, those of TensorFlow's ScaleAndTranslate.
+    It repeats the operations of TensorFlow's ScaleAndTranslate.
     """
     radius, last = {"bilinear": 1, "bicubic": 2}[filter], tf.shape(image)[0] - 1
     scale = tf.cast(height, tf.float32) / tf.cast(last + 1, tf.float32)

@@ -1,6 +1,6 @@
 """Tokenizers of image-text models, by the files beside their weights.
 
-Padding, start, end and unknown ids are those of the files. Texts are cleaned first, as the
+The files give the ids of padding, start, end and unknown tokens. Texts are cleaned first, as the
 tokenizer's library does.
 """
 
@@ -29,7 +29,7 @@ class Tokenizer(NamedTuple):
     encode: a cleaned text -> its ids, without start, end and padding.
     clean: a text -> the text to encode.
     length: ids of a text, with start, end and padding.
-    start, end: ids that stand around those of each text.
+    start, end: ids before and after the ids of each text.
     pad: the id of padding.
     pads_left: whether padding comes first.
     specials: special tokens, such as </s>, that a text must not hold.

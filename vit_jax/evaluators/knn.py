@@ -59,9 +59,9 @@ class Knn(FeatureEvaluator):
     Features are computed on the devices and gathered by every process. Each process then compares
     its share of the test images with all training images, on its host.
 
-    During training some test images are written as WORKDIR/neighbours/NAME_STEP.png, each before
-    the training images that are most like it. The accuracy tells whether features are learned; look
-    at `baselines` beside it, as random weights are far above chance on small images.
+    In training, each evaluation writes WORKDIR/neighbours/NAME_STEP.png: a row for each of eight
+    test images, with its seven nearest training images. The accuracy shows whether a model learns
+    features. Compare it with `baselines`: on small images random weights are far above chance.
     """
 
     num_neighbours: tuple[int, ...] = key(

@@ -207,8 +207,8 @@ def make_experiment(
     Args:
       preprocessing: the config's, if it has been parsed already.
       teachers: of the objective, with arrays or their shapes.
-      last: the experiment of the run's last image size, whose state this one takes, if `settings`
-        are those of an earlier size; see `stages.make_stage`.
+      last: the experiment of the run's last stage, whose state this one takes; None: `settings` are
+        of the last stage. See `stages.make_stage`.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.

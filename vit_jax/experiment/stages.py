@@ -1,4 +1,4 @@
-"""The experiments of a run with a schedule of image sizes; see `config.sizes`."""
+"""The experiments of a run of several stages; see `config.sizes`."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def make_stage(
 ) -> Experiment:
     """The experiment of a stage before the last one, with the state of the `last` experiment.
 
-    `settings`: of the stage, as `Settings.at` gives them.
+    `settings`: of the stage, from `Settings.by_stage`.
 
     Raises:
       InputError: the mesh does not split its batch, data.ops mix an odd number of images or

@@ -72,8 +72,8 @@ class ViTC(ViT):
     """ViT whose tokens are embedded from patches of the map of a `ConvStem`.
 
     `patch_size` is the area of a token in pixels of the image; the stride of the stem divides it.
-    Where both are equal, the embedding is the paper's last convolution of 1 x 1. The other fields
-    are those of `ViT`.
+    Where both are equal, the embedding is the paper's last convolution of 1 x 1. `ViT` describes
+    the other fields.
 
     Raises: InputError for fields that contradict each other, or images of another size.
     """

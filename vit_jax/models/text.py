@@ -40,7 +40,7 @@ class TextTower(BlockFields, nn.Module):
 
     Methods: "tokens" -> (K, T, D), the encoder's output. T is at most `length`.
     Sources: Radford et al. 2021 (arXiv:2103.00020), section 2.4; Zhai et al. 2023
-      (arXiv:2303.15343), section 3; the start values are those of github.com/openai/CLIP.
+      (arXiv:2303.15343), section 3; github.com/openai/CLIP for the start values.
     """
 
     vocabulary: int = key(..., "number of token ids", within=fields.FROM_1)

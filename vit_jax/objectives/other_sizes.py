@@ -45,8 +45,8 @@ def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model,
 def with_larger(objective: Objective, size: tuple[int, int], model: Model) -> Objective:
     """`objective`, of images of `size`, for the parameters of `model`, whose images are larger.
 
-    Its positions, and those of the running average, are resampled in each step; views of other
-    sizes resample the result.
+    Each step resamples the positions of the parameters and of the running average to `size`; views
+    of other sizes resample the result.
     """
 
     def loss(params, state, batch, frozen, rng):

@@ -1,7 +1,7 @@
 """Image-text models with the names of `open_clip`: a folder with open_clip_config.json.
 
-Its own class CLIP and, with a ViT of timm as image tower, SigLIP. Arrays of a timm tower keep
-timm's names; all others get those of Hugging Face. These two formats then read them.
+It reads open_clip's own class CLIP, and SigLIP with a ViT of timm as image tower. Arrays of a timm
+tower keep timm's names; all others get names of Hugging Face. These two formats then read them.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ def _refuse_others(
 
 
 def _rename(source: Source, has_trunk: bool) -> None:
-    """Give the arrays Hugging Face's names and shapes, but for those of timm's tower."""
+    """Give the arrays Hugging Face's names and shapes; arrays of a timm tower keep theirs."""
     source.rename(_NAMES)
     arrays = source.arrays
     for name in [name for name in arrays if ".self_attn.in_proj_" in name]:
