@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from vit_jax.data import words
-from vit_jax.models.zero_shot import need_text_side, zero_shot
+from vit_jax.models.zero_shot import need_text_side, zero_shot_head, zero_shot_model
 from vit_jax.transfer.pretrained import Pretrained
 
 
@@ -24,6 +24,7 @@ def with_labels(
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")
     tokenizer, classes = side.tokenizer.read(), [[name] for name in names]
     texts = words.encode(tokenizer, classes, words.read_prompts(prompts), "labels")
-    model, head = zero_shot(pretrained.model, side, texts)
+    model = zero_shot_model(pretrained.model, side.matcher, len(texts))
+    head = zero_shot_head(side, texts)
     spec = pretrained.spec._replace(class_names=names, loss=side.matcher.loss)
     return pretrained._replace(model=model, params={**pretrained.params, **head}, spec=spec)
