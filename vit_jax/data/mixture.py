@@ -209,6 +209,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
         chunks=next((source.chunks for source in sources if source.chunks), None),
+        captions=first.captions and functools.partial(ask, "captions"),
     )
 
 
@@ -227,6 +228,11 @@ def _check_alike(first: Source, other: Source) -> None:
     if first.multi_label != other.multi_label:
         raise InputError(
             f"data.mix: {first.name} and {other.name} differ in whether images have several labels"
+        )
+    if len(without := [s for s in (first, other) if s.captions is None]) == 1:
+        raise InputError(
+            f"data.mix: {first.name} and {other.name} are read with captions, and "
+            f"{without[0].name} {without[0].split} has none; leave it out"
         )
     if not held_alike([first, other]):
         raise InputError(

@@ -107,6 +107,7 @@ class Run:
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
     division: content of `division.FILE` of a run that begins; empty if it has no own images.
+    tokenizer: {name: content} of the files that WORKDIR/tokenizer keeps.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     callbacks: the user's functions, called where the run logs or evaluates.
@@ -127,6 +128,7 @@ class Run:
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     division: bytes = b""
+    tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
@@ -248,6 +250,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         evaluators=evaluators,
         timetable=Timetable(settings.durations),
         division=opened.division(),
+        tokenizer=opened.tokenizer,
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
