@@ -53,7 +53,7 @@ class ZeroShot(SplitEvaluator):
         side = need_text_side(inputs.read_text_side, "type='zeroshot'")
         classes = words.names_in_words(source.class_names, "split")
         prompts = words.read_prompts(self.prompts)
-        texts = words.encode(side.tokenizer.read(), classes, prompts, "split")
+        texts = words.encode(side.read_tokenizer(), classes, prompts, "split")
         model = zero_shot_model(inputs.model, side.matcher, len(texts))
         inputs = dataclasses.replace(inputs, model=model, see=None)
         measure = self._for(source.multi_label).bind(inputs)

@@ -22,7 +22,7 @@ def with_labels(
     """
     names = words.check_labels(labels)
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")
-    tokenizer, classes = side.tokenizer.read(), [[name] for name in names]
+    tokenizer, classes = side.read_tokenizer(), [[name] for name in names]
     texts = words.encode(tokenizer, classes, words.read_prompts(prompts), "labels")
     model = zero_shot_model(pretrained.model, side.matcher, len(texts))
     head = zero_shot_head(side, texts)

@@ -28,12 +28,14 @@ class TextSide(NamedTuple):
     """The text side of a model of images and texts: all but its image tower.
 
     params: {leaf name: float32 array} of `matcher`; {}: they are the objective's of a train state.
-    tokenizer: the model's `data.tokenizers.TokenizerFiles`.
+    read_tokenizer: gives the model's `data.tokenizers.Tokenizer`.
+    files: paths of that tokenizer's files, if it has some.
     """
 
     matcher: Matcher
     params: Mapping[str, np.ndarray]
-    tokenizer: Any
+    read_tokenizer: Callable[[], Any]
+    files: Sequence[Any] = ()
 
     @property
     def variables(self) -> dict[str, Any]:

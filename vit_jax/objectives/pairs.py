@@ -159,6 +159,11 @@ def keys_of(ids_BT: jax.Array) -> jax.Array:
     return (ids_BT.astype(jnp.uint32)[:, :, None] * factors_T2[None]).sum(axis=1, dtype=jnp.uint32)
 
 
+def bytes_passed_on(common_width: int) -> int:
+    """The bytes of a row that go round in a step: its text twice, and its text's gradient."""
+    return 3 * 4 * common_width
+
+
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, precision="highest", preferred_element_type=jnp.float32)
 
