@@ -12,8 +12,8 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -32,11 +32,17 @@ from vit_jax.data.tokenizers import (
     train_tokenizer,
 )
 
+NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
 _LOOKED_AT = 100_000  # images whose captions are counted, and teach a tokenizer
+_FAULTS = {
+    "missing": "images have no caption, and are left out",
+    "bytes": "captions are not UTF-8, and are left out",
+    "special": "captions hold a special token, and are left out",
+    "empty": "captions have no words, and are left out",
+    "cut": "captions have more than {} tokens, and are cut",
+}
 _READERS = 16  # threads: in an object store most of the time is spent waiting
-
-logger = logging.getLogger("vit_jax")
 
 
 def kept_tokenizer(workdir: epath.Path, data: Data) -> TokenizerFiles:
@@ -65,7 +71,10 @@ def open_tokenizer(
     contents = files.contents
     if data.tokenizer is None and not contents:
         if data.vocabulary_digest is not None:
-            raise InputError(f"{files.folder}: the run's tokenizer is missing; restore it")
+            where = f"data.tokenizer=None: {files.folder}"
+            raise InputError(
+                f"{where}: the tokenizer that the run began with is missing; restore it"
+            )
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
     tokenizer = files.read(contents)
@@ -86,31 +95,33 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
     return fingerprint([[n, hashlib.sha256(contents[n]).hexdigest()] for n in sorted(contents)])
 
 
-def say_unusable(source: Source) -> None:
-    """Warn of captions that are left out or cut, with their numbers and the first records.
+def look_at(source: Source) -> tuple[str, str]:
+    """(digest, faults) of the captions of at most 100,000 images, evenly spaced.
 
-    Looks at 100,000 images, evenly spaced, if there are more.
+    The faults are for the user: the number of the captions that are left out or cut, and the first
+    images that have some; "" if there are none.
 
-    Raises: InputError if none of them has a usable caption.
+    Raises: InputError if no caption can be used.
     """
-    tokenizer, found, good = source.tokenizer, dict[str, list[int]](), 0
+    tokenizer, digest, good = source.tokenizer, hashlib.sha256(), 0
     assert tokenizer is not None
-    cut = f"longer than {tokenizer.room} tokens (cut)"
+    found: dict[str, list[int]] = {}
     for record, captions in _sample(source):
+        digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
-        long = sum(len(tokenizer.ids_of(text)) > tokenizer.room for text in texts)
+        long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
         good += bool(texts)
-        for fault in (*faults, *[cut] * long):
+        for fault in (*faults, *["cut"] * len(long)):
             found.setdefault(fault, []).append(record)
-    where = f"{source.name} {source.split}: captions"
     said = [
-        f"{len(records):,} {fault}: {few([source.record_name(i) for i in records[:3]])}"
+        f"{len(records):,} {_FAULTS[fault].format(tokenizer.room)} ("
+        f"{few(source.record_name(i) for i in dict.fromkeys(records))})"
         for fault, records in found.items()
     ]
+    text = f"{source.name} {source.split}: " + "; ".join(said)
     if not good:
-        raise InputError(f"{where}: none can be used: {'; '.join(said)}")
-    if said:
-        logger.warning("%s: %s; images without a usable one do not count", where, "; ".join(said))
+        raise InputError(f"data.text_length: no caption can be used: {text}")
+    return digest.hexdigest()[:32], text * bool(said)
 
 
 def with_texts(
@@ -142,6 +153,18 @@ def _choose(seed: int | None, texts: Sequence[str], position: int) -> str:
     return texts[np.random.Philox(key=[seed, position]).random_raw() % len(texts)]
 
 
+def as_captions(value: Any) -> list[str | bytes]:
+    """The captions in a cell of a table or in a value of JSON: text, or lists of text, or none."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return [caption for part in value for caption in as_captions(part)]
+    return [value] if isinstance(value, str | bytes) else []
+
+
+def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
+    """The captions under the first of NAMES that `values` has."""
+    return as_captions(next((values[name] for name in NAMES if name in values), None))
+
+
 def _usable(
     captions: Sequence[str | bytes], clean: Callable[[str], str], specials: Sequence[str] = ()
 ) -> tuple[list[str], list[str]]:
@@ -152,10 +175,10 @@ def _usable(
             text = caption.decode("utf-8-sig") if isinstance(caption, bytes) else caption
             text.encode()  # JSON may hold half a character
         except UnicodeError:
-            faults.append("not UTF-8")
+            faults.append("bytes")
             continue
         if any(token in text for token in specials):
-            faults.append("with a special token")
+            faults.append("special")
         elif not clean(text).strip():
             faults.append("empty")
         else:

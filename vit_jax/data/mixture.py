@@ -25,7 +25,8 @@ from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
-from vit_jax.data.shards import WORD, canonical, parts_of
+from vit_jax.data.shard_files import WORD, canonical
+from vit_jax.data.shards import parts_of
 
 logger = logging.getLogger("vit_jax")
 
