@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from at_fault import at_fault
 from etils import epath
+from fake_hub import COMMITS, served
 from images import encode, smooth_image
 from PIL import Image
 from prepared import prepare
@@ -225,11 +226,10 @@ def test_unusable_captions_are_counted_named_and_masked(tmp_path):
     source, _ = with_tokenizer(of_columns(None, BAD), tmp_path)
     _, faults = look_at(source)
     assert faults == (
-        "arrays train: 2 images have no caption, and are left out (item 1 of train, item 7 of "
-        "train); 3 captions have no words, and are left out (item 2 of train, item 6 of train); "
-        "2 captions are not UTF-8, and are left out (item 3 of train, item 9 of train); 1 captions "
-        "hold a special token, and are left out (item 4 of train); 1 captions have more than 8 "
-        "tokens, and are cut (item 5 of train)"
+        "arrays train: 2 missing (item 1 of train, item 7 of train); 3 empty (item 2 of train, "
+        "item 6 of train); 2 not UTF-8 (item 3 of train, item 9 of train); 1 with a special token "
+        "(item 4 of train); 1 cut to 8 tokens (item 5 of train); images without another caption "
+        "are left out"
     )
     found = {}
     for batch in batches(source, seed=None):
@@ -340,6 +340,20 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary_digest=digest)
     with refused("data.vocabulary", f"has {size} token ids"):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary=size - 1)
+
+
+def test_a_tokenizer_of_the_hub(tmp_path, golden, monkeypatch):
+    files = TokenizerFiles(golden / "tokenizer_clip", LENGTH).contents
+    repositories = {("org/words", COMMITS["main"]): files | {"model.safetensors": b"weights"}}
+    source = of_columns(None, FIRST)
+    with served(repositories, monkeypatch, tmp_path) as hub:
+        told, contents = with_tokenizer(source, tmp_path, tokenizer="hf:org/words")
+        assert contents == files and told.tokenizer.facts.vocabulary == 929
+        assert not any("weights" in file for _, file in hub.asked)
+        with refused("data.tokenizer", "does not exist, or is private"):
+            with_tokenizer(source, tmp_path, tokenizer="hf:org/nothing")
+        with refused("data.text_length", "has no room for words"):
+            with_tokenizer(source, tmp_path, tokenizer="hf:org/words", text_length=2)
 
 
 def test_pillow_images_with_captions():

@@ -35,13 +35,6 @@ from vit_jax.data.tokenizers import (
 NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
 _LOOKED_AT = 100_000  # images whose captions are counted, and teach a tokenizer
-_FAULTS = {
-    "missing": "images have no caption, and are left out",
-    "bytes": "captions are not UTF-8, and are left out",
-    "special": "captions hold a special token, and are left out",
-    "empty": "captions have no words, and are left out",
-    "cut": "captions have more than {} tokens, and are cut",
-}
 _READERS = 16  # threads: in an object store most of the time is spent waiting
 
 
@@ -82,6 +75,8 @@ def open_tokenizer(
     if data.vocabulary_digest not in (None, digest := digest_of(contents)):
         got = f"got {digest}, needed {data.vocabulary_digest}"
         raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    if tokenizer.room < 1:
+        raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
     if data.vocabulary not in (None, tokenizer.vocabulary):
         has = f"has {tokenizer.vocabulary} token ids; set data.vocabulary to that, or to None"
         raise InputError(
@@ -111,16 +106,16 @@ def look_at(source: Source) -> tuple[str, str]:
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
         long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
         good += bool(texts)
-        for fault in (*faults, *["cut"] * len(long)):
+        for fault in (*faults, *[f"cut to {tokenizer.room} tokens"] * len(long)):
             found.setdefault(fault, []).append(record)
     said = [
-        f"{len(records):,} {_FAULTS[fault].format(tokenizer.room)} ("
-        f"{few(source.record_name(i) for i in dict.fromkeys(records))})"
+        f"{len(records):,} {fault} ({few(source.record_name(i) for i in dict.fromkeys(records))})"
         for fault, records in found.items()
     ]
     text = f"{source.name} {source.split}: " + "; ".join(said)
     if not good:
         raise InputError(f"data.text_length: no caption can be used: {text}")
+    text += "; images without another caption are left out"
     return digest.hexdigest()[:32], text * bool(said)
 
 
@@ -175,10 +170,10 @@ def _usable(
             text = caption.decode("utf-8-sig") if isinstance(caption, bytes) else caption
             text.encode()  # JSON may hold half a character
         except UnicodeError:
-            faults.append("bytes")
+            faults.append("not UTF-8")
             continue
         if any(token in text for token in specials):
-            faults.append("special")
+            faults.append("with a special token")
         elif not clean(text).strip():
             faults.append("empty")
         else:
