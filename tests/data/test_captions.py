@@ -259,7 +259,7 @@ def test_parts_and_mixtures_keep_captions_and_all_must_have_some(tmp_path):
     ]
     mixed = concatenate([whole, part])
     assert mixed.captions(12) == part.captions(0) and mixed.captions(3) == CAPTIONS[3]
-    with refused("data.mix", "arrays and arrays are read with captions, and arrays train has none"):
+    with refused("data.mix", "arrays and arrays differ in whether images have captions"):
         concatenate([whole, given({"image": PIXELS})])
     with refused("data.text_length", "has no captions"):
         with_tokenizer(given({"image": PIXELS}), tmp_path)

@@ -64,10 +64,8 @@ def open_tokenizer(
     contents = files.contents
     if data.tokenizer is None and not contents:
         if data.vocabulary_digest is not None:
-            where = f"data.tokenizer=None: {files.folder}"
-            raise InputError(
-                f"{where}: the tokenizer that the run began with is missing; restore it"
-            )
+            was = "the tokenizer that the run began with"
+            raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
     tokenizer = files.read(contents)
@@ -78,10 +76,8 @@ def open_tokenizer(
     if tokenizer.room < 1:
         raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
     if data.vocabulary not in (None, tokenizer.vocabulary):
-        has = f"has {tokenizer.vocabulary} token ids; set data.vocabulary to that, or to None"
-        raise InputError(
-            f"data.vocabulary={data.vocabulary}: the tokenizer in {files.folder} {has}"
-        )
+        has = f"{files.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
+        raise InputError(f"data.vocabulary={data.vocabulary}: {has}")
     return tokenizer, contents
 
 

@@ -47,6 +47,10 @@ class Labels:
     codes: np.ndarray
     counts: np.ndarray
 
+    def none(self) -> Labels:
+        """Of as many records without labels."""
+        return Labels((), self.codes[:0], 0 * self.counts)
+
     @classmethod
     def of(cls, rows: Iterable[Sequence[str] | None]) -> Labels:
         """From the labels of each record; None if they cannot be read."""
@@ -119,8 +123,9 @@ def open_shards(
 
     Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
     """
-    if request.captions and request.multi_label is False:
-        splits = _if_each_has_one(splits)
+    counts = np.concatenate([shard.labels.counts for of in splits.values() for shard in of])
+    if request.captions and request.multi_label is False and (counts != 1).any():
+        splits = {name: [*map(_without_labels, of)] for name, of in splits.items()}
     records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
     training = splits.get("train") or [part.shard for part in records.parts]
@@ -178,17 +183,8 @@ def open_shards(
     )
 
 
-def _if_each_has_one(splits: Mapping[str, Sequence[Shard]]) -> dict[str, Sequence[Shard]]:
-    """`splits`, without labels unless each record has one."""
-    if all((shard.labels.counts == 1).all() for of in splits.values() for shard in of):
-        return {**splits}
-    no_codes = np.zeros(0, np.int32)
-    return {
-        split: [
-            dataclasses.replace(s, labels=Labels((), no_codes, 0 * s.labels.counts)) for s in of
-        ]
-        for split, of in splits.items()
-    }
+def _without_labels(shard: Shard) -> Shard:
+    return dataclasses.replace(shard, labels=shard.labels.none())
 
 
 class _Records:

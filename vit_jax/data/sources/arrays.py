@@ -124,9 +124,11 @@ class Split:
         return (found[0], found[1]) if is_pair else (found, None)
 
     def captions_of(self, i: int) -> list[str | bytes]:
-        """The captions of an item."""
-        found = self.images[i] if self.captions is None else {NAMES[0]: self.captions[i]}
-        return find_captions(found) if isinstance(found, Mapping) else []
+        """The captions of an item; none if it is broken."""
+        with contextlib.suppress(Exception):  # of the user's code
+            found = self.images[i] if self.captions is None else {NAMES[0]: self.captions[i]}
+            return find_captions(found) if isinstance(found, Mapping) else []
+        return []
 
     @functools.cached_property
     def has_labels(self) -> bool:
@@ -212,11 +214,8 @@ def _read(path: str, *version: float) -> Data:
     if not names:
         needed = "train_images, train_labels, val_images, val_labels and so on"
         raise InputError(f"{where}: has {few(arrays) or 'no arrays'}; needed: {needed}")
-    of_split = {"image": "images", "label": "labels", "caption": "captions"}
-    splits = {
-        name: {key: arrays.get(f"{name}_{column}") for key, column in of_split.items()}
-        for name in names
-    }
+    columns = ("image", "label", "caption")
+    splits = {name: {key: arrays.get(f"{name}_{key}s") for key in columns} for name in names}
     return Data.of(splits | {"class_names": arrays.get("class_names")})
 
 

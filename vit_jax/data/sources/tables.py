@@ -178,12 +178,8 @@ class Parquet(DataSet):
             )
         _check_types(tables.values(), image, label, caption)
         names = first.feature(label).get("names") if label else None
-        shards = _at_once(lambda table: _shard(table, image, label, names), tables.values())
-        if caption is not None:
-            shards = [
-                dataclasses.replace(shard, captions=functools.partial(_captions, table, caption))
-                for shard, table in zip(shards, tables.values(), strict=True)
-            ]
+        read = functools.partial(_shard, image=image, label=label, caption=caption, names=names)
+        shards = _at_once(read, tables.values())
         source = open_shards(
             request,
             files.root,
@@ -289,8 +285,10 @@ def _say_type(table: Table, column: str, others: Sequence[str]) -> str:
     return f"{table.schema.field(column).type}{of}"
 
 
-def _shard(table: Table, image: str, label: str | None, names: Sequence[str] | None) -> Shard:
-    """The labels and names of the records of a table."""
+def _shard(
+    table: Table, image: str, label: str | None, caption: str | None, names: Sequence[str] | None
+) -> Shard:
+    """The labels, names and captions of the records of a table."""
     groups, num_rows = range(len(table.rows)), sum(table.rows)
 
     @functools.cache
@@ -320,7 +318,8 @@ def _shard(table: Table, image: str, label: str | None, names: Sequence[str] | N
         labels = _labels(table.read(groups, label, None), names, f"{shown(table.path)}: {label}")
     digest = hashlib.sha256(labels.codes.tobytes() + labels.counts.tobytes()).hexdigest()
     identity = f"{table.identity} {digest} {labels.names}"
-    return Shard(os.fspath(table.path), labels, identity, keys, why)
+    captions = None if caption is None else functools.partial(_captions, table, caption)
+    return Shard(os.fspath(table.path), labels, identity, keys, why, captions)
 
 
 def _labels(cells: pa.ChunkedArray, names: Sequence[str] | None, where: str) -> Labels:

@@ -160,7 +160,7 @@ def _from_index(path: epath.Path, captions: bool) -> TarShard | None:
                 if captions:
                     read = functools.partial(_captions, name, members[0])
                     if (members[0]["kind"] == _LABEL).any():
-                        labels = Labels([], codes[:0], 0 * counts)
+                        labels = labels.none()
                 why = functools.partial(_why, name, places)
                 notes = head["notes"]
                 return TarShard(

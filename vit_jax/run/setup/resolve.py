@@ -164,13 +164,7 @@ def find_open(config: ConfigDict) -> dict[str, str]:
     taken = (f"model.{field}" for field, value in config.model.items()
              if value is None and field not in _never_taken(config))  # fmt: skip
     waiting = {
-        "data": (
-            "data.num_classes",
-            "data.num_examples",
-            "data.order",
-            "data.streams",
-            *("data.vocabulary", "data.vocabulary_digest") * (config.data.text_length is not None),
-        ),
+        "data": ("data.num_classes", "data.num_examples", "data.order", "data.streams"),
         "devices": ("optimizer.accum_steps", *config_lib.LAYOUT_KEYS * config.auto),
         "source": ("data.image_size", *(f"data.{key}" for key in _OF_PIXELS), *taken)
         * (config.init_fields == "source"),
