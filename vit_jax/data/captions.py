@@ -12,8 +12,8 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -32,11 +32,10 @@ from vit_jax.data.tokenizers import (
     train_tokenizer,
 )
 
+NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
 _LOOKED_AT = 100_000  # images whose captions are counted, and teach a tokenizer
 _READERS = 16  # threads: in an object store most of the time is spent waiting
-
-logger = logging.getLogger("vit_jax")
 
 
 def kept_tokenizer(workdir: epath.Path, data: Data) -> TokenizerFiles:
@@ -65,7 +64,8 @@ def open_tokenizer(
     contents = files.contents
     if data.tokenizer is None and not contents:
         if data.vocabulary_digest is not None:
-            raise InputError(f"{files.folder}: the run's tokenizer is missing; restore it")
+            was = "the tokenizer that the run began with"
+            raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
     tokenizer = files.read(contents)
@@ -73,11 +73,11 @@ def open_tokenizer(
     if data.vocabulary_digest not in (None, digest := digest_of(contents)):
         got = f"got {digest}, needed {data.vocabulary_digest}"
         raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    if tokenizer.room < 1:
+        raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
     if data.vocabulary not in (None, tokenizer.vocabulary):
-        has = f"has {tokenizer.vocabulary} token ids; set data.vocabulary to that, or to None"
-        raise InputError(
-            f"data.vocabulary={data.vocabulary}: the tokenizer in {files.folder} {has}"
-        )
+        has = f"{files.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
+        raise InputError(f"data.vocabulary={data.vocabulary}: {has}")
     return tokenizer, contents
 
 
@@ -86,31 +86,33 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
     return fingerprint([[n, hashlib.sha256(contents[n]).hexdigest()] for n in sorted(contents)])
 
 
-def say_unusable(source: Source) -> None:
-    """Warn of captions that are left out or cut, with their numbers and the first records.
+def look_at(source: Source) -> tuple[str, str]:
+    """(digest, faults) of the captions of at most 100,000 images, evenly spaced.
 
-    Looks at 100,000 images, evenly spaced, if there are more.
+    The faults are for the user: the number of the captions that are left out or cut, and the first
+    images that have some; "" if there are none.
 
-    Raises: InputError if none of them has a usable caption.
+    Raises: InputError if no caption can be used.
     """
-    tokenizer, found, good = source.tokenizer, dict[str, list[int]](), 0
+    tokenizer, digest, good = source.tokenizer, hashlib.sha256(), 0
     assert tokenizer is not None
-    cut = f"longer than {tokenizer.room} tokens (cut)"
+    found: dict[str, list[int]] = {}
     for record, captions in _sample(source):
+        digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
-        long = sum(len(tokenizer.ids_of(text)) > tokenizer.room for text in texts)
+        long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
         good += bool(texts)
-        for fault in (*faults, *[cut] * long):
+        for fault in (*faults, *[f"cut to {tokenizer.room} tokens"] * len(long)):
             found.setdefault(fault, []).append(record)
-    where = f"{source.name} {source.split}: captions"
     said = [
-        f"{len(records):,} {fault}: {few([source.record_name(i) for i in records[:3]])}"
+        f"{len(records):,} {fault} ({few(source.record_name(i) for i in dict.fromkeys(records))})"
         for fault, records in found.items()
     ]
+    text = f"{source.name} {source.split}: " + "; ".join(said)
     if not good:
-        raise InputError(f"{where}: none can be used: {'; '.join(said)}")
-    if said:
-        logger.warning("%s: %s; images without a usable one do not count", where, "; ".join(said))
+        raise InputError(f"data.text_length: no caption can be used: {text}")
+    text += "; images without another caption are left out"
+    return digest.hexdigest()[:32], text * bool(said)
 
 
 def with_texts(
@@ -140,6 +142,18 @@ def _choose(seed: int | None, texts: Sequence[str], position: int) -> str:
     if seed is None or len(texts) < 2:
         return next(iter(texts), "")
     return texts[np.random.Philox(key=[seed, position]).random_raw() % len(texts)]
+
+
+def as_captions(value: Any) -> list[str | bytes]:
+    """The captions in a cell of a table or in a value of JSON: text, or lists of text, or none."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return [caption for part in value for caption in as_captions(part)]
+    return [value] if isinstance(value, str | bytes) else []
+
+
+def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
+    """The captions under the first of NAMES that `values` has."""
+    return as_captions(next((values[name] for name in NAMES if name in values), None))
 
 
 def _usable(

@@ -109,6 +109,7 @@ class Run:
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
     division: content of `division.FILE` of a run that begins; empty if it has no own images.
     tokenizer: {name: content} of the files that WORKDIR/tokenizer keeps.
+    caption_faults: of the training data, for the user; see `captions.look_at`.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     callbacks: the user's functions, called where the run logs or evaluates.
@@ -130,6 +131,7 @@ class Run:
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     division: bytes = b""
     tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    caption_faults: str = ""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
@@ -253,6 +255,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         timetable=Timetable(settings.durations),
         division=opened.division(),
         tokenizer=opened.tokenizer,
+        caption_faults=opened.caption_faults,
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
@@ -284,6 +287,8 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if run.caption_faults:
+        logger.warning("captions: %s", run.caption_faults)
     if fault := unused_bits_of(run.train_source):
         logger.warning("data: %s; %s", *fault)
     if size > d.num_examples:

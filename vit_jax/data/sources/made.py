@@ -87,7 +87,5 @@ class Synthetic(DataSet):
             fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
             record_name=numbered(name, split),
-            captions=(lambda i: [f"noise of class {i % num_classes}"])
-            if request.captions
-            else None,
+            captions=(lambda i: [f"noise {i % num_classes}"]) if request.captions else None,
         )

@@ -43,15 +43,8 @@ RULES = {"constant": "constant", "cosine": "cosine", "rsqrt": "rsqrt", "cooldown
 KEYS = (*KEYS_OF_THE_END, "optimizer.peak_lr", "schedule.warmup", "schedule.timescale")
 
 # Besides the checkpoint, config.json and TensorBoard's files. Rows after the step are dropped then.
-_KEPT = (
-    "classes.json",
-    FILE,
-    "teachers.json",
-    "plugins",
-    "starts.jsonl",
-    "metrics.jsonl",
-    TOKENIZER,
-)
+_KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl",
+         TOKENIZER)  # fmt: skip
 
 _BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
 

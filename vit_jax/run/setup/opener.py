@@ -19,7 +19,8 @@ from vit_jax.config.base import shares_in_steps
 from vit_jax.config.sections import Data
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data import Source
-from vit_jax.data.captions import digest_of, open_tokenizer, say_unusable
+from vit_jax.data.captions import digest_of, look_at, open_tokenizer
+from vit_jax.data.contract import fingerprint
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -65,6 +66,7 @@ class Files(Opener):
     divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
     tokenizer: {name: content} of the files of the captions' tokenizer; {} without captions.
+    caption_faults: see `captions.look_at`.
     choose_s: what the measurement of kernels took.
     """
 
@@ -74,6 +76,7 @@ class Files(Opener):
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
         self.tokenizer: Mapping[str, bytes] = {}
+        self.caption_faults = ""
         self.choose_s = 0.0
 
     def find_faults(self, config: ConfigDict) -> list[str]:
@@ -148,11 +151,13 @@ class Files(Opener):
         """Open the tokenizer of the captions, and give it to the training data."""
         key = config_lib.train_split(data)
         tokenizer, self.tokenizer = open_tokenizer(data, self._workdir, sources[key])
-        sources[key] = dataclasses.replace(sources[key], tokenizer=tokenizer)
-        say_unusable(sources[key])
+        source = dataclasses.replace(sources[key], tokenizer=tokenizer)
+        digest, self.caption_faults = look_at(source)
+        identity = fingerprint(source.fingerprint, digest)
+        sources[key] = dataclasses.replace(source, fingerprint=identity)
         self.preprocessing = self.preprocessing._replace(text=tokenizer.facts)
-        digest = digest_of(self.tokenizer)
-        return {"data.vocabulary": tokenizer.vocabulary, "data.vocabulary_digest": digest}
+        of_files = {"data.vocabulary_digest": digest_of(self.tokenizer)}
+        return {"data.vocabulary": tokenizer.vocabulary} | of_files
 
     def _open_division(self, config: ConfigDict) -> Divider:
         """The divider of the stored run; of a new run, it knows the images of `init_from`."""
