@@ -39,7 +39,7 @@ def get_config(arg=""):
     width, heads, common_width, peak_lr = MODELS[words[0]]
     c = base_config()
     use_captions(c, words[0], "softmax", text_length=77)
-    c.data.ops = "resize_small|random_crop"
+    c.data.ops = "decode|resize_small(antialias=True)|random_crop"
     c.data.mean = (0.48145466, 0.4578275, 0.40821073)
     c.data.std = (0.26862954, 0.26130258, 0.27577711)
     c.model.update(pool="token", pre_norm=True, patch_bias=False, norm_pooled=True)
