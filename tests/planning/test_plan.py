@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
 from PIL import Image
 from read_settings import settings_of
+from shipped_forms import load
 
 import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import base_config, with_values
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -252,6 +253,18 @@ def eight_chips(topology="H100:8", **changes):
     accum_steps = settings_of(config).optimizer.accum_steps
     rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
+
+
+def test_texts_of_all_rows_pass_each_chip():
+    """Twice, and their gradients once, each of 32 float32 numbers; by the slowest axis."""
+    for changes, axis in (({}, "data"), ({"mesh.replica": 2}, "replica")):
+        config = with_known_facts(with_values(load("siglip", "debug"), changes))
+        target = Target(find_slice("H100:8"))
+        mesh = planning.targets.plan_mesh(settings_of(config), target)
+        experiment = planned_experiment(settings_of(config), mesh)
+        rows = exchanges.collective_table(experiment, mesh.shape, target, 4, 1)
+        (found,) = (row for row in rows if row["kind"] == "collective-permute")
+        assert (found["axes"], found["bytes"]) == ([axis], 32 * 3 * 32 * 4)
 
 
 @pytest.mark.parametrize(("changes", "expected"), EXCHANGED)
