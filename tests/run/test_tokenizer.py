@@ -114,7 +114,7 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
     run(again, make=prepare, **where)
     wrong = [*CAPTIONS[:-1], [b"\xff"]]
     run(tmp_path / "new", wrong)
-    assert caplog.text.count("captions: arrays train: 1 not UTF-8 (item 63 of train); images") == 1
+    assert caplog.text.count(" train: 1 not UTF-8 (item 63 of train); images") == 1
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one_and_a_branch_has_the_tokenizer(workdir, tmp_path):
