@@ -17,6 +17,7 @@ from vit_jax.data.captions import digest_of, kept_tokenizer
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import SIZE, TextFacts
+from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.run.setup.branch import branch
 from vit_jax.run.setup.validation import validate
@@ -64,6 +65,10 @@ def test_a_run_keeps_its_tokenizer_and_says_its_digest(workdir):
     assert stored.asked.data.vocabulary is None
 
 
+def types_of(batch):
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+
+
 def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
     facts, bind = [], Supervised.bind
 
@@ -82,9 +87,8 @@ def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
     assert (batch["text"].shape, batch["text_mask"].shape) == ((size, 8), (size,))
     with jax.set_mesh(made.mesh):
         first = next(made.batches(range(1)))
-    assert {k: (v.shape, v.dtype) for k, v in first.items()} == {
-        k: (v.shape, v.dtype) for k, v in made.earlier[0].abstract_batch.items()
-    }
+    assert types_of(first) == types_of(made.earlier[0].abstract_batch)
+    assert types_of(made_up_batch(made.experiment, 10)) == types_of(batch)
     for ids, record in zip(np.asarray(first["text"]), np.asarray(first["id"]), strict=True):
         assert any(np.array_equal(ids, tokenizer([text])[0]) for text in CAPTIONS[record])
 
