@@ -69,7 +69,7 @@ def types_of(batch):
     return {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()}
 
 
-def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
+def test_its_parts_know_the_tokenizer(workdir, golden, monkeypatch):
     facts, bind = [], Supervised.bind
 
     def noted(self, model, loss, known):
@@ -78,8 +78,11 @@ def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
 
     monkeypatch.setattr(Supervised, "bind", noted)
     sizes = "8, 12 at 50 %"  # two stages
-    made = run(workdir.with_name("none"), make=prepare, data__image_size=sizes)
+    clip = golden / "tokenizer_clip"
+    how = {"data__image_size": sizes, "data__tokenizer": clip}
+    made = run(workdir.with_name("none"), make=prepare, **how)
     tokenizer = made.train_source.tokenizer
+    assert tokenizer.facts == TextFacts(929, 8, end_id=928, pad_id=928)
     assert {known.text for known in facts} == {tokenizer.facts}
     assert all(each.batch.text == tokenizer.facts for each in made.experiments)
     batch = made.experiment.abstract_batch
@@ -108,6 +111,9 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
     made = run(again, make=prepare, **where)
     assert made.fingerprint == run(again, make=prepare).fingerprint
     assert made.fingerprint != run(again, [["a"]] * 64, make=prepare).fingerprint
+    new = tmp_path / "none"
+    assert made.fingerprint == run(new, make=prepare).fingerprint
+    assert made.fingerprint != run(new, make=prepare, data__text_length=9).fingerprint
     with at_fault("data.tokenizer"):
         run(again, make=prepare, data__tokenizer=golden / "tokenizer_siglip")
     with at_fault("data.text_length"):
