@@ -16,6 +16,7 @@ _SETS = {
     "image": "set --config.data.ops",
     "global_views": "set --config.data.num_global=2 and --config.data.global_ops",
     "local_views": "set --config.data.num_local=8, --config.data.local_ops and data.local_size",
+    "text": "set --config.data.text_length=16 for data with captions",
 }
 
 
@@ -44,7 +45,7 @@ def make_objective(
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
     rows = training_metrics(settings.log, settings.loss, data).rows
-    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form)
+    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form, batch.text)
     objective = settings.objective.bind(model, settings.loss.bind(), facts)
     _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.config import Part, sections
 from vit_jax.config.settings import Settings
+from vit_jax.data.tokenizers import TextFacts
 
 
 class Term(flax.struct.PyTreeNode):
@@ -213,6 +214,8 @@ class RunFacts(NamedTuple):
     durations: {config key: steps} for every duration of the run.
     metrics: (logits (B, C), batch) -> {name: rows} of the metrics to log.
     in_form: gives the objective's own blocks the form to compute in.
+    text: of the tokenizer of a batch's `text`; None: it has no captions. In a plan, which opens no
+      tokenizer, those of one that a run trains, with `data.vocabulary` ids.
     """
 
     mean: tuple[float, ...]
@@ -222,6 +225,7 @@ class RunFacts(NamedTuple):
     durations: Mapping[str, int] = {}
     metrics: Callable[[jax.Array, Batch], dict[str, Any]] = lambda logits_BC, batch: {}
     in_form: InForm = as_it_is
+    text: TextFacts | None = None
 
 
 class ObjectivePart(sections.Objective, Part):

@@ -107,6 +107,8 @@ class Run:
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
     division: content of `division.FILE` of a run that begins; empty if it has no own images.
+    tokenizer: {name: content} of the files that WORKDIR/tokenizer keeps.
+    caption_faults: of the training data, for the user; see `captions.look_at`.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     callbacks: the user's functions, called where the run logs or evaluates.
@@ -127,6 +129,8 @@ class Run:
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     division: bytes = b""
+    tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    caption_faults: str = ""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
@@ -248,6 +252,8 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         evaluators=evaluators,
         timetable=Timetable(settings.durations),
         division=opened.division(),
+        tokenizer=opened.tokenizer,
+        caption_faults=opened.caption_faults,
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
@@ -279,6 +285,8 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if run.caption_faults:
+        logger.warning("captions: %s", run.caption_faults)
     if fault := unused_bits_of(run.train_source):
         logger.warning("data: %s; %s", *fault)
     if size > d.num_examples:
