@@ -97,9 +97,9 @@ def zero_shot(
     embed = jax.jit(partial(matcher.apply, method="text_features"))
     padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
     found = [embed(side.variables, part) for part in np.split(padded, len(padded) // _BATCH)]
-    texts_NE = np.asarray(unit(np.concatenate(found)[: len(ids_NT)]))
+    texts_NE = np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
-    classes_KE = np.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
+    classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = params["logit_bias"] if matcher.has_bias else 0
     head = {
         "head/classes/kernel": np.exp(params["logit_scale"]) * np.asarray(unit(classes_KE)).T,
