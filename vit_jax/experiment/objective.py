@@ -1,6 +1,6 @@
 """The objective of a config, with what it learns from: labels, views, teachers, an average."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import flax.linen as nn
 
@@ -8,6 +8,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import Settings, sections
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
+from vit_jax.data.tokenizers import Tokenizer
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
 from vit_jax.objectives.metrics import training_metrics
 
@@ -49,6 +51,19 @@ def make_objective(
     objective = settings.objective.bind(model, settings.loss.bind(), facts)
     _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective
+
+
+def texts_that_learn(
+    settings: Settings, model: nn.Module, tokenizer: Tokenizer | None
+) -> Callable[[], TextSide] | None:
+    """Gives the text side of `model` in training; None if the objective has none.
+
+    `tokenizer`: of the run; None: it reads no captions.
+    """
+    if tokenizer is None or not settings.objective.learns_texts:
+        return None
+    matcher = settings.objective.make_matcher(model, tokenizer.facts)
+    return lambda: TextSide(matcher, {}, lambda: tokenizer)
 
 
 def say_no_teacher(optimizer: sections.Optimizer, objective: str) -> str:

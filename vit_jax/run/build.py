@@ -25,6 +25,7 @@ from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
@@ -233,8 +234,9 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
     evaluators = make_evaluators(
-        settings, preprocessing, experiment.model, mesh, opened.sources, workdir
-    )
+        settings, preprocessing, experiment.model, mesh, opened.sources, workdir,
+        read_text_side=texts_that_learn(settings, experiment.model, train_source.tokenizer),
+    )  # fmt: skip
     check_metrics(settings, opened.sources)
     checkpoints.check_memory_dir(settings.checkpoint)
     inject = settings.job.inject
