@@ -43,6 +43,7 @@ from vit_jax.planning import (
 )
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
+from vit_jax.planning.run_plan import plan_run
 from vit_jax.planning.search import find_layouts, find_remedies, largest_batch
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.run import loop
@@ -944,3 +945,13 @@ def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
                if str(getattr(part, "title", "")).startswith("Stages")]  # fmt: skip
     columns = {column.header: [*column.cells] for column in table.columns}
     assert columns["pixels"] == ["8 x 8", "16 x 16"] and columns["patches"] == ["100%", "100%"]
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_batch_that_a_stage_cannot_split_names_the_stage(auto):
+    target = Target(find_slice("v5e:2x2"), may_compile=False)
+    keys = {"data.image_size": "12, 16 at 40 %", "data.image_size_keeps": "tokens", "auto": auto}
+    config = tiny_config(**keys, global_batch_size=36)
+    says = "data.image_size: the stage of 12 pixels has batches of 63, and needs a multiple of 4"
+    with pytest.raises(InputError, match=says):
+        plan_run(settings_of(config), target, {})

@@ -17,6 +17,7 @@ from vit_jax.data.captions import digest_of, kept_tokenizer
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import SIZE, TextFacts
+from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.run.setup.branch import branch
 from vit_jax.run.setup.validation import validate
@@ -64,7 +65,11 @@ def test_a_run_keeps_its_tokenizer_and_says_its_digest(workdir):
     assert stored.asked.data.vocabulary is None
 
 
-def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
+def types_of(batch):
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+
+
+def test_its_parts_know_the_tokenizer(workdir, golden, monkeypatch):
     facts, bind = [], Supervised.bind
 
     def noted(self, model, loss, known):
@@ -73,8 +78,11 @@ def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
 
     monkeypatch.setattr(Supervised, "bind", noted)
     sizes = "8, 12 at 50 %"  # two stages
-    made = run(workdir.with_name("none"), make=prepare, data__image_size=sizes)
+    clip = golden / "tokenizer_clip"
+    how = {"data__image_size": sizes, "data__tokenizer": clip}
+    made = run(workdir.with_name("none"), make=prepare, **how)
     tokenizer = made.train_source.tokenizer
+    assert tokenizer.facts == TextFacts(929, 8, end_id=928, pad_id=928)
     assert {known.text for known in facts} == {tokenizer.facts}
     assert all(each.batch.text == tokenizer.facts for each in made.experiments)
     batch = made.experiment.abstract_batch
@@ -82,9 +90,8 @@ def test_its_parts_know_the_tokenizer(workdir, monkeypatch):
     assert (batch["text"].shape, batch["text_mask"].shape) == ((size, 8), (size,))
     with jax.set_mesh(made.mesh):
         first = next(made.batches(range(1)))
-    assert {k: (v.shape, v.dtype) for k, v in first.items()} == {
-        k: (v.shape, v.dtype) for k, v in made.earlier[0].abstract_batch.items()
-    }
+    assert types_of(first) == types_of(made.earlier[0].abstract_batch)
+    assert types_of(made_up_batch(made.experiment, 10)) == types_of(batch)
     for ids, record in zip(np.asarray(first["text"]), np.asarray(first["id"]), strict=True):
         assert any(np.array_equal(ids, tokenizer([text])[0]) for text in CAPTIONS[record])
 
@@ -104,6 +111,9 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
     made = run(again, make=prepare, **where)
     assert made.fingerprint == run(again, make=prepare).fingerprint
     assert made.fingerprint != run(again, [["a"]] * 64, make=prepare).fingerprint
+    new = tmp_path / "none"
+    assert made.fingerprint == run(new, make=prepare).fingerprint
+    assert made.fingerprint != run(new, make=prepare, data__text_length=9).fingerprint
     with at_fault("data.tokenizer"):
         run(again, make=prepare, data__tokenizer=golden / "tokenizer_siglip")
     with at_fault("data.text_length"):
@@ -114,7 +124,7 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
     run(again, make=prepare, **where)
     wrong = [*CAPTIONS[:-1], [b"\xff"]]
     run(tmp_path / "new", wrong)
-    assert caplog.text.count("captions: arrays train: 1 not UTF-8 (item 63 of train); images") == 1
+    assert caplog.text.count(" train: 1 not UTF-8 (item 63 of train); images") == 1
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one_and_a_branch_has_the_tokenizer(workdir, tmp_path):

@@ -34,7 +34,8 @@ from vit_jax.data.tokenizers import (
 
 NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
-_LOOKED_AT = 100_000  # images whose captions are counted, and teach a tokenizer
+_LOOKED_AT = 20_000  # images whose captions are counted at each start, in about a second
+_TAUGHT = 200_000  # images whose captions a tokenizer is trained on, once
 _READERS = 16  # threads: in an object store most of the time is spent waiting
 
 
@@ -50,7 +51,7 @@ def open_tokenizer(
     """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
 
     It is `data.tokenizer`; if that is None, the one in the workdir, or else one that is trained on
-    the captions of `source`: every process trains the same.
+    the captions of `source`, of at most 200,000 images: every process trains the same.
 
     Raises: InputError if there are no captions, the tokenizer cannot be read, or a run that goes on
       had another one.
@@ -66,7 +67,7 @@ def open_tokenizer(
         if data.vocabulary_digest is not None:
             was = "the tokenizer that the run began with"
             raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
-        texts = (_usable(captions, canonical)[0] for _, captions in _sample(source))
+        texts = (_usable(captions, canonical)[0] for _, captions in _sample(source, _TAUGHT))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
     tokenizer = files.read(contents)
     where = f"data.tokenizer={data.tokenizer!r}: {files.folder}"
@@ -87,7 +88,7 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
 
 
 def look_at(source: Source) -> tuple[str, str]:
-    """(digest, faults) of the captions of at most 100,000 images, evenly spaced.
+    """(digest, faults) of the captions of at most 20,000 images, evenly spaced.
 
     The faults are for the user: the number of the captions that are left out or cut, and the first
     images that have some; "" if there are none.
@@ -97,7 +98,7 @@ def look_at(source: Source) -> tuple[str, str]:
     tokenizer, digest, good = source.tokenizer, hashlib.sha256(), 0
     assert tokenizer is not None
     found: dict[str, list[int]] = {}
-    for record, captions in _sample(source):
+    for record, captions in _sample(source, _LOOKED_AT):
         digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
         long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
@@ -177,9 +178,9 @@ def _usable(
     return texts, faults
 
 
-def _sample(source: Source) -> Iterator[tuple[int, Sequence[str | bytes]]]:
-    """(record, its captions) of at most 100,000 records, evenly spaced."""
-    records = spread(_LOOKED_AT, source.num_examples).tolist()
+def _sample(source: Source, number: int) -> Iterator[tuple[int, Sequence[str | bytes]]]:
+    """(record, its captions) of at most `number` records, evenly spaced."""
+    records = spread(number, source.num_examples).tolist()
     assert source.captions is not None
     return zip(records, _readers().map(source.captions, records), strict=True)
 

@@ -163,6 +163,9 @@ class TokenizerFiles(NamedTuple):
         pad = ids["pad"] if self.pad is None else self.pad
         used = {"pad": (pad,), **around}
         missing = ", ".join(f"{name}_token" for name in used if None in used[name])
+        if (pad is None or missing) and not any(file.name in _STATED for file in self.paths):
+            what = f"has no {' or '.join(_STATED)}, which states the {missing}"
+            raise InputError(f"{self.folder}: {what}; copy the model's into it")
         if pad is None or missing:
             raise InputError(f"{self.folder}: states no {missing} that {file} has; add it")
         clean, left = (

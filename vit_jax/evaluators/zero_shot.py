@@ -50,9 +50,9 @@ class ZeroShot(SplitEvaluator):
         source = inputs.source()
         if source.class_names is None:
             raise InputError(f"split: {source.name} names no classes; zeroshot needs their words")
-        side = need_text_side(inputs.read_text_side, "type='zeroshot'")
         classes = words.names_in_words(source.class_names, "split")
         prompts = words.read_prompts(self.prompts)
+        side = need_text_side(inputs.read_text_side, "type='zeroshot'")
         texts = words.encode(side.read_tokenizer(), classes, prompts, "split")
         model = zero_shot_model(inputs.model, side.matcher, len(texts))
         inputs = dataclasses.replace(inputs, model=model, see=None)

@@ -137,5 +137,7 @@ class Matcher(nn.Module):
 
 
 def unit(x_BE):
-    """The rows of `x_BE` with length 1."""
-    return x_BE / jnp.linalg.norm(x_BE, axis=-1, keepdims=True)
+    """The rows of `x_BE`, of JAX or NumPy, with length 1; rows of zeros stay zero."""
+    own = x_BE.__array_namespace__()
+    length_B1 = own.linalg.norm(x_BE, axis=-1, keepdims=True)
+    return x_BE / own.where(length_B1 > 0, length_B1, 1)

@@ -108,9 +108,9 @@ def zero_shot_head(
     embed = partial(_embed_texts(matcher, whole), side.variables)
     padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
     found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // _BATCH)]
-    texts_NE = np.asarray(unit(np.concatenate(found)[: len(ids_NT)]))
+    texts_NE = np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
-    classes_KE = np.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
+    classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
     scale = np.exp(np.asarray(params["logit_scale"]))
     head = {

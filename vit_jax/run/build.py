@@ -277,8 +277,9 @@ def describe(run: Run) -> None:
     size = run.settings.run.global_batch_size
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
-    logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
     e, d = run.experiment, run.settings.data
+    logger.info("batch: %d globally, %d per host, %d per device; images: %d x %d (height x width)",
+                size, rows, size // ways, *d.image_size)  # fmt: skip
     splits = ", ".join(
         f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
         f"{source.num_examples:,}"
