@@ -28,6 +28,7 @@ jax.devices()  # read XLA_FLAGS, which libtpu would refuse
 del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no lines of Python in programs
 
 
 def pytest_addoption(parser):
@@ -169,40 +170,33 @@ without_checks = pytest.fixture(_unchecked)
 never_with_checks = pytest.fixture(_unchecked, scope="module")
 
 
-class _LoweredOnce:
-    """A lowered step that is compiled once."""
-
-    def __init__(self, lowered):
-        self.as_text, self.compile = lowered.as_text, functools.cache(lowered.compile)
-
-
 @pytest.fixture(scope="module")
 def experiments_made_once():
-    """Make and compile one experiment for all runs with equal settings: most runs of a file.
+    """Make one experiment for all runs with equal settings: most runs of a file.
 
-    A run that is resumed then starts as it does otherwise, but compiles nothing. Processes of their
-    own, in tests marked slow, show that a compiled step is the same whenever it is compiled.
+    A run that is resumed then starts as it does otherwise, but JAX has compiled its step. Processes
+    of their own, in tests marked slow, show that a compiled step is the same whenever it is
+    compiled.
     """
-    from vit_jax.experiment.experiment import Experiment
+    from vit_jax.experiment import stages
     from vit_jax.run import build
 
     made, make = [], build.make_experiment
 
-    def make_once(settings, mesh, preprocessing=None, teachers=()):
+    def make_once(settings, mesh, preprocessing=None, teachers=(), last=None):
         if teachers:
-            return make(settings, mesh, preprocessing, teachers)
+            return make(settings, mesh, preprocessing, teachers, last)
         s = settings
         log = dataclasses.replace(s.log, every=1)  # which no step depends on
         sections = s.run, s.model, s.data, s.objective, s.loss, s.optimizer, s.schedule, log, mesh
-        for others, experiment in made:
-            if others == sections:
+        for others, last_of_it, experiment in made:
+            if others == sections and last_of_it is last:
                 return experiment
-        experiment = make(settings, mesh, preprocessing)
-        lowered = functools.cache(lambda: _LoweredOnce(Experiment.lower(experiment)))
-        vars(experiment)["lower"] = lowered
-        made.append((sections, experiment))
+        experiment = make(settings, mesh, preprocessing, last=last)
+        made.append((sections, last, experiment))
         return experiment
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make_experiment", make_once)
+        for module in (build, stages):
+            patch.setattr(module, "make_experiment", make_once)
         yield

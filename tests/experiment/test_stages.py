@@ -33,16 +33,17 @@ def make_config(**words):
     return config
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_eight_devices_compute_as_one(tmp_path):
     """A step of each size after the other, with the batches that keep the tokens."""
-    settings = prepare(make_config(), tmp_path).settings
+    settings = prepare(make_config(**{"data.image_size": "6, 8 at 7 steps"}), tmp_path).settings
 
     def take_steps(mesh):
         whole = make_experiment(settings, mesh)
         with jax.set_mesh(mesh):
             state, losses = whole.init(), []
             for number, stage in enumerate(settings.by_stage):
-                e = whole if number == 2 else make_stage(stage, mesh, (), whole)
+                e = whole if number else make_stage(stage, mesh, (), whole)
                 batch = made_up_batch(e, 10)
                 state, metrics = e.train_step(state, batch)
                 losses.append((batch["image"].shape, float(metrics["loss"])))
@@ -51,7 +52,7 @@ def test_eight_devices_compute_as_one(tmp_path):
     axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
     losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
     losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
-    shapes = [(128, 4, 4, 3), (56, 6, 6, 3), (32, 8, 8, 3)]
+    shapes = [(56, 6, 6, 3), (32, 8, 8, 3)]
     assert [shape for shape, _ in losses] == [shape for shape, _ in losses_of_eight] == shapes
     numbers = ([loss for _, loss in side] for side in (losses, losses_of_eight))
     np.testing.assert_allclose(*numbers, rtol=1e-5)
@@ -60,7 +61,7 @@ def test_eight_devices_compute_as_one(tmp_path):
 
 OBJECTIVES = [
     ("mae:debug", 6), ("masked_patches:debug", 6), ("dino:debug", 6), ("dinov2:debug", 6),
-    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("distillation:debug", 4),
+    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("siglip:debug", 16), ("distillation:debug", 4),
     ("deit:DeiT-S/16,debug", 16), ("efficientnet:EfficientNet-B0,debug", 32),
 ]  # fmt: skip
 
@@ -76,22 +77,22 @@ def with_half_the_size(file, first):
     return config
 
 
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize(("file", "first"), OBJECTIVES)
 def test_every_objective_has_one_state_for_all_sizes(tmp_path, file, first):
     run = prepare(with_half_the_size(file, first), tmp_path)
-    assert len(run.experiments) == 2
-    for e in run.experiments:
-        with jax.set_mesh(run.mesh):
-            state, _ = jax.eval_shape(e.train_step, *e.arguments)
-        assert shapes_of(state) == shapes_of(run.experiment.abstract_state)
-    images = next(iter(run.earlier[0].batch.crops.values()))
-    assert images.size == (first, first)
+    [earlier] = run.earlier
+    with jax.set_mesh(run.mesh):
+        state, _ = jax.eval_shape(earlier.train_step, *earlier.arguments)
+    assert shapes_of(state) == shapes_of(run.experiment.abstract_state)
+    assert next(iter(earlier.batch.crops.values())).size == (first, first)
 
 
 def shapes_of(state):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_a_step_of_student_and_teacher_is_that_of_models_of_its_size(tmp_path):
     """Positions of 4 x 4 patches, resampled by hand to 3 x 3, in parameters and their average."""
     config = with_half_the_size("dino:debug", 6)
@@ -191,7 +192,9 @@ def test_wrong_schedules(sizes, says):
         ),
     ],
 )
-def test_what_a_run_refuses(tmp_path, key, words):
+def test_what_a_run_refuses(tmp_path, key, words, request):
+    if key != "data.ops":  # found by a check of images
+        request.getfixturevalue("without_checks")
     with at_fault(key):
         prepare(make_config(**{"data.image_size_keeps": "batch"} | words), tmp_path)
     assert not [*tmp_path.iterdir()]

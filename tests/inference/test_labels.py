@@ -44,7 +44,7 @@ def test_probabilities_by_hand(sources, picture, kind):
     how = {"labels": LABELS, "prompts": prompts}
     found = vit_jax.predict(picture, pretrained, output="probabilities", **how)[0]
     side = pretrained.read_text_side()
-    tokenize = side.tokenizer.read()
+    tokenize = side.read_tokenizer()
     classes = []
     for label in LABELS:
         ids = tokenize([prompt.replace("{}", label) for prompt in prompts])
@@ -131,8 +131,8 @@ def test_a_model_needs_its_own_tokenizer(golden, sources, tmp_path):
         InputError, match=r"hf_clip_pair: has no tokenizer, spiece.model or tokenizer"
     ):
         with_labels(pretrained, LABELS)
-    tokenizer = read_pretrained(sources["clip"]).read_text_side().tokenizer
-    side = pretrained.read_text_side()._replace(tokenizer=tokenizer)
+    read_tokenizer = read_pretrained(sources["clip"]).read_text_side().read_tokenizer
+    side = pretrained.read_text_side()._replace(read_tokenizer=read_tokenizer)
     with pytest.raises(InputError, match="gives the token 928, and the text tower knows 90"):
         with_labels(pretrained._replace(read_text_side=lambda: side), LABELS, ["{}"])
 

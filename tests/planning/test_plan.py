@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
 from PIL import Image
 from read_settings import settings_of
+from shipped_forms import load
 
 import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import base_config, with_values
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -253,6 +254,18 @@ def eight_chips(topology="H100:8", **changes):
     accum_steps = settings_of(config).optimizer.accum_steps
     rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
+
+
+def test_texts_of_all_rows_pass_each_chip():
+    """Twice, and their gradients once, each of 32 float32 numbers; by the slowest axis."""
+    for changes, axis in (({}, "data"), ({"mesh.replica": 2}, "replica")):
+        config = with_known_facts(with_values(load("siglip", "debug"), changes))
+        target = Target(find_slice("H100:8"))
+        mesh = planning.targets.plan_mesh(settings_of(config), target)
+        experiment = planned_experiment(settings_of(config), mesh)
+        rows = exchanges.collective_table(experiment, mesh.shape, target, 4, 1)
+        (found,) = (row for row in rows if row["kind"] == "collective-permute")
+        assert (found["axes"], found["bytes"]) == ([axis], 32 * 3 * 32 * 4)
 
 
 @pytest.mark.parametrize(("changes", "expected"), EXCHANGED)
@@ -910,19 +923,18 @@ def test_devices_of_a_target_are_as_many_as_its_chips():
     assert {device.device_kind for device in devices} <= set(CHIPS["B200"].device_kinds)
 
 
-@pytest.mark.parametrize(("keeps", "batch"), [("batch", 64), ("tokens", 256)])
-def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
+def test_a_plan_of_several_sizes_adds_up_their_plans():
     """A plan has the larger memory; for each size it equals the plan of a run at this size."""
     target = Target(find_slice("v5e:1x1"), may_compile=False)
-    sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": keeps}
+    sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": "tokens"}
     figures = planning.plan(settings_of(tiny_config(**sizes)), target)
-    small = {"data.image_size": 8, "global_batch_size": batch}
+    small = {"data.image_size": 8, "global_batch_size": 256}
     alone = [planning.plan(settings_of(tiny_config(**keys)), target) for keys in (small, {})]
     run, *runs = (estimate(each, 2.0, 0.5)["run"] for each in (figures, *alone))
     for name in ("hours", "chip_hours", "cost", "tpu_core_days", "step_s"):
         by_hand = 0.4 * runs[0][name] + 0.6 * runs[1][name]
         assert run[name] == pytest.approx(by_hand, rel=1e-9), name
-    images = 40 * batch + 60 * 64
+    images = 40 * 256 + 60 * 64
     assert run["images_per_s"] == pytest.approx(images / (100 * run["step_s"]))
     assert figures["memory_bytes"] == max(
         (each["memory_bytes"] for each in alone), key=lambda memory: memory["peak"]

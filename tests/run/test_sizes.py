@@ -17,7 +17,7 @@ from vit_jax.run import loop
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.watch.blame import compute_again
 
-pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks", "experiments_made_once")
 
 # 3, then 4, then 5 steps.
 SCHEDULE = "4, 6 at 25 %, 8 at 7 steps"
@@ -46,7 +46,7 @@ def make_config(file="quickstart:debug", **overrides):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, one_device, never_with_checks):
+def finished(tmp_path_factory, one_device, never_with_checks, experiments_made_once):
     workdir = tmp_path_factory.mktemp("finished")
     return workdir, train_and_evaluate(make_config(), workdir)
 
@@ -70,11 +70,15 @@ def by_hand(run):
         wanted = optax.smooth_labels(jax.nn.one_hot(batch["label"], 10), smoothing)
         return optax.softmax_cross_entropy(logits, wanted).mean()
 
-    params, opt_state = state.params, state.opt_state
-    for batch in run.batches(range(12)):
+    @jax.jit
+    def step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
         updates, opt_state = e.tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, opt_state = state.params, state.opt_state
+    for batch in run.batches(range(12)):
+        params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
     return losses
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.data import words
-from vit_jax.models.zero_shot import need_text_side, zero_shot
+from vit_jax.models.zero_shot import need_text_side, zero_shot_head, zero_shot_model
 from vit_jax.transfer.pretrained import Pretrained
 
 
@@ -24,13 +24,15 @@ def with_labels(
         tower or no tokenizer.
     """
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")
-    texts = words.encode(side.tokenizer.read(), [[label] for label in labels], prompts, "labels")
+    tokenizer, classes = side.read_tokenizer(), [[label] for label in labels]
+    texts = words.encode(tokenizer, classes, prompts, "labels")
     first, faults = dict[bytes, str](), Faults()
     for label, ids in zip(labels, texts, strict=True):
         same = first.setdefault(ids.tobytes(), label)
         alike = f"labels: {same!r} and {label!r} are one text to the model's tokenizer"
         faults.need(same is label, f"{alike}; leave one out")
     collect_faults(faults)
-    model, head = zero_shot(pretrained.model, side, texts)
+    model = zero_shot_model(pretrained.model, side.matcher, len(texts))
+    head = zero_shot_head(side, texts)
     spec = pretrained.spec._replace(class_names=labels, loss=side.matcher.loss)
     return pretrained._replace(model=model, params={**pretrained.params, **head}, spec=spec)
