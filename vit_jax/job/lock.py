@@ -13,8 +13,8 @@ read a workdir do not look at the file.
 
 import contextlib
 import dataclasses
-import errno
 import datetime
+import errno
 import fcntl
 import json
 import logging
