@@ -12,7 +12,7 @@ import urllib.parse
 from huggingface_hub import constants
 
 _ADDRESS = re.compile(
-    r"/(?:api/)?((?:datasets/)?[^/]+/[^/]+)"
+    r"/(?:api/)?(?:models/)?((?:datasets/)?[^/]+/[^/]+)"
     r"(?:/(resolve|revision|tree)/(refs/[^/]+/[^/]+|[^/]+)/?(.*))?"
 )
 _HARNESSES = (

@@ -18,6 +18,9 @@ FORMS = {
     "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
     "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
+    "siglip": "ViT-B/16 ViT-L/16,debug debug",
+    "words": "folder debug",
+    "clip": "- ViT-L/14 debug",
     "deit3": "ViT-S/16 ViT-L/16,vit5 ViT-B/16,finetune ViT-B/16,vit5,debug "
     "ViT-S/16,finetune,debug",
     "giant": "ViT-g/14,jft=mine ViT-22B/14,imagenet21k ViT-G/14,jft=mine,debug",

@@ -286,13 +286,13 @@ def figures(
     from vit_jax.data import Source
     from vit_jax.data.images.given import open_images
     from vit_jax.insight.figures import draw_figures
-    from vit_jax.transfer import Pretrained, read_pretrained
+    from vit_jax.transfer import read_pretrained
 
     faults = Faults()
     for name in names:
         faults.need_known("names", name, FILE_NAMES)
     collect_faults(faults)
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
+    pretrained = read_pretrained(source)
     if not isinstance(images, Source | None):
         images = open_images(images, pretrained.spec.reading)
     how = {"examples": examples, "shown": shown, "batch_size": batch_size, "progress": progress}

@@ -125,6 +125,7 @@ def test_change_of_a_key_on_resume(config, key):
         "data.data_dir",
         "data.reader",
         "data.max_corrupt_fraction",
+        "data.tokenizer",
         "auto",
         "model.remat",
         "model.remat_layers",

@@ -90,7 +90,7 @@ def pauses(monkeypatch):
         with contextlib.suppress(IndexError):
             found.then.pop()()
 
-    monkeypatch.setattr(tables._Kept, "get", lambda kept, key, read, size: read())
+    monkeypatch.setattr(tables.Kept, "get", lambda kept, key, read, size: read())
     monkeypatch.setattr(retries, "time", types.SimpleNamespace(sleep=sleep))
     return found
 

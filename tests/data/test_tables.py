@@ -249,7 +249,7 @@ def test_arrow_in_a_bucket_is_refused():
 
 
 def test_threads_read_a_group_once_and_the_last_used_stay():
-    kept, read = tables._Kept(2), []
+    kept, read = tables.Kept(2), []
 
     def get(key):
         return kept.get(key, lambda: time.sleep(0.01) or read.append(key) or key, 1)

@@ -112,6 +112,8 @@ def fail(name):
          "has no tokenizer, spiece.model or tokenizer.json; copy the model's into it"),
         (lambda folder: (folder / "spiece.model").write_bytes(b"no model"),
          "its tokenizer cannot be read .*; fetch its files again"),
+        (lambda folder: (folder / "tokenizer_config.json").unlink(),
+         "has no special_tokens_map.json or tokenizer_config.json, which states the pad_token"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
          "states no pad_token that spiece.model has; add it"),
         (lambda folder: (folder / "tokenizer_config.json").write_text('{"pad_token": 1}'),

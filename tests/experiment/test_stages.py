@@ -61,7 +61,7 @@ def test_eight_devices_compute_as_one(tmp_path):
 
 OBJECTIVES = [
     ("mae:debug", 6), ("masked_patches:debug", 6), ("dino:debug", 6), ("dinov2:debug", 6),
-    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("distillation:debug", 4),
+    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("siglip:debug", 16), ("distillation:debug", 4),
     ("deit:DeiT-S/16,debug", 16), ("efficientnet:EfficientNet-B0,debug", 32),
 ]  # fmt: skip
 
@@ -148,7 +148,10 @@ def test_a_schedule_may_have_the_quotes_of_a_sweep():
         ("4 at 10 %, 8 at 50 %", "needs sizes with their starts"),
         ("4, 6, 8 at 50 %", "needs sizes with their starts"),
         ("4, 8 at 50 pints", "unknown unit"),
-        ("4, 8 at noon", "not a duration"),
+        ("4, 8 at noon", '"8 at noon": not a duration'),
+        ("4, 8 at 40", '"8 at 40" has no unit; write "8 at 40 %"'),
+        ("4, 8", "or for one size an int or (height, width)"),
+        ((4, 6, 8), 'or a schedule, "96, 128 at 40 %'),
     ],
 )
 def test_wrong_schedules(sizes, says):

@@ -44,7 +44,7 @@ def test_probabilities_by_hand(sources, picture, kind):
     how = {"labels": LABELS, "prompts": prompts}
     found = vit_jax.predict(picture, pretrained, output="probabilities", **how)[0]
     side = pretrained.read_text_side()
-    tokenize = side.tokenizer.read()
+    tokenize = side.read_tokenizer()
     classes = []
     for label in LABELS:
         ids = tokenize([prompt.replace("{}", label) for prompt in prompts])
@@ -68,6 +68,7 @@ def test_probabilities_by_hand(sources, picture, kind):
 
 def test_one_predictor_takes_other_labels(sources, picture):
     predictor = vit_jax.load_predictor(sources["siglip"], LABELS)
+    assert vit_jax.predict(picture, predictor) == predictor(picture)
     how = {"labels": ("a", "b"), "output": "probabilities"}
     again = predictor(picture, **how)
     assert again.shape == (1, 2)
@@ -101,6 +102,7 @@ def test_the_command(sources, picture, tmp_path, capsys):
         (["--labels=a cat,,a dog"], "--labels: one is empty; leave it out"),
         (["--labels="], "--labels: needs two or more"),
         (["--labels=a cat,a dog,a cat"], "--labels: 'a cat': is there twice"),
+        (["--labels=a cat,A Cat!"], "'a cat' and 'A Cat!' are one text to the model's tokenizer"),
         (["--labels=a cat,..."], "nothing is left of it for the model's tokenizer"),
         (["--labels=a cat,a dog " + "very " * 40], "and the model takes 39; shorten it"),
         (["--labels=a,b", "--features=f.npz"], "--labels: leave out --features, --neighbours"),
@@ -129,8 +131,8 @@ def test_a_model_needs_its_own_tokenizer(golden, sources, tmp_path):
         InputError, match=r"hf_clip_pair: has no tokenizer, spiece.model or tokenizer"
     ):
         with_labels(pretrained, LABELS)
-    tokenizer = read_pretrained(sources["clip"]).read_text_side().tokenizer
-    side = pretrained.read_text_side()._replace(tokenizer=tokenizer)
+    read_tokenizer = read_pretrained(sources["clip"]).read_text_side().read_tokenizer
+    side = pretrained.read_text_side()._replace(read_tokenizer=read_tokenizer)
     with pytest.raises(InputError, match="gives the token 928, and the text tower knows 90"):
         with_labels(pretrained._replace(read_text_side=lambda: side), LABELS, ["{}"])
 
@@ -141,8 +143,9 @@ def test_prompts(sources):
         read_prompts(["{}", "a photo"])
     with pytest.raises(InputError, match="prompts: is empty; needs lines"):
         read_prompts([])
+    assert read_prompts("a photo of {}") == ("a photo of {}",)
     with pytest.raises(InputError, match="labels='a cat': needs a list of texts"):
-        vit_jax.load_predictor(sources["clip"], "a cat")
+        vit_jax.load_predictor("no such model", "a cat")  # before it is read
     for use in (vit_jax.load_predictor, functools.partial(vit_jax.predict, [])):
         with pytest.raises(InputError, match="prompts: needs labels, such as"):
             use(sources["clip"], prompts=["{}"])

@@ -6,6 +6,7 @@ import html.parser
 import json
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import sys
@@ -211,13 +212,37 @@ def test_features_are_shown_beside_step_0_the_pixels_and_the_last_pictures(tmp_p
     for name in ("near_00000003.png", "near_00000012.png", "near_of_eight.png"):
         (workdir / "neighbours" / name).write_bytes(name.encode())
     (run,) = read = runs.read_all([workdir])[0]
+    assert not runs.say_no_gains(read)  # it goes on
     assert runs.choose_metrics(read) == ["near/20nn_top1"]
     (chart,) = charts.chart_curves(read, ["near/20nn_top1"])
     levels = {r.name: {*r.data_source.data["value"]} for r in chart.figure.renderers}
     assert levels["run, pixels"] == {0.28} and levels["run, step 0"] == {0.25}
+    (axes,) = plots.draw_runs(read, ["near/20nn_top1"]).axes
+    assert [text.get_text() for text in axes.texts] == ["pixels", "step 0"]
+    assert [line.get_ydata()[0] for line in axes.lines] == [0.25, 0.28, 0.25]
     last = base64.b64encode(b"near_00000012.png").decode()
     (pictures,) = report.read_figures([run], {})
     assert pictures == ("run", [report.Image("neighbours near, step 12", last)])
+
+
+def test_features_that_gained_nothing_and_the_entropy_stand_beside_their_limits(tmp_path, capsys):
+    rows = [{"step": 0, "near/20nn_top1": 0.25, "near/pixels_20nn_top1": 0.28},
+            {"step": 9, "near/20nn_top1": 0.28, "train/teacher_entropy": 2.5}]  # fmt: skip
+    workdir = write_run(tmp_path / "run", rows)
+    (workdir / "summary.json").write_text('{"step": 9, "near/20nn_top1": 0.28}')
+    config = workdir / "config.json"
+    stored = json.loads(config.read_text())
+    stored["resolved"]["objective"] |= {"name": "self_distillation", "num_prototypes": 32}
+    config.write_text(json.dumps(stored))
+    said = "evals.near: 20nn_top1 ends at 28.00 %; the weights at step 0 had 25.00 %, the pixels"
+    assert main(["report", str(workdir), f"--output={tmp_path / 'page.html'}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"WARNING: run: {said} have 28.00 %" in printed
+    assert re.search(r"28\.00 % │ pixels 28\.00 %, step 0 25\.00 %", printed)
+    assert re.search(r"train/teacher_entropy │ 2\.5 +│ log K 3\.466", printed)
+    assert f'<p class="warning">run: {said}' in (tmp_path / "page.html").read_text()
+    read = runs.read_all([workdir])[0]
+    assert runs.levels(read, "train/teacher_entropy") == {"log K": pytest.approx(np.log(32))}
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
 from PIL import Image
 from read_settings import settings_of
+from shipped_forms import load
 
 import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import base_config, with_values
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -42,6 +43,7 @@ from vit_jax.planning import (
 )
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
+from vit_jax.planning.run_plan import plan_run
 from vit_jax.planning.search import find_layouts, find_remedies, largest_batch
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.run import loop
@@ -252,6 +254,18 @@ def eight_chips(topology="H100:8", **changes):
     accum_steps = settings_of(config).optimizer.accum_steps
     rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
+
+
+def test_texts_of_all_rows_pass_each_chip():
+    """Twice, and their gradients once, each of 32 float32 numbers; by the slowest axis."""
+    for changes, axis in (({}, "data"), ({"mesh.replica": 2}, "replica")):
+        config = with_known_facts(with_values(load("siglip", "debug"), changes))
+        target = Target(find_slice("H100:8"))
+        mesh = planning.targets.plan_mesh(settings_of(config), target)
+        experiment = planned_experiment(settings_of(config), mesh)
+        rows = exchanges.collective_table(experiment, mesh.shape, target, 4, 1)
+        (found,) = (row for row in rows if row["kind"] == "collective-permute")
+        assert (found["axes"], found["bytes"]) == ([axis], 32 * 3 * 32 * 4)
 
 
 @pytest.mark.parametrize(("changes", "expected"), EXCHANGED)
@@ -930,3 +944,13 @@ def test_a_plan_of_several_sizes_adds_up_their_plans():
                if str(getattr(part, "title", "")).startswith("Stages")]  # fmt: skip
     columns = {column.header: [*column.cells] for column in table.columns}
     assert columns["pixels"] == ["8 x 8", "16 x 16"] and columns["patches"] == ["100%", "100%"]
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_batch_that_a_stage_cannot_split_names_the_stage(auto):
+    target = Target(find_slice("v5e:2x2"), may_compile=False)
+    keys = {"data.image_size": "12, 16 at 40 %", "data.image_size_keeps": "tokens", "auto": auto}
+    config = tiny_config(**keys, global_batch_size=36)
+    says = "data.image_size: the stage of 12 pixels has batches of 63, and needs a multiple of 4"
+    with pytest.raises(InputError, match=says):
+        plan_run(settings_of(config), target, {})

@@ -61,6 +61,12 @@ def test_a_run_that_stopped_in_order_has_lost_nothing(tmp_path):
     assert past.seconds["lost"] == 0
 
 
+def test_steps_that_were_saved_without_a_row_are_no_restart(tmp_path):
+    workdir = write_starts(tmp_path, (50.0, {}))
+    restart = ledger.read_past(workdir, [], 4, start_s=6.0, train_s=30.0).seconds["restart"]
+    assert restart == pytest.approx(50 - 6 - 30, abs=5)
+
+
 def test_a_run_that_never_saved_has_lost_all(tmp_path):
     past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, None)
     assert past.seconds["lost"] == 13.0

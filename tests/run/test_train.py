@@ -125,6 +125,8 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
         signal.signal(signal.SIGINT, before)
     assert "stopped by Ctrl-C at step 25; saved" in capsys.readouterr().err
     assert restore.saved_steps(epath.Path(tmp_path / "checkpoints"))[0] == 25
+    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").open())
+    assert last["step"] == 25 and {"time/seconds", "time/save_s", "time/wall_s"} <= {*last}
     assert not (tmp_path / "held_by.json").exists()
     assert "test/top1" in seen
     monkeypatch.setattr(loop, "compile_step", stop_here)

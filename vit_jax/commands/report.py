@@ -120,7 +120,7 @@ def _print_comparison(
     metrics: Mapping[str, Sequence[float | None]],
 ) -> None:
     """Print the tables of `found`; the other arguments are the values of `insight.runs.compare`."""
-    from vit_jax.insight.runs import by_use, show_mean
+    from vit_jax.insight.runs import ENTROPY, by_use, levels, say_no_gains, show_mean
 
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else show_mean(name, [x]) for x in metrics[name]]
@@ -130,6 +130,18 @@ def _print_comparison(
     common = [f"{key} {value}" for key in _COMMON if key not in config
               and (value := found[0].config.get(key)) is not None]  # fmt: skip
     print_runs(Console(), runs, cells, common)
+    beside = Table("run", "metric", "last", "beside")
+    for run in found:
+        drawn = [name for name in by_use([run]) if levels([run], name)]
+        for name in (*drawn[:1], *([ENTROPY] if ENTROPY in run.curves else [])):
+            known = levels([run], name).items()
+            texts = ", ".join(f"{text} {show_mean(name, [value])}" for text, value in known)
+            last = show_mean(name, [run.curves[name][-1][1]])
+            beside.add_row(Text(run.name), name, last, texts)
+    if beside.rows:
+        Console().print(beside)
+    for text in say_no_gains(found):
+        Console().print(Text(f"WARNING: {text}"), soft_wrap=True)
     if config:
         by_user = {key for run in found for key, by in run.decided_by.items() if by == "user"}
         print_differences(Console(), config, by_user)

@@ -57,6 +57,30 @@ def find_direction(evals: Mapping[str, Evaluator], metric: str) -> Better:
     return next(declared, None) or guess_direction(metric)
 
 
+def baselines(metric: str, start: Mapping[str, float | None]) -> dict[str, float]:
+    """{"pixels": value, "step 0": value} of a metric that was measured of both, else {}.
+
+    `start`: {metric: value} of a run's row 0; see `Knn.baselines`.
+    """
+    names = {"pixels": metric.replace("/", f"/{PIXELS}", 1), "step 0": metric}
+    found = {text: value for text, of in names.items() if (value := start.get(of)) is not None}
+    return found if len(found) == len(names) else {}
+
+
+def say_no_gain(metric: str, last: float | None, start: Mapping[str, float | None]) -> str:
+    """A warning if `metric` ends at `last`, no higher than its `baselines`; else ""."""
+    found, (evaluator, _, leaf) = baselines(metric, start), metric.partition("/")
+    if not found or last is None or last > max(found.values()):
+        return ""
+    values = (last, found["step 0"], found["pixels"])
+    end, first, pixels = (f"{100 * value:.2f} %" for value in values)
+    return (
+        f"evals.{evaluator}: {leaf} ends at {end}; the weights at step 0 had {first}, the pixels "
+        f"have {pixels}: the features have not become useful. Train longer, or take another "
+        "method: docs/explanation/does_it_learn.md"
+    )
+
+
 def is_named(metric: str, declared: Iterable[str]) -> bool:
     """Whether a metric is among those that `declared_metrics` gives."""
     return any(fnmatch.fnmatchcase(metric, pattern) for pattern in declared)

@@ -26,7 +26,7 @@ from ml_collections.config_dict import placeholder
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import plugins
 from vit_jax.config.durations import check_duration, split_durations
-from vit_jax.config.sizes import find_fault_of_sizes, split_sizes
+from vit_jax.config.sizes import EXAMPLE, find_fault_of_sizes, split_sizes
 
 P = TypeVar("P", bound="Part")
 
@@ -84,7 +84,8 @@ class Key(typing.NamedTuple):
         if self.form == "sizes" and isinstance(value, str):
             return find_fault_of_sizes(value)
         if self.kind is object and as_pair(value) is None:
-            return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}"
+            schedule = f', or a schedule, "{EXAMPLE}"' if self.form == "sizes" else ""
+            return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}{schedule}"
         if self.form == "regex":
             try:
                 re.compile(value)

@@ -21,6 +21,7 @@ OBJECTIVES: Registry[Any] = Registry(
         "masked_patches": "vit_jax.objectives.masked_patches:MaskedPatches",
         "mae": "vit_jax.objectives.mae:Mae",
         "lejepa": "vit_jax.objectives.lejepa:LeJepa",
+        "contrastive": "vit_jax.objectives.contrastive:Contrastive",
         "self_distillation": "vit_jax.objectives.self_distillation:SelfDistillation",
     },
 )

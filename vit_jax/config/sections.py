@@ -194,6 +194,13 @@ class Data(OpenSection):
     num_local: int = key(0, "views of data.local_size", within="[0, 511]")
     local_ops: str = key("", "their ops, as in data.global_ops", form="ops")
     local_size: Size | None = key(None, "int or (height, width), in pixels")
+    text_length: int | None = key(None, "tokens of a caption; None: none are read", within=POSITIVE)
+    tokenizer: str | None = key(
+        None, "of captions: a folder, its spiece.model or tokenizer.json, or hf:OWNER/NAME; None: "
+        "the run trains one"
+    )  # fmt: skip
+    vocabulary: int | None = key(None, "its token ids; None: it says them", within=POSITIVE)
+    vocabulary_digest: str | None = key(None, "of its files, set by the run")
     mean: tuple[float, ...] = key(
         (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
     )

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vit_jax.base.errors import InputError
+from vit_jax.config.durations import split_duration
 
 EXAMPLE = "96, 128 at 40 %, 160 at 80 %"
+ONE_SIZE = "for one size an int or (height, width)"
 
 
 class Stage(NamedTuple):
@@ -91,9 +93,17 @@ def split_sizes(text: str) -> list[tuple[int, str]]:
 
 
 def find_fault_of_sizes(text: str) -> str | None:
-    """The fault of a schedule, but for its starts as durations; None: it has none."""
+    """The fault of a schedule; None: it has none."""
     if not re.fullmatch(r"\s*\d{1,4}\s*(,\s*\d{1,4} +at [^,]+)+", text):
-        return f'needs sizes with their starts, such as "{EXAMPLE}"'
+        return f'needs sizes with their starts, such as "{EXAMPLE}", or {ONE_SIZE}'
+    for size, start in split_sizes(text):
+        if re.fullmatch(r"[\d.]+", start):
+            said = f'"{size} at {start}"'
+            return f'{said} has no unit; write {said[:-1]} %", or steps, epochs or examples'
+        try:
+            split_duration(start, "", shares=True)
+        except InputError as e:
+            return f'"{size} at {start}"{str(e).removeprefix(f"={start!r}")}'
     sizes, starts = zip(*split_sizes(text), strict=True)
     shares = [float(start[:-1]) for start in starts if re.fullmatch(r"\d+(\.\d+)? *%", start)]
     if not _rises([0, *sizes]):

@@ -29,7 +29,7 @@ from vit_jax.config.upgrades import FORMAT, upgrade
 
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
 FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
-                  "data.data_dir", "data.reader", "data.max_corrupt_fraction",
+                  "data.data_dir", "data.reader", "data.max_corrupt_fraction", "data.tokenizer",
                   "model.remat", "model.remat_layers", "model.kernels")  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.ops import HostOp, check_crops
+from vit_jax.data.tokenizers import TextFacts
 
 _OPS_OF_A_VIEW = 64  # at most; op i of view v draws from the key number 64 (v + 1) + i
 
@@ -95,12 +96,14 @@ class BatchSpec:
     crops: {key of a batch: its images}: `image`, views, or both.
     channels: of the images.
     label_size: C if labels are float32 (B, C); None: they are int32 (B,).
+    text: of the tokenizer of the captions; None: they are not read.
     """
 
     size: int
     crops: Mapping[str, Crops]
     channels: int = 3
     label_size: int | None = None
+    text: TextFacts | None = None
 
     def arrays(
         self, sharding: jax.sharding.Sharding | None = None
@@ -115,7 +118,12 @@ class BatchSpec:
         label = array(jnp.int32)
         if self.label_size is not None:
             label = array(jnp.float32, self.label_size)
-        return {**images, "label": label, "mask": array(jnp.float32), "id": array(jnp.int32)}
+        texts = {}
+        if self.text is not None:
+            texts["text"] = array(jnp.int32, self.text.length)
+            texts["text_mask"] = array(jnp.float32)
+        mask, ids = array(jnp.float32), array(jnp.int32)
+        return {**images, "label": label, "mask": mask, "id": ids, **texts}
 
 
 def image_batch(

@@ -35,6 +35,16 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         not d.num_local or d.num_global,
         f"data.num_local={d.num_local}: needs global views too; set --config.data.num_global=2",
     )
+    faults.need(
+        d.tokenizer is None or d.text_length is not None,
+        f"data.tokenizer={d.tokenizer!r}: reads nothing with data.text_length=None; set "
+        "--config.data.text_length=64",
+    )
+    faults.need(
+        d.text_length is None or not any(op.mixes for op in (ops or ((), ()))[1]),
+        f"data.text_length={d.text_length}: data.ops mixes images, and captions cannot be mixed; "
+        "leave one of the two out",
+    )
     parsed = {"data.ops": [ops] if ops else []} | of_views
     for key, views in parsed.items():
         found = {op.name for view in views for kind in view for op in kind if op.of_colours}

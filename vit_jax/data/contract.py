@@ -20,6 +20,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import Reading, Turn
 from vit_jax.data.order import Chunks
 from vit_jax.data.records import RecordFiles, stored_labels
+from vit_jax.data.tokenizers import Tokenizer
 
 _LABELS_AT_ONCE = 4096
 
@@ -57,6 +58,9 @@ class Source:
       soft_labels: whether labels are float32 (C,), the probabilities of the classes.
       part_sizes: number of records of each data set of a mixture; one number for a single data set.
       chunks: how to read records that are stored together; None: in any order.
+      captions: index -> the captions of the record's image, text or its bytes, as many as there
+        are; None: there are none, or they were not asked for.
+      tokenizer: of the captions; None: they are not read.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Source:
     soft_labels: bool = False
     part_sizes: tuple[int, ...] = ()
     chunks: Chunks | None = None
+    captions: Callable[[int], Sequence[str | bytes]] | None = None
+    tokenizer: Tokenizer | None = None
 
     def __post_init__(self):
         if not self.part_sizes:
@@ -107,6 +113,7 @@ class Request:
     reader: for TFDS data sets; see sources/tfds.py.
     max_corrupt_fraction: own images are refused if a larger share of the files is missing.
     class_names: of the model that is evaluated, for labels that are numbers without names.
+    captions: whether the captions of the images are read.
     """
 
     name: str
@@ -124,6 +131,7 @@ class Request:
     reader: str | None = None
     max_corrupt_fraction: float = 1.0
     class_names: Sequence[str] | None = None
+    captions: bool = False
 
     @property
     def reading(self) -> Reading:

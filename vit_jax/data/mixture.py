@@ -25,7 +25,8 @@ from vit_jax.data.division import DIVIDED
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.records import RecordFiles
-from vit_jax.data.shards import WORD, canonical, parts_of
+from vit_jax.data.shard_files import WORD, canonical
+from vit_jax.data.shards import parts_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -209,6 +210,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
         chunks=next((source.chunks for source in sources if source.chunks), None),
+        captions=first.captions and functools.partial(ask, "captions"),
     )
 
 
@@ -224,10 +226,11 @@ def _check_alike(first: Source, other: Source) -> None:
             f"in {first.name}; mix data sets with the same classes in the same order, which a "
             "classes.txt beside the files can name"
         )
-    if first.multi_label != other.multi_label:
-        raise InputError(
-            f"data.mix: {first.name} and {other.name} differ in whether images have several labels"
-        )
+    for key, what in (("multi_label", "several labels"), ("captions", "captions")):
+        if bool(getattr(first, key)) != bool(getattr(other, key)):
+            raise InputError(
+                f"data.mix: {first.name} and {other.name} differ in whether images have {what}"
+            )
     if not held_alike([first, other]):
         raise InputError(
             f"data.mix: {first.name} and {other.name} need images that are all encoded "

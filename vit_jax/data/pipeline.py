@@ -9,6 +9,11 @@ A batch is a dict of arrays; B is the global batch size, b the number of this pr
     label  int32 (B,)     meaningless where mask is 0
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
+
+and, if captions are read (captions.py),
+
+    text       int32 (B, T)   token ids
+    text_mask  float32 (B,)   0 for records without a usable caption
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import numpy as np
 from vit_jax.base import tree
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
+from vit_jax.data.captions import with_texts
 from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.loading import Batch, local_batches
@@ -91,7 +97,9 @@ def host_batches(
         positions = step * spec.size + local_rows
         return data_order(positions), order.keys(positions, seed)
 
-    return local_batches(source, spec.crops, steps, arrange, len(rows))
+    batches = local_batches(source, spec.crops, steps, arrange, len(rows))
+    positions = (first + (step - steps.start) * spec.size + rows for step in steps)
+    return batches if spec.text is None else with_texts(batches, source, positions, seed)
 
 
 def host_eval_batches(
@@ -124,7 +132,8 @@ def host_eval_batches(
 
     steps = range(math.ceil(num_records / spec.size))
     refused = spec.crops["image"].key if refuse_small else None
-    return local_batches(source, spec.crops, steps, arrange, len(rows), refused)
+    batches = local_batches(source, spec.crops, steps, arrange, len(rows), refused)
+    return batches if spec.text is None else with_texts(batches, source, itertools.repeat(rows))
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:

@@ -27,6 +27,7 @@ from vit_jax.data.colour_ops import ColourOp
 from vit_jax.data.device_ops import DeviceTransform, make_device_transform
 from vit_jax.data.ops import DeviceOp, HostOp, Hw, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
+from vit_jax.data.tokenizers import SIZE, TextFacts
 
 OpKind = TypeVar("OpKind", HostOp, DeviceOp)
 
@@ -131,12 +132,15 @@ class Preprocessing(NamedTuple):
     host_ops, device_ops: ops for training.
     eval_ops: {name: host ops} for each entry of `evals`.
     views: {key of a batch: its views}.
+    text: of the tokenizer; None: no captions are read. Until a run has opened its tokenizer, the
+      facts of one that it would train, with `data.vocabulary` ids.
     """
 
     host_ops: tuple[HostOp, ...]
     device_ops: tuple[DeviceOp, ...]
     eval_ops: Mapping[str, tuple[HostOp, ...]]
     views: Mapping[str, Views] = {}
+    text: TextFacts | None = None
 
     @property
     def mixes(self) -> bool:
@@ -151,17 +155,19 @@ def parse_preprocessing(settings: Settings) -> Preprocessing:
     host_ops, device_ops = parse_ops(data.ops, size)
     eval_ops = {name: parse_ops(e.ops, size, key=f"evals.{name}.ops")[0] for name, e in evals}
     views = parse_views(data, settings.objective.further_views)
-    return Preprocessing(host_ops, device_ops, eval_ops, views)
+    length = data.text_length
+    text = None if length is None else TextFacts(data.vocabulary or SIZE, length)
+    return Preprocessing(host_ops, device_ops, eval_ops, views, text)
 
 
 def describe_batch(data: Data, size: int, preprocessing: Preprocessing) -> BatchSpec:
     """The training batches of `size` rows: `image`, made by `data.ops`, views, or both."""
-    d, (host_ops, device_ops, _, views) = data, preprocessing
+    d, (host_ops, device_ops, _, views, text) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if host_ops or device_ops or not views:
         crops["image"] = Crops("data.ops", d.image_size, (host_ops,))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
-    return BatchSpec(size, crops, d.channels, label_size)
+    return BatchSpec(size, crops, d.channels, label_size, text)
 
 
 def make_transform(data: Data, size: int, preprocessing: Preprocessing) -> DeviceTransform:

@@ -1,23 +1,18 @@
 """Data sets in shards: files of many records each, such as tar or Parquet files.
 
-A format describes its shards (`Shard`) and reads records by their index (`RecordFiles.open`). This
-module does the rest: it finds the files of each split, takes the part that the user asks for,
-numbers the labels, and makes the `Source`.
+A format describes its shards (`Shard`) and reads records by their index (`RecordFiles.open`);
+shard_files.py finds the files of each split. This module does the rest: it takes the part that the
+user asks for, numbers the labels, and makes the `Source`.
 
-Record i of a split is the i-th in the order of the split's sorted files. A file belongs to the
-split that a word of its name names (`train-000123.tar`, `imagenet1k-validation-00.tar`), or else
-that of a folder above it (`train/00012.tar`), up to `data.data_dir`.
+Record i of a split is the i-th in the order of the split's sorted files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import os
 import pathlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -27,172 +22,15 @@ from vit_jax.data.class_names import (
     as_name,
     number_labels,
     places_of,
-    read_names,
     sorted_classes,
     spell,
 )
 from vit_jax.data.contract import Request, Source, fingerprint
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.images.files import is_hidden, split_of, warn_once
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
+from vit_jax.data.shard_files import CLASSES, WORD, canonical
 from vit_jax.data.sources.tfds import find_parts
-
-T = TypeVar("T")
-
-WORD = re.compile(r"(?<!\w)[A-Za-z]\w*")  # the name of a split in TFDS notation, not a unit
-_NUMBERED = re.compile(r"(.*)(\d{5})-of-(\d{5})(.*)")
-_CLASSES = "classes.txt"
-
-
-class Files(NamedTuple):
-    """The files of a data set.
-
-    root: the folder that `data.data_dir` names, or the one of its files.
-    by_split: {split: its files, sorted}, of `train` and of the splits that are asked for.
-    """
-
-    root: epath.Path
-    by_split: dict[str, list[epath.Path]]
-
-    @property
-    def paths(self) -> list[epath.Path]:
-        """All files."""
-        return [path for paths in self.by_split.values() for path in paths]
-
-    def look_up(self, found: Mapping[str, T]) -> dict[str, list[T]]:
-        """{split: what `found` has of its files}, by their paths."""
-        return {
-            split: [found[os.fspath(path)] for path in paths]
-            for split, paths in self.by_split.items()
-        }
-
-    def class_names(self) -> tuple[str, ...] | None:
-        """The lines of `classes.txt` in the root; None if there is no such file.
-
-        Raises: InputError if one is empty, two are equal, or the file is not UTF-8.
-        """
-        path = self.root / _CLASSES
-        if not path.exists():
-            return None
-        where = f"data.data_dir: {shown(path)}"
-        try:
-            return read_names(path.read_bytes().decode(), where)
-        except UnicodeDecodeError as e:
-            raise InputError(f"{where}: is not UTF-8 ({e}); save it as UTF-8") from None
-
-
-def find_files(request: Request, suffixes: tuple[str, ...]) -> Files:
-    """The files of `request` with these suffixes, in small letters: (".tar",).
-
-    `data_dir` is a folder, a file, or a pattern with *, ?, [] and braces: `train-{000..127}.tar`.
-
-    Raises: InputError if there are none, one of a pattern is missing, or a split does not exist.
-    """
-    return take_asked(find_splits(request.data_dir, suffixes), request.split)
-
-
-def take_asked(files: Files, split: str) -> Files:
-    """Those of `files` that `split` asks for, and those of `train`.
-
-    Raises: InputError if it asks for one that does not exist.
-    """
-    asked = {canonical(word[0]) for word in WORD.finditer(split)}
-    if "all" in asked:
-        return files
-    if missing := sorted(asked - {*files.by_split}):
-        raise InputError(
-            f"data.split={split!r}: {shown(files.root)} has the splits "
-            f"{' and '.join(map(repr, files.by_split))}, but not {missing[0]!r}; take a "
-            "part of one, as --config.data.split='train[:90%]' "
-            "--config.evals.val.split='train[90%:]'"
-        )
-    asked.add("train")
-    return Files(files.root, {s: found for s, found in files.by_split.items() if s in asked})
-
-
-def find_splits(data_dir: str | None, suffixes: tuple[str, ...]) -> Files:
-    """`find_files` for all splits."""
-    needed = f"a folder, a file or a pattern of files that end in {suffixes[0]}"
-    if data_dir is None:
-        raise InputError(f"data.data_dir=None: needs {needed}; give --config.data.data_dir=SHARDS")
-    where, path = f"data.data_dir={shown(data_dir)!r}", epath.Path(data_dir)
-    if path.is_dir():
-        root, patterns = path, ["*"]
-    elif path.exists():
-        root, patterns = path.parent, [path.name]
-    else:
-        fixed = re.split(r"[*?\[{]", data_dir)[0].rpartition("/")[0]
-        root, patterns = epath.Path(fixed or "."), _expand(data_dir[len(fixed) :].lstrip("/"))
-        if not root.is_dir():
-            raise InputError(f"{where}: there is no {shown(root)}; needed: {needed}")
-    below = {os.path.relpath(path, root): path for path in _files_below(root, suffixes)}
-    chosen: set[str] = set()
-    for pattern in patterns:
-        found = {pattern} if pattern in below else {*fnmatch.filter(below, pattern)}
-        if not found:
-            missing = shown(root / pattern) if pattern != "*" else f"in it ends in {suffixes[0]}"
-            raise InputError(f"{where}: no file {missing}; needed: {needed}")
-        chosen |= found
-    return sort_files(root, {name: below[name] for name in chosen})
-
-
-def sort_files(root: epath.Path, files: Mapping[str, epath.Path]) -> Files:
-    """The splits of `files`, {path from `root`: file}.
-
-    Raises: InputError if the names say that there are more, as `train-00000-of-00010.parquet` does.
-    """
-    by_split: dict[str, list[epath.Path]] = {}
-    sets: dict[tuple[str, str, str], set[str]] = {}
-    for name in sorted(files):
-        by_split.setdefault(_split_named(name), []).append(files[name])
-        if found := _NUMBERED.fullmatch(name):
-            sets.setdefault((found[1], found[3], found[4]), set()).add(found[2])
-    for (before, number, after), there in sets.items():
-        wanted = (str(i).zfill(len(number)) for i in range(int(number)))
-        if missing := [f"{before}{i}-of-{number}{after}" for i in wanted if i not in there]:
-            raise InputError(f"data.data_dir: {shown(root)} lacks {few(missing)}; copy them there")
-    others = by_split.pop("", [])
-    if others and "train" in by_split:
-        warn_once(f"{shown(root)}: ignored {few(p.name for p in others)}, which name no split")
-    elif others:
-        by_split["train"] = others
-    return Files(root, by_split)
-
-
-def _files_below(folder: epath.Path, suffixes: tuple[str, ...]) -> Iterator[epath.Path]:
-    """The files with these suffixes at any depth."""
-    for path in folder.iterdir():
-        if is_hidden(path.name):
-            continue
-        if path.name.lower().endswith(suffixes):
-            yield path
-        elif path.is_dir():
-            yield from _files_below(path, suffixes)
-
-
-def _expand(pattern: str) -> list[str]:
-    """The patterns that braces stand for: `{00..12}` counts, `{a,b}` lists."""
-    braces = re.search(r"\{([^{}]*)\}", pattern)
-    if braces is None:
-        return [pattern]
-    ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
-    words = braces[1].split(",")
-    if ends is not None:
-        words = [str(i).zfill(len(ends[1])) for i in range(int(ends[1]), int(ends[2]) + 1)]
-    before, after = pattern[: braces.start()], pattern[braces.end() :]
-    return [path for word in words for path in _expand(before + word + after)]
-
-
-def _split_named(path: str) -> str:
-    """The split that a path names; "" if it names none."""
-    words = (w for part in reversed(path.split("/")) for w in re.split("[^A-Za-z]+", part))
-    return next(filter(None, map(split_of, words)), "")
-
-
-def canonical(word: str) -> str:
-    """`val` for `validation`, and so on."""
-    return split_of(word) or word
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,6 +46,10 @@ class Labels:
     names: Sequence[str]
     codes: np.ndarray
     counts: np.ndarray
+
+    def none(self) -> Labels:
+        """Of as many records without labels."""
+        return Labels((), self.codes[:0], 0 * self.counts)
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[str] | None]) -> Labels:
@@ -230,6 +72,7 @@ class Shard:
     digest: of what it holds, such as names, sizes and labels; not of its place.
     keys: () -> the names of its records; called when a message or an evaluator needs them.
     why: index -> why the record cannot be read, if that does not show in its bytes, or "".
+    captions: index -> the captions of the record; None: there are none, or they were not asked for.
     """
 
     path: str
@@ -237,6 +80,7 @@ class Shard:
     digest: str
     keys: Callable[[], Sequence[str]]
     why: Callable[[int], str] = lambda record: ""
+    captions: Callable[[int], Sequence[str | bytes]] | None = None
 
 
 class Part(NamedTuple):
@@ -266,7 +110,8 @@ def open_shards(
     Classes are `class_names`; labels are read by `number_labels`. Where they are None, they
     are the labels of the training records, sorted, as numbers if all are numbers. With
     `multi_label` labels are float32 (C,), 1 for each class that the image shows; None: they are if
-    an image has several labels, or none. If no record has a label, all labels are 0.
+    an image has several labels, or none. If no record has a label, all labels are 0; so they are if
+    captions are read, `multi_label` is False, and a record has no label, or several.
 
     Args:
       request: the split, and what holds for all data sets.
@@ -278,6 +123,9 @@ def open_shards(
 
     Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
     """
+    counts = np.concatenate([shard.labels.counts for of in splits.values() for shard in of])
+    if request.captions and request.multi_label is False and (counts != 1).any():
+        splits = {name: [*map(_without_labels, of)] for name, of in splits.items()}
     records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
     training = splits.get("train") or [part.shard for part in records.parts]
@@ -305,6 +153,10 @@ def open_shards(
         changed = "its shard has changed since the run began, or cannot be read; restore it"
         return changed if stored is None else why_unreadable(stored, request.reading)
 
+    def captions(record):
+        shard, place = records.find(record)
+        return shard.captions(place) if shard.captions else ()
+
     identity: list[Any] = [[part.shard.digest, part.skip, part.take] for part in records.parts]
     places = places_of(names)
     if any(places.get(as_name(label), number) != number for label, number in number_of.items()):
@@ -327,7 +179,12 @@ def open_shards(
         record_files=files,
         file_names=records.file_names,
         multi_label=multi_label,
+        captions=captions if records.parts[0].shard.captions else None,
     )
+
+
+def _without_labels(shard: Shard) -> Shard:
+    return dataclasses.replace(shard, labels=shard.labels.none())
 
 
 class _Records:
@@ -414,7 +271,7 @@ def _find_classes(
     if class_names is None:
         names, named_by, counted = sorted_classes(of_training, known), "train", False
     else:
-        names, named_by = spell(class_names, known), _CLASSES
+        names, named_by = spell(class_names, known), CLASSES
     return names, number_labels(where, labels, names, named_by, counted=counted)
 
 

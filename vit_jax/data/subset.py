@@ -153,6 +153,7 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
     The new source reads each record separately, neighbours too.
     """
     kept_tensor, names = tf.constant(kept, tf.int64), source.file_names
+    captions = source.captions
 
     def read(record_ids):
         return source.read(tf.gather(kept_tensor, record_ids))
@@ -175,6 +176,7 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
         record_files=None,
         file_names=None if names is None else file_names,
         part_sizes=(len(kept),),
+        captions=captions and (lambda record: captions(int(kept[record]))),
     )
 
 

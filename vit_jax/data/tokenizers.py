@@ -6,9 +6,12 @@ tokenizer's library does.
 
 import html
 import importlib
+import io
 import json
+import os
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +23,26 @@ _SENTENCES, _OTHERS = "spiece.model", "tokenizer.json"
 _STATED = ("special_tokens_map.json", "tokenizer_config.json")
 FILES = (_SENTENCES, _OTHERS, *_STATED)
 
+SIZE = 32_000  # token ids of a tokenizer that a run trains, at most; as SigLIP's
+_END_ID = 1  # of these tokenizers, and their padding, as SigLIP's
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class TextFacts(NamedTuple):
+    """The facts of a tokenizer that a text tower needs.
+
+    vocabulary: number of token ids.
+    length: ids of a text.
+    end_id: id of the token behind each text; None: there is none.
+    pad_id, pads_left: of padding: its id, and whether it comes first.
+    """
+
+    vocabulary: int
+    length: int
+    end_id: int | None = _END_ID
+    pad_id: int = _END_ID
+    pads_left: bool = False
 
 
 class Tokenizer(NamedTuple):
@@ -31,6 +53,7 @@ class Tokenizer(NamedTuple):
     length: ids of a text, with start, end and padding.
     start, end: ids before and after the ids of each text.
     pad: the id of padding.
+    vocabulary: number of ids that it may give.
     pads_left: whether padding comes first.
     specials: special tokens, such as </s>, that a text must not hold.
     """
@@ -41,8 +64,15 @@ class Tokenizer(NamedTuple):
     start: tuple[int, ...]
     end: tuple[int, ...]
     pad: int
+    vocabulary: int
     pads_left: bool = False
     specials: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> TextFacts:
+        """What a text tower needs to know."""
+        end_id = next(iter(self.end), None)
+        return TextFacts(self.vocabulary, self.length, end_id, self.pad, self.pads_left)
 
     @property
     def room(self) -> int:
@@ -55,9 +85,13 @@ class Tokenizer(NamedTuple):
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """The ids of the texts, int32 (K, length); long texts are cut before the end."""
-        rows = np.full((len(texts), self.length), self.pad, np.int32)
-        for row, text in zip(rows, texts, strict=True):
-            ids = [*self.start, *self.ids_of(text)[: self.room], *self.end]
+        return self.rows([*map(self.ids_of, texts)])
+
+    def rows(self, ids_of_texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """The same of texts whose `ids_of` are known."""
+        rows = np.full((len(ids_of_texts), self.length), self.pad, np.int32)
+        for row, own in zip(rows, ids_of_texts, strict=True):
+            ids = [*self.start, *own[: self.room], *self.end]
             row[slice(-len(ids), None) if self.pads_left else slice(len(ids))] = ids
         return rows
 
@@ -93,22 +127,28 @@ class TokenizerFiles(NamedTuple):
         """The files that are there."""
         return [path for name in FILES if (path := self.folder / name).exists()]
 
-    def read(self) -> Tokenizer:
-        """The tokenizer.
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """{name: content} of the files."""
+        return {path.name: path.read_bytes() for path in self.paths}
+
+    def read(self, contents: Mapping[str, bytes] | None = None) -> Tokenizer:
+        """The tokenizer; `contents`: of files that are not written yet.
 
         Raises:
           InputError: files or a package are missing, or the files cannot be read.
         """
         opens = {_SENTENCES: _open_sentences, _OTHERS: _open_others}
-        path = next((path for path in self.paths if path.name in opens), None)
-        if path is None:
+        contents = self.contents if contents is None else contents
+        file = next((name for name in opens if name in contents), None)
+        if file is None:
             what = f"has no tokenizer, {_SENTENCES} or {_OTHERS}"
             raise InputError(f"{self.folder}: {what}; copy the model's into it")
         stated: dict[str, Any] = {}
         try:
-            for file in (file for file in self.paths if file.name in _STATED):
-                stated |= json.loads(file.read_text())
-            encode, id_of, around = opens[path.name](path, self.reads_specials)
+            for name in _STATED:
+                stated |= json.loads(contents.get(name, "{}"))
+            encode, id_of, around, size = opens[file](contents[file], self.reads_specials)
             texts = {n: _text(stated.get(f"{n}_token") or "") for n in ("pad", *around)}
             kind = (stated.get("tokenizer_class") or "").removesuffix("Fast")
         except InputError:
@@ -123,29 +163,85 @@ class TokenizerFiles(NamedTuple):
         pad = ids["pad"] if self.pad is None else self.pad
         used = {"pad": (pad,), **around}
         missing = ", ".join(f"{name}_token" for name in used if None in used[name])
+        if (pad is None or missing) and not any(file.name in _STATED for file in self.paths):
+            what = f"has no {' or '.join(_STATED)}, which states the {missing}"
+            raise InputError(f"{self.folder}: {what}; copy the model's into it")
         if pad is None or missing:
-            raise InputError(f"{self.folder}: states no {missing} that {path.name} has; add it")
+            raise InputError(f"{self.folder}: states no {missing} that {file} has; add it")
         clean, left = (
             self.clean or _CLEANS.get(kind, str.lower),
             stated.get("padding_side") == "left",
         )
         specials, (start, end) = tuple(filter(None, texts.values())), around.values()
-        return Tokenizer(encode, clean, self.length, start, end, pad, left, specials)
+        return Tokenizer(encode, clean, self.length, start, end, pad, size, left, specials)
 
 
-Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple]]
+def find_tokenizer(name: str, length: int) -> TokenizerFiles:
+    """The tokenizer `name`, a value of `data.tokenizer`, for texts of `length` ids.
+
+    Files of `hf:OWNER/NAME`, with `@REVISION` if it is not the newest, are fetched into the cache
+    of huggingface_hub.
+
+    Raises:
+      InputError: there is no such repository, or it cannot be reached.
+    """
+    if not name.startswith("hf:"):
+        path = epath.Path(os.path.expanduser(name))
+        return TokenizerFiles(path.parent if path.name in FILES else path, length)
+    import huggingface_hub  # here, as importing it takes long
+
+    from vit_jax.base import hub
+
+    hub.be_quiet()
+    repository, _, revision = name.removeprefix("hf:").partition("@")
+    fetch = partial(huggingface_hub.snapshot_download, allow_patterns=[*FILES])
+    try:
+        return TokenizerFiles(epath.Path(fetch(repository, revision=revision or None)), length)
+    except hub.ERRORS as e:
+        fault = hub.describe(e, repository, "its tokenizer", revision or None)
+        raise InputError(f"data.tokenizer={name!r}: {fault}") from None
 
 
-def _open_sentences(path: epath.Path, reads_specials: bool) -> Opened:
-    """A model of sentencepiece: (text -> ids, piece -> its id, ids before and after a text)."""
-    model = _package("sentencepiece").SentencePieceProcessor(model_proto=path.read_bytes())
+def train_tokenizer(texts: Iterable[str], size: int = SIZE) -> dict[str, bytes]:
+    """{name: content} of the files of a tokenizer trained on `texts`; the same for equal texts.
+
+    It has byte pairs of sentencepiece, at most `size` token ids: SigLIP's 32,000 by default (Zhai
+    et al. 2023, arXiv:2303.15343, section 4). It has fewer if every word is one token before that.
+    It cleans texts, ends and pads them as SigLIP's does, which Hugging Face reads.
+
+    Raises:
+      InputError: sentencepiece is not installed, or cannot train: there are no texts.
+    """
+    model, package = io.BytesIO(), _package("sentencepiece")
+    try:
+        package.SentencePieceTrainer.train(
+            sentence_iterator=map(canonical, texts), model_writer=model, vocab_size=size,
+            model_type="bpe", hard_vocab_limit=False, num_threads=1, minloglevel=2,
+            pad_id=0, eos_id=_END_ID, unk_id=2, bos_id=-1,
+        )  # fmt: skip
+    except RuntimeError as e:
+        raise InputError(
+            f"data.tokenizer=None: none can be trained on the captions ({e})"
+        ) from None
+    stated = {"tokenizer_class": "SiglipTokenizer", "unk_token": "<unk>"}
+    stated |= {"pad_token": "</s>", "eos_token": "</s>"}
+    return {_SENTENCES: model.getvalue(), _STATED[1]: json.dumps(stated).encode()}
+
+
+# text -> ids, piece -> its id, ids before and after a text, and the number of ids.
+Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple], int]
+
+
+def _open_sentences(content: bytes, reads_specials: bool) -> Opened:
+    """A model of sentencepiece."""
+    model = _package("sentencepiece").SentencePieceProcessor(model_proto=content)
     known = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
-    return model.encode, known.get, {"bos": (), "eos": (model.eos_id(),)}
+    return model.encode, known.get, {"bos": (), "eos": (model.eos_id(),)}, len(known)
 
 
-def _open_others(path: epath.Path, reads_specials: bool) -> Opened:
-    """The same of a file of `tokenizers`."""
-    model = _package("tokenizers").Tokenizer.from_str(path.read_text())
+def _open_others(content: bytes, reads_specials: bool) -> Opened:
+    """A file of `tokenizers`."""
+    model = _package("tokenizers").Tokenizer.from_str(content.decode())
     model.no_padding()
     model.no_truncation()
     probe = model.encode("a")
@@ -157,7 +253,7 @@ def _open_others(path: epath.Path, reads_specials: bool) -> Opened:
     def encode(text: str) -> list[int]:
         return model.encode(text, add_special_tokens=False).ids
 
-    return encode, model.token_to_id, around
+    return encode, model.token_to_id, around, max(model.get_vocab().values()) + 1
 
 
 def _package(name: str) -> Any:

@@ -18,13 +18,15 @@ PROMPTS = (
 
 
 def read_prompts(given: str | Sequence[str] | None, key: str = "prompts") -> tuple[str, ...]:
-    """The prompts in a list, or in a text file, one a line; PROMPTS for None or "".
+    """The prompts in a list, a text with {}, or a text file, one a line; PROMPTS for None or "".
 
     Raises:
       InputError: the file cannot be read, or a prompt has no {}; names `key`.
     """
     if given is None or given == "":
         return PROMPTS
+    if isinstance(given, str) and "{}" in given:
+        given = [given]
     if isinstance(given, str):
         key = f"{key}={given!r}"
         try:

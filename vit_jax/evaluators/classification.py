@@ -60,16 +60,9 @@ class Classification(ClassEvaluator):
     usual = ("loss", "top1", "top5", "ece", "macro_top1", "macro_f1")
     of_class = "accuracy"
 
-    def reports(self):
-        return self._with_flips(super().reports())
-
-    def lacking(self, sources):
-        return self._with_flips(super().lacking(sources))
-
-    def _with_flips(self, found):
-        """`found`, {metric: value}, with the metrics of flips too."""
-        names = [name.partition("/") for name in found if self.flips and name != "num_examples"]
-        return {**found, **{f"{n}{FLIPS}{dash}{c}": found[n + dash + c] for n, dash, c in names}}
+    @property
+    def ends(self):
+        return ("", FLIPS) if self.flips else ("",)
 
     def bind(self, inputs: EvalInputs) -> Measure:
         metrics, classes = self.make_metrics(inputs), self.name_classes(inputs)

@@ -22,6 +22,7 @@ from vit_jax.evaluators.features import FeatureEvaluator, Features, make_gather
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.text import unit
 
 logger = logging.getLogger("vit_jax")
 
@@ -142,12 +143,12 @@ def _count_hits(
     train: Features, test: Features, numbers: Sequence[int], temperature: float, num_classes: int
 ) -> np.ndarray:
     """Number of correctly classified test images for each number of neighbours."""
-    train_ND = _unit(train.x_ND)
+    train_ND = unit(train.x_ND)
     hits = np.zeros(len(numbers), np.int32)
     rows = max(_SIMILARITIES_AT_ONCE // len(train_ND), 1)
     for start in range(0, len(test.x_ND), rows):
         some = slice(start, start + rows)
-        similarity_MN = _unit(test.x_ND[some]) @ train_ND.T
+        similarity_MN = unit(test.x_ND[some]) @ train_ND.T
         labels_MK, weights_MK = votes(similarity_MN, train.label_N, max(numbers), temperature)
         for i, k in enumerate(numbers):
             scores_MC = np.zeros((len(labels_MK), num_classes))
@@ -160,7 +161,7 @@ def _count_hits(
 def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.ndarray:
     """uint8 (K, M, H, W, C): test images, each followed by its nearest training images."""
     drawn = order.spread(_ROWS, len(test.id_N))
-    similarity_KN = _unit(test.x_ND[drawn]) @ _unit(train.x_ND).T
+    similarity_KN = unit(test.x_ND[drawn]) @ unit(train.x_ND).T
     id_KM = train.id_N[np.argsort(-similarity_KN, axis=1, kind="stable")[:, :_NEAREST]]
     tests = inputs.images("test_split", test.id_N[drawn])
     trained = inputs.images("train_split", np.unique(id_KM))
@@ -171,9 +172,3 @@ def _rows_to_draw(inputs: EvalInputs, train: Features, test: Features) -> np.nda
         [tests.get(at, blank), *(trained.get(near, blank) for near in nearest)]
         for at, nearest in zip(test.id_N[drawn], id_KM, strict=True)
     ])  # fmt: skip
-
-
-def _unit(x_MD: np.ndarray) -> np.ndarray:
-    """Rows scaled to length 1; rows of zeros stay zero."""
-    length_M1 = np.linalg.norm(x_MD, axis=1, keepdims=True)
-    return x_MD / np.where(length_M1 > 0, length_M1, 1)

@@ -34,6 +34,11 @@ class LabelEvaluator(SplitEvaluator):
     own: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """The ends of its metrics' names: each metric has a value for each of them."""
+        return ("",)
+
+    @property
     def chosen(self) -> dict[str, Metric]:
         """{name: metric}; raises InputError as `find_metrics`."""
         names = self.usual if self.metrics is None else self.metrics
@@ -47,13 +52,13 @@ class LabelEvaluator(SplitEvaluator):
     def reports(self):
         if (before := self.reports_before()) is not None:
             return before
-        better = {name: metric.better for name, metric in self.chosen.items()}
+        better = {n + end: metric.better for end in self.ends for n, metric in self.chosen.items()}
         return better | {"num_examples": "neither"}
 
     def lacking(self, sources):
         data = bool(self.multi_label), sources["split"].num_classes
         faults = {name: metric.find_fault(*data) for name, metric in self.chosen.items()}
-        return {name: fault for name, fault in faults.items() if fault}
+        return {n + end: fault for end in self.ends for n, fault in faults.items() if fault}
 
     def make_metrics(self, inputs: EvalInputs) -> Metrics:
         """The metrics to compute, without its own; raises InputError as `find_metrics`."""
@@ -74,7 +79,8 @@ class ClassEvaluator(LabelEvaluator):
     of_class: ClassVar[str]  # the value of a class
 
     def reports(self):
-        return super().reports() | ({f"{self.of_class}/*": "higher"} if self.by_class else {})
+        ends = self.ends if self.by_class else ()
+        return super().reports() | {f"{self.of_class}{end}/*": "higher" for end in ends}
 
     def name_classes(self, inputs: EvalInputs) -> list[str]:
         """The classes, each with a name of its own; [] if their values are not asked for.

@@ -11,7 +11,7 @@ from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.multilabel import MultiLabel
 from vit_jax.experiment.state import TrainState
-from vit_jax.models.zero_shot import need_text_side, zero_shot
+from vit_jax.models.zero_shot import need_text_side, zero_shot_head, zero_shot_model
 
 _OF_SEVERAL = ("mean_ap",)  # the logits for several labels are in order, but no probabilities
 
@@ -50,15 +50,20 @@ class ZeroShot(SplitEvaluator):
         source = inputs.source()
         if source.class_names is None:
             raise InputError(f"split: {source.name} names no classes; zeroshot needs their words")
-        side = need_text_side(inputs.read_text_side, "type='zeroshot'")
         classes = words.names_in_words(source.class_names, "split")
         prompts = words.read_prompts(self.prompts)
-        texts = words.encode(side.tokenizer.read(), classes, prompts, "split")
-        model, head = zero_shot(inputs.model, side, texts)
+        side = need_text_side(inputs.read_text_side, "type='zeroshot'")
+        texts = words.encode(side.read_tokenizer(), classes, prompts, "split")
+        model = zero_shot_model(inputs.model, side.matcher, len(texts))
         inputs = dataclasses.replace(inputs, model=model, see=None)
         measure = self._for(source.multi_label).bind(inputs)
+        of_source = zero_shot_head(side, texts) if side.params else None
 
         def measure_by_words(state: TrainState) -> dict[str, float]:
+            head = of_source
+            if head is None:
+                learned = side._replace(params=tree.flatten_names(state.params[tree.OBJECTIVE]))
+                head = zero_shot_head(learned, texts, inputs.replicated)
             return measure(state.replace(params={**state.params, **tree.unflatten_names(head)}))
 
         return measure_by_words

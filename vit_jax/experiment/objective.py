@@ -1,6 +1,6 @@
 """The objective of a config, with what it learns from: labels, views, teachers, an average."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import flax.linen as nn
 
@@ -8,7 +8,9 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import Settings, sections
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
-from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
+from vit_jax.data.tokenizers import Tokenizer
+from vit_jax.models.zero_shot import TextSide
+from vit_jax.objectives.contract import InForm, Objective, ObjectivePart, RunFacts, Teacher
 from vit_jax.objectives.metrics import training_metrics
 
 # Remedies for keys that a batch lacks.
@@ -16,6 +18,7 @@ _SETS = {
     "image": "set --config.data.ops",
     "global_views": "set --config.data.num_global=2 and --config.data.global_ops",
     "local_views": "set --config.data.num_local=8, --config.data.local_ops and data.local_size",
+    "text": "set --config.data.text_length=16 for data with captions",
 }
 
 
@@ -44,10 +47,23 @@ def make_objective(
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
     rows = training_metrics(settings.log, settings.loss, data).rows
-    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form)
+    facts = RunFacts(mean, std, teachers, shapes, settings.durations, rows, in_form, batch.text)
     objective = settings.objective.bind(model, settings.loss.bind(), facts)
     _check_needs(objective, settings.objective.name, settings.optimizer, shapes)
     return objective
+
+
+def texts_that_learn(
+    objective: ObjectivePart, model: nn.Module, tokenizer: Tokenizer | None
+) -> Callable[[], TextSide] | None:
+    """Gives the text side of `model` in training; None if `objective` has none.
+
+    `tokenizer`: of the run; None: it reads no captions.
+    """
+    if tokenizer is None or not objective.learns_texts:
+        return None
+    matcher = objective.make_matcher(model, tokenizer.facts)
+    return lambda: TextSide(matcher, {}, lambda: tokenizer)
 
 
 def say_no_teacher(optimizer: sections.Optimizer, objective: str) -> str:

@@ -1,5 +1,6 @@
 """The experiments of a run of several stages; see `config.sizes`."""
 
+import math
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
@@ -7,8 +8,8 @@ from jax.sharding import Mesh
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
-from vit_jax.data.preprocessing import parse_preprocessing
-from vit_jax.devices.mesh import check_accum_steps, check_batch_size
+from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
+from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models.contract import about
 from vit_jax.objectives.contract import Teacher
@@ -23,22 +24,12 @@ def make_stage(
     `settings`: of the stage, from `Settings.by_stage`.
 
     Raises:
-      InputError: the mesh does not split its batch, data.ops mix an odd number of images or
-        data.repeats does not divide it, or positions cannot be resampled.
+      InputError: as `check_batch`, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
     if size == model.image_size:
         return make_experiment(settings, mesh, teachers=teachers, last=last)
-    batch, state = settings.run.global_batch_size, last.abstract_state.objective_state
-    check_batch_size(mesh, batch, f"{key}: the batch of {size[0]} pixels")
-    check_accum_steps(mesh, batch, settings.optimizer.accum_steps)
-    preprocessing, repeats = parse_preprocessing(settings), settings.data.repeats
-    if batch % (unit := repeats * (1 + preprocessing.mixes)):
-        why = " of mixed pairs" * preprocessing.mixes + f" with data.repeats={repeats}"
-        raise InputError(
-            f"{key}: the batch of {size[0]} pixels={batch}: must be a multiple of {unit}, because "
-            f"it consists{why}; choose another global_batch_size, or data.image_size_keeps=batch"
-        )
+    preprocessing, state = check_batch(settings, mesh), last.abstract_state.objective_state
     if model.takes_other_sizes:
         check_size(model, size, key)
     elif model.why_no_positions is None:
@@ -50,3 +41,24 @@ def make_stage(
             "state, as objective.gram_weight does; set it to 0, or give one size"
         )
     return make_experiment(settings, mesh, preprocessing, teachers, last=last)
+
+
+def check_batch(settings: Settings, mesh: Mesh) -> Preprocessing:
+    """The preprocessing of a stage before the last one.
+
+    Raises:
+      InputError: its batch does not consist of whole microbatches on the mesh, of whole pairs if
+        data.ops mix images, and of whole data.repeats.
+    """
+    preprocessing, repeats = parse_preprocessing(settings), settings.data.repeats
+    size, batch = settings.data.image_size, settings.run.global_batch_size
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    accum, pairs = settings.optimizer.accum_steps, 1 + preprocessing.mixes
+    if batch % (unit := math.lcm(ways * accum, repeats * pairs)):
+        raise InputError(
+            f"data.image_size: the stage of {size[0]} pixels has batches of {batch}, and needs a "
+            f"multiple of {unit}: the mesh splits them {ways} ways, optimizer.accum_steps={accum}, "
+            f"data.repeats={repeats}{', and data.ops mix pairs' * preprocessing.mixes}; choose "
+            "another global_batch_size, or data.image_size_keeps=batch"
+        )
+    return preprocessing

@@ -26,6 +26,7 @@ from vit_jax.config import (
     sections,
 )
 from vit_jax.data import Divider, Source
+from vit_jax.data.captions import kept_tokenizer
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_ops
@@ -36,10 +37,12 @@ from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.contract import with_known
 from vit_jax.models.fields import check_fields
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.supervised import Supervised
 from vit_jax.run.setup.agreement import compare_findings, compare_requests
 from vit_jax.run.setup.evaluation import complete_by_source
@@ -120,11 +123,10 @@ class StoredModel:
     run's settings.
     """
 
-    read_text_side = None
-
     def __init__(self, workdir: epath.Path, trained: Settings, best: bool = False):
         check_store(workdir)
-        self.source, self._trained = str(workdir), trained
+        self.source, self._workdir, self._trained = str(workdir), workdir, trained
+        self.read_text_side: Callable[[], TextSide] | None = None
         self._checkpoints = workdir / "checkpoints"
         self._best = best_step(workdir, trained) if best else None
         steps = restore.saved_steps(self._checkpoints)
@@ -153,6 +155,11 @@ class StoredModel:
         if settings.objective.teachers:  # which are not read
             settings = dataclasses.replace(settings, objective=Supervised())
         self._experiment = make_experiment(settings, mesh, preprocessing)
+        if settings.objective.learns_texts:
+            tokenizer = kept_tokenizer(self._workdir, settings.data).read()
+            self.read_text_side = texts_that_learn(
+                settings.objective, self._experiment.model, tokenizer
+            )
         return self._experiment.model, {}
 
     def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:

@@ -2,28 +2,37 @@
 
 from collections.abc import Sequence
 
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.data import words
-from vit_jax.models.zero_shot import need_text_side, zero_shot
+from vit_jax.models.zero_shot import need_text_side, zero_shot_head, zero_shot_model
 from vit_jax.transfer.pretrained import Pretrained
 
 
 def with_labels(
-    pretrained: Pretrained, labels: Sequence[str], prompts: str | Sequence[str] | None = None
+    pretrained: Pretrained, labels: tuple[str, ...], prompts: Sequence[str] = words.PROMPTS
 ) -> Pretrained:
     """`pretrained`, of a model of images and texts, as a classifier whose classes are `labels`.
 
+    A class is the mean of its texts.
+
     Args:
-      labels: two or more texts, such as ("a cat", "a dog", "nothing").
-      prompts: texts in which {} stands for a label, or the path of a file of such lines; a class is
-        the mean of its texts. None: PROMPTS of `data.words`.
+      labels: from `words.check_labels`.
+      prompts: from `words.read_prompts`.
 
     Raises:
-      InputError: a label or a prompt is wrong, or the model has no text tower or no tokenizer.
+      InputError: a text is wrong, two labels are one to the tokenizer, or the model has no text
+        tower or no tokenizer.
     """
-    names = words.check_labels(labels)
     side = need_text_side(pretrained.read_text_side, f"labels: {pretrained.source}")
-    tokenizer, classes = side.tokenizer.read(), [[name] for name in names]
-    texts = words.encode(tokenizer, classes, words.read_prompts(prompts), "labels")
-    model, head = zero_shot(pretrained.model, side, texts)
-    spec = pretrained.spec._replace(class_names=names, loss=side.matcher.loss)
+    tokenizer, classes = side.read_tokenizer(), [[label] for label in labels]
+    texts = words.encode(tokenizer, classes, prompts, "labels")
+    first, faults = dict[bytes, str](), Faults()
+    for label, ids in zip(labels, texts, strict=True):
+        same = first.setdefault(ids.tobytes(), label)
+        alike = f"labels: {same!r} and {label!r} are one text to the model's tokenizer"
+        faults.need(same is label, f"{alike}; leave one out")
+    collect_faults(faults)
+    model = zero_shot_model(pretrained.model, side.matcher, len(texts))
+    head = zero_shot_head(side, texts)
+    spec = pretrained.spec._replace(class_names=labels, loss=side.matcher.loss)
     return pretrained._replace(model=model, params={**pretrained.params, **head}, spec=spec)

@@ -16,6 +16,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
 from vit_jax.data.images.given import image_files
 from vit_jax.inference.predict import outputs, why_unread, without_masked
+from vit_jax.models.text import unit
 from vit_jax.transfer.pretrained import Pretrained
 
 _SIDE, _TEXT = 128, 14  # pixels of a picture of the sheet, and of the line below it
@@ -34,8 +35,7 @@ def nearest(
     def features(some: Sequence[str]) -> Iterator[np.ndarray]:
         source = image_files(some, pretrained.spec.reading)
         for x_BD, batch in outputs(pretrained, source, what="features", batch_size=batch_size):
-            x_BD = x_BD / np.maximum(np.linalg.norm(x_BD, axis=1, keepdims=True), 1e-12)
-            yield without_masked(x_BD, batch)
+            yield without_masked(unit(x_BD), batch)
 
     index_ND = np.concatenate([*features(among)])
     places = {os.path.realpath(path): i for i, path in enumerate(among)}

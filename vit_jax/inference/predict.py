@@ -31,6 +31,7 @@ from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_
 from vit_jax.data.images.given import open_images
 from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import HostOp
+from vit_jax.data.words import check_labels, read_prompts
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
@@ -45,7 +46,7 @@ _BATCH_SIZE = 64
 
 def predict(
     images: Any,
-    source: epath.PathLike | Pretrained,
+    source: "epath.PathLike | Pretrained | Predictor",
     *,
     output: str = "classes",
     layer: int | None = None,
@@ -65,7 +66,7 @@ def predict(
       images: one image or a list: paths of files and folders, Pillow images, and arrays of uint8
         pixels, (H, W), (H, W, C) or (N, H, W, C). Sizes may differ: images are resized and cropped
         as the model's evaluation does.
-      source: a source of `load_pretrained`, or a model from `read_pretrained`.
+      source: a source of `load_pretrained`, or a model from `read_pretrained` or `load_predictor`.
       output: "classes": for each image {"file", "classes": [{"name", "index", "probability"}]};
         "probabilities" or "logits": (N, C); "features": (N, D), one vector per image; "dense":
         (N, rows, columns, D), one vector per patch; "attention": (N, H, T, T), the weights that
@@ -77,7 +78,8 @@ def predict(
       top: number of classes of "classes".
       image_size: another size than the model's own; positions are resampled.
       batch_size: images at once, over all devices; None: up to 64.
-      labels, prompts: the classes in words, for a model with a text tower: see `with_labels`.
+      labels: the classes in words, for a model with a text tower; two or more, such as "a cat".
+      prompts: texts with {} for a label, or a file of such lines; None: PROMPTS of `data.words`.
 
     Returns:
       A list for "classes", else float32 arrays. An image that cannot be read has the key "error"
@@ -107,7 +109,7 @@ def predict(
 
 
 def _read(
-    source: epath.PathLike | Pretrained,
+    source: "epath.PathLike | Pretrained | Predictor",
     labels: Sequence[str] | None,
     prompts: str | Sequence[str] | None,
     image_size: int | Sequence[int] | None = None,
@@ -115,10 +117,12 @@ def _read(
     """The model of the arguments of `predict`."""
     if labels is None and prompts is not None:
         raise InputError("prompts: needs labels, such as labels=['a cat', 'a dog']")
-    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
+    words = None if labels is None else (check_labels(labels), read_prompts(prompts))
+    of_source = source.pretrained if isinstance(source, Predictor) else source
+    pretrained = transfer.read_pretrained(of_source)
     if image_size is not None:
         pretrained = transfer.with_image_size(pretrained, image_size)
-    return pretrained if labels is None else with_labels(pretrained, labels, prompts)
+    return pretrained if words is None else with_labels(pretrained, *words)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.config.metric_names import PIXELS
 from vit_jax.insight.plots import FEW, styles
-from vit_jax.insight.runs import group_seeds, mean_curve
+from vit_jax.insight.runs import group_seeds, levels, mean_curve
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
@@ -87,7 +86,7 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     formats = {"@value": "printf"}
     how = {"renderers": [*chart.renderers], "line_policy": "nearest"}
     chart.add_tools(HoverTool(tooltips=tips, formatters=formats, **how))
-    _draw_baselines(chart, runs, metric, {name: look[0] for name, look in looks.items()})
+    _draw_levels(chart, runs, metric, {name: look[0] for name, look in looks.items()})
     for group in groups:
         if len(group.runs) > 1:
             steps, mean, deviation = mean_curve(group, metric)[::every].T
@@ -99,17 +98,14 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     return Chart(metric, chart, every)
 
 
-def _draw_baselines(
+def _draw_levels(
     chart: BokehFigure, runs: Sequence[Run], metric: str, colours: Mapping[str, str]
 ) -> None:
-    """Draw the metric at step 0 of each run that has it of the pixels too, as level lines."""
+    """Draw the `levels` of each run."""
     from bokeh.models import ColumnDataSource, Line, Text
 
     for i, run in enumerate(runs):
-        pixels = run.curves.get(metric.replace("/", f"/{PIXELS}", 1))
-        if pixels is None or metric not in run.curves:
-            continue
-        for text, value in ("pixels", pixels[0][1]), ("step 0", run.curves[metric][0][1]):
+        for text, value in levels([run], metric).items():
             source = ColumnDataSource({"step": [0, run.step], "value": [value] * 2})
             first = ColumnDataSource({"step": [0], "value": [value], "text": [text]})
             where: dict[str, Any] = {"x": "step", "y": "value"}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from vit_jax.insight.runs import group_seeds, mean_curve
+from vit_jax.insight.runs import group_seeds, levels, mean_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -385,6 +385,9 @@ def draw_runs(runs: Sequence[Run], metrics: Sequence[str]) -> Figure:
             if len(group.runs) > 1:
                 band = mean - deviation, mean + deviation
                 axes.fill_between(steps, *band, color=color, alpha=0.15, linewidth=0)
+            for text, value in levels(group.runs, metric).items():
+                axes.axhline(value, color=color, linestyle="dotted", linewidth=1)
+                axes.annotate(text, (0, value), xycoords=("axes fraction", "data"), fontsize=7)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     seeds = [f" (mean ± deviation, {g.counted})" * (len(g.runs) > 1) for g in groups]

@@ -31,6 +31,7 @@ from vit_jax.insight.runs import (
     differences,
     evaluated,
     group_seeds,
+    say_no_gains,
     short_names,
     show_mean,
 )
@@ -89,6 +90,7 @@ def write(
         styles=plots.styles(groups),
         groups=groups,
         evaluated=evaluated(runs),
+        warnings=say_no_gains(runs),
         show_mean=show_mean,
         curves=curves,
         speeds=speeds,

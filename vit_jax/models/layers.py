@@ -17,7 +17,7 @@ from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention, choose_norm
 from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
-from vit_jax.models.contract import SplitLayer
+from vit_jax.models.contract import AttentionShape, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import field_names
@@ -301,6 +301,39 @@ class Encoder(BlockFields, nn.Module):
             prevent_cse=not self.scan,
             static_argnums=(3,),  # train; 0 is self
         )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class EncoderFields(BlockFields):
+    """The fields of a module that an objective adds to a model, and that holds an `Encoder`."""
+
+    width: int = key(..., "of a token", within=fields.FROM_1)
+    depth: int = key(..., "number of layers", within=fields.FROM_1)
+    scan: bool = False
+    remat: str = "none"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an example."""
+        raise NotImplementedError
+
+    @property
+    def attention_shape(self) -> AttentionShape | str:
+        """As `Model.attention_shape`."""
+        width = self.width // self.num_heads
+        return AttentionShape(self.num_heads, width, self.num_tokens, 0.0, relative=False)
+
+    @nn.nowrap
+    def make_encoder(self, name: str | None = None) -> Encoder:
+        more: dict[str, Any] = {"depth": self.depth, "scan": self.scan, "remat": self.remat}
+        return Encoder(**self.block_fields(), **more, name=name)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """Its blocks, which are no part of the model, and always learn."""
+        values = (self.num_tokens if tokens is None else tokens) * self.width
+        blocks = split_blocks(self.depth, self.depth if self.remat != "none" else 0, values)
+        return [block._replace(part=None) for block in blocks]
 
 
 def split_blocks(depth: int, recomputed: int, values: int, sums: int = 2) -> list[SplitLayer]:

@@ -12,7 +12,7 @@ from flax import struct
 
 from vit_jax.config import key
 from vit_jax.models import fields
-from vit_jax.models.layers import BlockFields, Encoder
+from vit_jax.models.layers import EncoderFields
 
 
 @struct.dataclass
@@ -27,7 +27,7 @@ class Causal:
         return jnp.broadcast_to(mask_NN[None, None], shape)
 
 
-class TextTower(BlockFields, nn.Module):
+class TextTower(EncoderFields, nn.Module):
     """The text tower of CLIP or of SigLIP: token ids (K, T) -> features (K, E), not normalised.
 
     Fields:
@@ -45,8 +45,6 @@ class TextTower(BlockFields, nn.Module):
 
     vocabulary: int = key(..., "number of token ids", within=fields.FROM_1)
     length: int = key(..., "positions of a text", within=fields.FROM_1)
-    width: int = key(..., "of a token", within=fields.FROM_1)
-    depth: int = key(..., "number of layers", within=fields.FROM_1)
     common_width: int = key(..., "of the features of texts and images", within=fields.FROM_1)
     causal: bool = key(..., "a causal mask, and the end token is pooled; False: the last position")
     end_id: int | None = key(None, "id of the end token; None: the largest id of a text")
@@ -57,14 +55,23 @@ class TextTower(BlockFields, nn.Module):
             self.vocabulary, self.width, dtype=self.dtype, embedding_init=normal(0.02)
         )
         self.pos_embedding = self.param("pos_embedding", normal(0.01), (self.length, self.width))
-        self.encoder = Encoder(**self.block_fields(), depth=self.depth)
+        self.encoder = self.make_encoder()
         self.head = nn.Dense(self.common_width, use_bias=not self.causal)
 
     def tokens(self, ids_KT, *, train=False):
         """The encoder's output (K, T, D), normalised."""
         positions_TD = self.pos_embedding[: ids_KT.shape[1]].astype(self.dtype)
         x_KTD = self.token_embedding(ids_KT) + positions_TD[None]
+        x_KTD = self.constrain(x_KTD, ("batch", None, None))
         return self.encoder(x_KTD, shared=Causal() if self.causal else None, train=train)
+
+    @property
+    def num_tokens(self):
+        return self.length
+
+    @property
+    def attention_shape(self):
+        return "texts add a causal mask to the logits" if self.causal else super().attention_shape
 
     def __call__(self, ids_KT, *, train=False):
         pooled_K = jnp.full(ids_KT.shape[:1], ids_KT.shape[1] - 1)
@@ -130,5 +137,7 @@ class Matcher(nn.Module):
 
 
 def unit(x_BE):
-    """The rows of `x_BE` with length 1."""
-    return x_BE / jnp.linalg.norm(x_BE, axis=-1, keepdims=True)
+    """The rows of `x_BE`, of JAX or NumPy, with length 1; rows of zeros stay zero."""
+    own = x_BE.__array_namespace__()
+    length_B1 = own.linalg.norm(x_BE, axis=-1, keepdims=True)
+    return x_BE / own.where(length_B1 > 0, length_B1, 1)

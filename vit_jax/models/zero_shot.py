@@ -3,6 +3,7 @@
 Axes: B images, K classes, n texts of a class, T positions of a text, D width, E common width.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import key
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import field_names
 from vit_jax.models.text import Matcher, unit
 from vit_jax.models.vit import ViT
@@ -25,13 +27,15 @@ _BATCH = 64  # texts at once
 class TextSide(NamedTuple):
     """The text side of a model of images and texts: all but its image tower.
 
-    params: {leaf name: float32 array} of `matcher`.
-    tokenizer: the model's `data.tokenizers.TokenizerFiles`.
+    params: {leaf name: float32 array} of `matcher`; {}: they are the objective's of a train state.
+    read_tokenizer: gives the model's `data.tokenizers.Tokenizer`.
+    files: paths of that tokenizer's files, if it has some.
     """
 
     matcher: Matcher
     params: Mapping[str, np.ndarray]
-    tokenizer: Any
+    read_tokenizer: Callable[[], Any]
+    files: Sequence[Any] = ()
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -72,17 +76,24 @@ class ZeroShotViT(ViT):
         return CosineHead(num_classes, self.projection)
 
 
-def zero_shot(
-    model: nn.Module, side: TextSide, texts: Sequence[np.ndarray]
-) -> tuple[ZeroShotViT, dict[str, np.ndarray]]:
-    """`model` with a head for classes described by `texts`; {leaf name: array} of that head.
+def zero_shot_model(model: nn.Module, matcher: Matcher, num_classes: int) -> ZeroShotViT:
+    """`model`, an image tower that is a ViT, with a head for classes described by texts."""
+    fields = {name: getattr(model, name) for name in field_names(type(model))}
+    width = None if matcher.image_width is None else matcher.text.common_width
+    return ZeroShotViT(**fields | {"num_classes": num_classes, "projection": width})
+
+
+def zero_shot_head(
+    side: TextSide, texts: Sequence[np.ndarray], whole: jax.sharding.Sharding | None = None
+) -> dict[str, np.ndarray]:
+    """{leaf name: array} of the head of `zero_shot_model` for classes described by `texts`.
 
     The vector of a class is the mean of its texts' normalised features, normalised.
 
     Args:
-      model: an image tower, without classes.
       side: of the same model.
       texts: token ids of each class, int (n, T), n from 1.
+      whole: the sharding of an array that every process has; None: one process computes.
 
     Raises:
       InputError: the ids are not the model's.
@@ -94,19 +105,25 @@ def zero_shot(
     if (last := ids_NT.max()) >= matcher.text.vocabulary:
         known = f"the text tower knows {matcher.text.vocabulary}"
         raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
-    embed = jax.jit(partial(matcher.apply, method="text_features"))
+    embed = partial(_embed_texts(matcher, whole), side.variables)
     padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
-    found = [embed(side.variables, part) for part in np.split(padded, len(padded) // _BATCH)]
-    texts_NE = np.asarray(unit(np.concatenate(found)[: len(ids_NT)]))
+    found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // _BATCH)]
+    texts_NE = np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
-    classes_KE = np.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
-    bias = params["logit_bias"] if matcher.has_bias else 0
+    classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
+    bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
+    scale = np.exp(np.asarray(params["logit_scale"]))
     head = {
-        "head/classes/kernel": np.exp(params["logit_scale"]) * np.asarray(unit(classes_KE)).T,
+        "head/classes/kernel": scale * np.asarray(unit(classes_KE)).T,
         "head/classes/bias": np.full(len(texts), bias, np.float32),
     }
     if matcher.image_width is not None:
         head["head/projection/kernel"] = params["image_head/kernel"]
-    fields = {name: getattr(model, name) for name in field_names(type(model))}
-    width = None if matcher.image_width is None else matcher.text.common_width
-    return ZeroShotViT(**fields | {"num_classes": len(texts), "projection": width}), head
+    return head
+
+
+@functools.lru_cache(maxsize=4)
+def _embed_texts(matcher: Matcher, whole: jax.sharding.Sharding | None) -> Callable:
+    """(variables, ids (K, T)) -> features (K, E), jitted; every device computes all."""
+    plain = matcher.clone(text=matcher.text.clone(constrain=unconstrained, ops=PLAIN))
+    return jax.jit(partial(plain.apply, method="text_features"), out_shardings=whole)

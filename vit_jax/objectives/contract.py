@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.config import Part, sections
 from vit_jax.config.settings import Settings
+from vit_jax.data.tokenizers import TextFacts
+from vit_jax.models.text import Matcher
 
 
 class Term(flax.struct.PyTreeNode):
@@ -155,6 +157,7 @@ class Objective:
     is_single_pass: whether a step is one pass of the images through the model, and the loss one sum
       over them: no further terms, own parameters, teachers or states.
     collapse: signs of a collapse; None: it learns from labels or teachers, and cannot collapse.
+    passed_on: bytes of a row that go round all devices that split the batch in a step.
     """
 
     loss: LossOfBatch
@@ -169,6 +172,7 @@ class Objective:
     skip: Callable[[State], ModelState] | None = None
     is_single_pass: bool = False
     collapse: Collapse | None = None
+    passed_on: int = 0
 
 
 class Teacher(NamedTuple):
@@ -213,6 +217,8 @@ class RunFacts(NamedTuple):
     durations: {config key: steps} for every duration of the run.
     metrics: (logits (B, C), batch) -> {name: rows} of the metrics to log.
     in_form: gives the objective's own blocks the form to compute in.
+    text: of the tokenizer of a batch's `text`; None: it has no captions. In a plan, which opens no
+      tokenizer, those of one that a run trains, with `data.vocabulary` ids.
     """
 
     mean: tuple[float, ...]
@@ -222,6 +228,7 @@ class RunFacts(NamedTuple):
     durations: Mapping[str, int] = {}
     metrics: Callable[[jax.Array, Batch], dict[str, Any]] = lambda logits_BC, batch: {}
     in_form: InForm = as_it_is
+    text: TextFacts | None = None
 
 
 class ObjectivePart(sections.Objective, Part):
@@ -261,6 +268,26 @@ class ObjectivePart(sections.Objective, Part):
     def watches_layers(self) -> bool:
         """Whether it reads the outputs of single layers, which scan and remat would hide."""
         return False
+
+    @property
+    def learns_texts(self) -> bool:
+        """Whether its own parameters are those of a `make_matcher`."""
+        return False
+
+    def make_matcher(
+        self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
+    ) -> Matcher:
+        """What compares the images' features with texts.
+
+        Args:
+          model: the image tower.
+          text: of the tokenizer.
+          in_form: as in `RunFacts`.
+
+        Raises:
+          InputError: the model or the tokenizer does not suit.
+        """
+        raise NotImplementedError
 
     def conflicts(self, settings: Settings) -> list[str]:
         """Faults between its keys and other sections of a config, which may have open keys."""

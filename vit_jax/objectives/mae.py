@@ -17,8 +17,8 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
-from vit_jax.models.contract import AttentionShape, Model, SplitLayer
-from vit_jax.models.layers import BlockFields, Encoder, split_blocks
+from vit_jax.models.contract import Model
+from vit_jax.models.layers import EncoderFields
 from vit_jax.models.patches import as_images, extract_patches, random_order, row_keys, take
 from vit_jax.models.position import sincos_2d
 from vit_jax.objectives import patches
@@ -37,7 +37,7 @@ from vit_jax.objectives.patches import Reconstruction
 _EPS = 1e-6  # added to the variance of a patch
 
 
-class Decoder(BlockFields, nn.Module):
+class Decoder(EncoderFields, nn.Module):
     """Predicts hidden patches from the encoder's output for the visible ones.
 
     Visible tokens and one learned token for every hidden patch get fixed sine-cosine positions and
@@ -51,11 +51,7 @@ class Decoder(BlockFields, nn.Module):
 
     grid: tuple[int, int]
     num_prefix: int
-    width: int
-    depth: int
     num_outputs: int
-    scan: bool = False
-    remat: str = "none"
 
     @nn.compact
     def __call__(self, x_BTD, order_BN, *, train=False):
@@ -69,13 +65,7 @@ class Decoder(BlockFields, nn.Module):
         x_BNW += jnp.take(table_NW, order_BN, axis=0).astype(self.dtype)
         x_BNW = jnp.concatenate([x_BTW[:, : self.num_prefix], x_BNW], axis=1)
         x_BNW = self.constrain(x_BNW, ("batch", None, None))
-        encoder = Encoder(
-            **self.block_fields(),
-            depth=self.depth,
-            scan=self.scan,
-            remat=self.remat,
-            name="encoder",
-        )
+        encoder = self.make_encoder("encoder")
         x_BHW = encoder(x_BNW, train=train)[:, self.num_prefix + visible :]
         head = nn.Dense(self.num_outputs, dtype=self.dtype, name="head")
         return head(x_BHW).astype(jnp.float32)
@@ -83,21 +73,6 @@ class Decoder(BlockFields, nn.Module):
     @property
     def num_tokens(self) -> int:
         return self.num_prefix + math.prod(self.grid)
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        """As `Model.attention_shape`."""
-        return AttentionShape(
-            self.num_heads, self.width // self.num_heads, self.num_tokens, 0.0, relative=False
-        )
-
-    @nn.nowrap
-    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
-        """Its blocks, which are no part of the model, and always learn."""
-        tokens = self.num_tokens if tokens is None else tokens
-        recomputed = self.depth if self.remat != "none" else 0
-        blocks = split_blocks(self.depth, recomputed, tokens * self.width)
-        return [block._replace(part=None) for block in blocks]
 
 
 class Mae(ObjectivePart):

@@ -41,7 +41,7 @@ def plan(
     Raises:
       InputError: the settings do not suit the devices.
     """
-    return plan_stages(settings, functools.partial(_plan, target=target, devices=devices))
+    return plan_stages(settings, target, functools.partial(_plan, devices=devices))
 
 
 def _plan(settings: Settings, target: Target, devices: Sequence[Any] | None) -> dict[str, Any]:

@@ -78,6 +78,9 @@ def collective_table(
     - The weights of teachers are gathered once per microbatch: frozen ones, and the averages that
       the objective reads.
 
+    What an objective passes on from device to device, see `Objective.passed_on`, comes by on each
+    device once, and waits for the slowest axis.
+
     `_add_activations` adds the collectives of activations over tensor. The sums of each batch
     statistic, and of its gradient, are all-reduced over the axes that split the batch.
 
@@ -92,6 +95,11 @@ def collective_table(
         for each in experiment.passes:
             _add_activations(exchanges, each, images, still)
     _add_statistics(exchanges, experiment)
+    ways = math.prod(shape[axis] for axis in BATCH_AXES)
+    if ways > 1 and experiment.objective.passed_on:
+        slowest = next(axis for axis in BATCH_AXES if shape[axis] > 1)
+        passed_on = images * ways * experiment.objective.passed_on
+        exchanges.add("collective-permute", slowest, passed_on)
     return exchanges.table(target)
 
 

@@ -54,6 +54,7 @@ def describe(
         "remat": model.remat,
         "remat_layers": model.remat_layers,
         "scan": model.scan,
+        "image_size": settings.data.image_size,
         "global_batch_size": settings.run.global_batch_size,
         "images_per_way": settings.run.global_batch_size // ways,
         "total_steps": experiment.total_steps,

@@ -94,6 +94,7 @@ def run_table(figures: dict[str, Any]) -> Table:
     rows = {
         "chips": f"{figures['num_chips']:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
+        "images": "{} x {} pixels (height x width)".format(*figures["image_size"]),
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
         "layers": describe_layers(figures),
         "parameters": f"{figures['num_params']:,}",

@@ -93,7 +93,7 @@ def _estimated(
 def _first_answer(settings: Settings, target: Target, known: Mapping[str, Any]) -> str:
     """The answer by calculation, which takes seconds, while the compiler takes minutes."""
     try:
-        figures = plan_stages(settings, functools.partial(calculate_plan, target=target))
+        figures = plan_stages(settings, target, calculate_plan)
     except InputError:  # there are no formulas for it, or the compiler's plan is refused too
         return "No quick answer by calculation. The compiler's figures follow."
     shown = answer(_estimated(figures, settings, target, known))

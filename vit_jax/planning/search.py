@@ -31,6 +31,7 @@ from vit_jax.models.fields import REMAT
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.estimates import estimate
+from vit_jax.planning.stages import plan_each
 from vit_jax.planning.targets import Target, batch_ways, described_mesh, target_mesh, target_of
 
 logger = logging.getLogger("vit_jax")
@@ -53,7 +54,7 @@ def _model_of(settings: Settings) -> Model:
 
 def _calculate(settings: Settings, target: Target) -> dict[str, Any]:
     """`calculate_layout` of the stage that needs the most memory."""
-    figures = [calculate_layout(run, target) for run in settings.by_stage]
+    figures = plan_each(settings, target, calculate_layout)
     return max(figures, key=lambda each: each["memory_bytes"]["peak"])
 
 

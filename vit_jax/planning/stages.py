@@ -4,19 +4,36 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_jax.config import Settings
+from vit_jax.experiment.stages import check_batch
+from vit_jax.planning.targets import Target, described_mesh
+
+Plan = Callable[[Settings, Target], dict[str, Any]]
 
 
-def plan_stages(settings: Settings, plan: Callable[[Settings], dict[str, Any]]) -> dict[str, Any]:
-    """`plan` of a run; of several stages as `add_up` does."""
-    runs = settings.by_stage
-    if len(runs) == 1:
-        return plan(runs[0])
-    plans = []
-    for stage, run in zip(settings.stages, runs, strict=True):
-        share = run.model.own.get("keep_tokens", 1.0)
-        own = {"image_size": stage.size, "keep_tokens": share, "total_steps": len(stage.steps)}
-        plans.append(plan(run) | own)
+def plan_stages(settings: Settings, target: Target, plan: Plan) -> dict[str, Any]:
+    """`plan` of a run on the target; of several stages as `add_up` does.
+
+    Raises:
+      InputError: as `plan_each`.
+    """
+    plans = plan_each(settings, target, plan)
+    if len(plans) > 1:
+        for stage, run, figures in zip(settings.stages, settings.by_stage, plans, strict=True):
+            share = run.model.own.get("keep_tokens", 1.0)
+            figures |= {"keep_tokens": share, "total_steps": len(stage.steps)}
     return add_up(plans)
+
+
+def plan_each(settings: Settings, target: Target, plan: Plan) -> list[dict[str, Any]]:
+    """`plan` of each stage of a run on the target.
+
+    Raises:
+      InputError: as `plan` and `check_batch`.
+    """
+    for run in settings.by_stage:
+        if run.data.image_size != settings.data.image_size:
+            check_batch(run, described_mesh(run, target))
+    return [plan(run, target) for run in settings.by_stage]
 
 
 def add_up(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
@@ -107,6 +108,8 @@ class Run:
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
     division: content of `division.FILE` of a run that begins; empty if it has no own images.
+    tokenizer: {name: content} of the files that WORKDIR/tokenizer keeps.
+    caption_faults: of the training data, for the user; see `captions.look_at`.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     callbacks: the user's functions, called where the run logs or evaluates.
@@ -127,6 +130,8 @@ class Run:
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     division: bytes = b""
+    tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    caption_faults: str = ""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
     callbacks: Sequence[Callback] = ()
@@ -228,9 +233,11 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     experiment = make_experiment(last, mesh, preprocessing, teachers)
     earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
+    texts = texts_that_learn(settings.objective, experiment.model, train_source.tokenizer)
     evaluators = make_evaluators(
-        settings, preprocessing, experiment.model, mesh, opened.sources, workdir
-    )
+        settings, preprocessing, experiment.model, mesh, opened.sources, workdir,
+        read_text_side=texts,
+    )  # fmt: skip
     check_metrics(settings, opened.sources)
     checkpoints.check_memory_dir(settings.checkpoint)
     inject = settings.job.inject
@@ -248,6 +255,8 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         evaluators=evaluators,
         timetable=Timetable(settings.durations),
         division=opened.division(),
+        tokenizer=opened.tokenizer,
+        caption_faults=opened.caption_faults,
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
@@ -268,8 +277,9 @@ def describe(run: Run) -> None:
     size = run.settings.run.global_batch_size
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
-    logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
     e, d = run.experiment, run.settings.data
+    logger.info("batch: %d globally, %d per host, %d per device; images: %d x %d (height x width)",
+                size, rows, size // ways, *d.image_size)  # fmt: skip
     splits = ", ".join(
         f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
         f"{source.num_examples:,}"
@@ -279,6 +289,8 @@ def describe(run: Run) -> None:
         "data: %s, %d classes, examples: %s; %s steps",
         d.name, d.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if run.caption_faults:
+        logger.warning("captions: %s", run.caption_faults)
     if fault := unused_bits_of(run.train_source):
         logger.warning("data: %s; %s", *fault)
     if size > d.num_examples:

@@ -65,8 +65,9 @@ def loop(
     check_rows(run, read_history(run.workdir), meta)
     restored_step = start if meta else None
     past = read_past(
-        run.workdir, read_history(run.workdir), restored_step, since - began, run.choose_s
-    )
+        run.workdir, read_history(run.workdir), restored_step, since - began, run.choose_s,
+        train_s=meta.get("train_s", 0.0),
+    )  # fmt: skip
     selection = catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return

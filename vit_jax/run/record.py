@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from vit_jax.base.errors import RaisedByAll
 from vit_jax.checkpoints.history import ROWS, warn_of_lost_rows
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
@@ -76,6 +77,7 @@ class Record(contextlib.AbstractContextManager):
         settings, e, devices = run.settings, run.experiment, run.mesh.devices.flatten().tolist()
         self.saved = meta.get("saved", start) if meta else None
         self._start, self._logged = start, meta.get("logged", 0)
+        self._last_step, self._saved_s = start, meta.get("train_s", 0.0)
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._spikes, self._stalls, self._results = spikes, Stalls(settings.checkpoint), Results()
         self._chip_hours = functools.partial(chip_hours, meta, devices, since)
@@ -98,10 +100,11 @@ class Record(contextlib.AbstractContextManager):
         self._good_s = self._throughput.steps_s()
 
     def __exit__(self, kind: type | None, *_) -> None:
-        """Write the seconds since the last row; after an error, the next start counts them."""
+        """Write the seconds since the last row, unless this process alone has failed."""
         self._results.__exit__()
-        if kind is None:
-            self._writer.write(self._last_step, self._throughput.read_pauses())
+        if kind is None or issubclass(kind, RaisedByAll):
+            of_steps = {"time/seconds": self._saved_s} if self.saved == self._last_step else {}
+            self._writer.write(self._last_step, of_steps | self._throughput.read_pauses())
 
     def waits(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield the batches, and note how long the devices wait for each."""
@@ -206,8 +209,8 @@ class Record(contextlib.AbstractContextManager):
         Raises LostLockError if another job trains in the workdir now.
         """
         self._lock.check(fresh=True)
-        facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds(),
-                 "logged": self._logged}  # fmt: skip
+        self._saved_s = self._throughput.seconds()
+        facts = {"corrupt": self._corrupt.total, "train_s": self._saved_s, "logged": self._logged}
         with watchdog.phase("save"), self._throughput.pause("save"):
             self._writer.flush()
             own = {"data_fingerprint": self._run.fingerprint, "chip_hours": self._chip_hours()}

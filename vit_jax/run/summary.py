@@ -10,7 +10,7 @@ import jax
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import check_summary, read_history
-from vit_jax.config.metric_names import PIXELS
+from vit_jax.config.metric_names import say_no_gain
 from vit_jax.run.build import Run
 from vit_jax.run.selection import read_selection
 from vit_jax.run.terminal import readable
@@ -76,7 +76,10 @@ def write_summary(run: Run) -> dict[str, Any]:
     logger.info("summary: %s", run.workdir / "summary.json")
     if not run.experiment.objective.needs_average:  # whose loss may rise with its teacher
         _say_no_progress(read_history(run.workdir))
-    _say_not_above_start(run, summary)
+    start = values_at(0, run.workdir)
+    for metric, value in summary.items():
+        if text := say_no_gain(metric, value, start):
+            logger.warning("%s", text)
     return summary
 
 
@@ -92,22 +95,3 @@ def _say_no_progress(history: Iterable[Mapping[str, Any]]) -> None:
             "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
             last[1], last[0], first[1], first[0],
         )  # fmt: skip
-
-
-def _say_not_above_start(run: Run, summary: Mapping[str, Any]) -> None:
-    """Warn of metrics that end no higher than at the run's first weights, or than of the pixels."""
-    start = values_at(0, run.workdir)
-    for name, evaluator in run.settings.evals.items():
-        for metric, better in (evaluator.reports() or {}).items():
-            known = (
-                summary.get(f"{name}/{metric}"),
-                *(start.get(f"{name}/{begins}{metric}") for begins in ("", PIXELS)),
-            )
-            values = [value for value in known if value is not None]
-            if better == "higher" and len(values) == len(known) and values[0] <= max(values[1:]):
-                logger.warning(
-                    "evals.%s: %s ends at %.2f %%; the weights at step 0 had %.2f %%, the pixels "
-                    "have %.2f %%: the features have not become useful. Train longer, or take "
-                    "another method: docs/explanation/does_it_learn.md",
-                    name, metric, *(100 * value for value in values),
-                )  # fmt: skip

@@ -55,7 +55,7 @@ class Planner:
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
             layout = rank_layouts(settings, self._target)[0]
-            self._plans[key] = plan_stages(layout, lambda run: calculate_plan(run, self._target))
+            self._plans[key] = plan_stages(layout, self._target, calculate_plan)
         steps = settings.run.duration
         figures = self._plans[key] | {"total_steps": steps}
         run = estimate(figures, self._price)["run"]

@@ -113,7 +113,7 @@ def _recognise(source: Source) -> Format:
 
 
 def read_pretrained(
-    source: str | os.PathLike, *, averaged: bool | None = None, best: bool = False
+    source: str | os.PathLike | Pretrained, *, averaged: bool | None = None, best: bool = False
 ) -> Pretrained:
     """Read the model and parameters of `source`.
 
@@ -122,7 +122,7 @@ def read_pretrained(
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
         Face, timm, open_clip or T2T-ViT's authors; the address of such a file;
         "hf:ORGANISATION/NAME" or "timm:NAME" on the Hugging Face Hub, with "@REVISION" if it is not
-        the newest; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
+        the newest; or a name in PUBLISHED, e.g. "ViT-B/16@augreg". A model that was read stays.
       averaged: for a workdir whose run keeps a running average of the parameters: True takes the
         average, False the raw parameters, None the average if there is one.
       best: of a workdir, the step that `checkpoint.keep_best` kept instead of the newest.
@@ -130,6 +130,10 @@ def read_pretrained(
     Raises:
       InputError: if the source does not exist or cannot be read.
     """
+    if isinstance(source, Pretrained):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(f"source: is a {type(source).__name__}; needs a path, a name or a model")
     path = locate(source := hide(os.fspath(source)))
     opened = Source(path, averaged, best)
     try:

@@ -66,7 +66,7 @@ def export(
       RuntimeError: if the exported files compute something else.
     """
     output = absolute(output)
-    pretrained = source if isinstance(source, Pretrained) else read_pretrained(source)
+    pretrained = read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)

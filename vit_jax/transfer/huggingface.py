@@ -280,9 +280,9 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
     }
     arrays |= write_rows(text_rows(side.matcher), side.params, side.matcher)
     files = _write_folder(path, config, arrays, spec)
-    for file in side.tokenizer.paths:
+    for file in side.files:
         write_whole(path / file.name, file.read_bytes())
-    return [*files, *(file.name for file in side.tokenizer.paths)]
+    return [*files, *(file.name for file in side.files)]
 
 
 def _as_folder(

@@ -78,7 +78,8 @@ def read_texts(source: Source, name: str, **tokenizer: Any) -> TextSide:
     matcher = Matcher(text, source.size("visual_projection.weight", 1), "logit_bias" in arrays)
     params = read_rows(text_rows(matcher), source, matcher)
     folder = source.path if source.path.is_dir() else source.path.parent
-    return TextSide(matcher, params, TokenizerFiles(folder, length, **tokenizer))
+    files = TokenizerFiles(folder, length, **tokenizer)
+    return TextSide(matcher, params, files.read, files.paths)
 
 
 def text_rows(matcher: Matcher) -> list[Row]:

@@ -1,9 +1,9 @@
 """Reads models from the workdirs of this project."""
 
-import functools
 import json
 import logging
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,11 +19,13 @@ from vit_jax.config import SOURCES, Evaluator, Settings
 from vit_jax.config.metric_names import find_best, find_direction
 from vit_jax.config.sections import Data
 from vit_jax.config.stored import read_config
+from vit_jax.data.captions import kept_tokenizer
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
 from vit_jax.models import model_of
 from vit_jax.models.contract import about, with_known
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
@@ -66,8 +68,9 @@ def read(source: Source) -> Pretrained:
     if averaged is not None and not averages:
         raise InputError(NO_CHOICE.format(path))
     weights = "params" if averaged is False or not averages else "ema"
-    model = model_of(settings.model, settings.data, settings.data.num_classes)
-    step, params, model_state = _restore(chosen, path, model, weights)
+    of_texts = settings.objective.learns_texts
+    model = model_of(settings.model, settings.data, None if of_texts else settings.data.num_classes)
+    step, params, model_state = _restore_model(chosen, path, model, weights)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -78,7 +81,24 @@ def read(source: Source) -> Pretrained:
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(settings, model, path)
     division = read_division(path, settings.data)
-    return Pretrained(str(chosen), plain, params, spec, run, state, division)
+    read_text_side = partial(_read_texts, chosen, path, settings, model, weights)
+    texts = read_text_side if of_texts else None
+    return Pretrained(str(chosen), plain, params, spec, run, state, division, texts)
+
+
+def _read_texts(
+    source: epath.Path, workdir: epath.Path, settings: Settings, model: nn.Module, weights: str
+) -> TextSide:
+    """The text side in a checkpoint of a run that learned texts; for arguments see `_restore`."""
+    files = kept_tokenizer(workdir, settings.data)
+    matcher = settings.objective.make_matcher(model, files.read().facts)
+    params = jax.eval_shape(matcher.init, jax.random.key(0), *matcher.example_inputs)["params"]
+    _, found = _restore(source, workdir, {weights: {tree.OBJECTIVE: params}})
+    own = found[weights][tree.OBJECTIVE]
+    if matcher.text.scan:
+        matcher = matcher.clone(text=matcher.text.clone(scan=False))
+        own |= {"text": unstack_layers(own["text"])}
+    return TextSide(matcher, tree.flatten_names(own), files.read, files.paths)
 
 
 def best_step(path: epath.Path, settings: Settings) -> int:
@@ -103,24 +123,31 @@ def best_step(path: epath.Path, settings: Settings) -> int:
     return step
 
 
-def _restore(
+def _restore_model(
     source: epath.Path, workdir: epath.Path, model: nn.Module, weights: str
 ) -> tuple[int, tree.Params, tree.ModelState]:
-    """(step, parameters, model state) of `source`.
+    """(step, parameters, model state) of `source`; layers are unrolled.
 
-    It is the newest valid checkpoint of `workdir`, or one of its steps. `weights`: "params" or
-    "ema". Layers are unrolled.
+    `weights`: "params" or "ema".
+    """
+    state = {"params": "model_state", "ema": "ema_model_state"}[weights]
+    shapes = {weights: abstract_params(model), state: abstract_model_state(model)}
+    target = {field: tree.unflatten_names(leaves) for field, leaves in shapes.items() if leaves}
+    step, found = _restore(source, workdir, target)
+    params = unstack_layers(found[weights]) if about(model).stacks_layers else found[weights]
+    return step, params, found.get(state, {})
+
+
+def _restore(source: epath.Path, workdir: epath.Path, shapes: Any) -> tuple[int, Any]:
+    """(step, the arrays of these `shapes`) of `source`.
+
+    It is the newest valid checkpoint of `workdir`, or one of its steps.
 
     Raises:
       InputError: there is no checkpoint, or it does not verify.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    state = {"params": "model_state", "ema": "ema_model_state"}[weights]
-    shapes = {weights: abstract_params(model), state: abstract_model_state(model)}
-    on_device = functools.partial(jax.tree.map, lambda leaf: leaf.update(sharding=device))
-    target = {
-        field: tree.unflatten_names(on_device(leaves)) for field, leaves in shapes.items() if leaves
-    }
+    target = jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes)
     if source == workdir:
         restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
     else:
@@ -129,9 +156,7 @@ def _restore(
         raise InputError(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
-    found = jax.tree.map(np.asarray, restored[0])
-    params = unstack_layers(found[weights]) if about(model).stacks_layers else found[weights]
-    return restored[1]["step"], params, found.get(state, {})
+    return restored[1]["step"], jax.tree.map(np.asarray, restored[0])
 
 
 def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:

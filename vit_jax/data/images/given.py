@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,14 @@ from vit_jax.data.images.formats import (
     EXTENSIONS,
     USUAL,
     Reading,
+    as_file,
     as_known_format,
     read_image,
+    to_known_format,
     to_known_mode,
     why_file_unreadable,
 )
+from vit_jax.data.retries import read_if_there
 from vit_jax.data.subset import give_channels
 
 
@@ -140,6 +143,24 @@ def image_of(image: Any, where: str) -> Image.Image:
         needed = "(H, W), or (H, W, C) for 1, 3 or 4 channels C; give a stack of images as a list"
         raise InputError(f"{where}: an array of shape {pixels.shape}; needed: {needed}")
     return Image.fromarray(pixels)
+
+
+def file_of(image: Any, reading: Reading) -> bytes:
+    """An image of any kind as JPEG, PNG or BMP bytes; empty if its bytes hold no image."""
+    found = content_of(image)
+    return to_known_format(found, reading) if isinstance(found, bytes) else as_file(found, reading)
+
+
+def content_of(image: Any) -> bytes | Image.Image:
+    """An image of any kind as the bytes of its file, or as one of Pillow.
+
+    Raises: InputError if it is of another kind.
+    """
+    if isinstance(image, Mapping):  # as `datasets` has what it has not decoded
+        image = image["path"] if image["bytes"] is None else image["bytes"]
+    if isinstance(image, str | os.PathLike):
+        image = read_if_there(image)
+    return image if isinstance(image, bytes | Image.Image) else image_of(image, "image")
 
 
 def _without_labels(

@@ -2,10 +2,10 @@
 
     vit_jax.train(config, workdir, data={"train": (images, labels), "val": dataset})
 
-A split is a pair (images, labels), or a sequence of items: (image, label), or a dict of both, as
-data sets of torch and of Hugging Face give them. An array of pixels is read a batch at a time;
-other items one by one, in several threads. Item i is record i, so the order of training is that of
-every other source.
+A split is a pair (images, labels); a dict of columns, {"image": images, "caption": captions}, which
+may have labels; or a sequence of items: (image, label), or a dict, as data sets of torch and of
+Hugging Face give them. An array of pixels is read a batch at a time; other items one by one, in
+several threads. Item i is record i, so the order of training is that of every other source.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
-from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
+from vit_jax.data.captions import NAMES, find_captions
 from vit_jax.data.class_names import spell
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
-from vit_jax.data.images.formats import Reading, as_file, to_known_format, why_unreadable
-from vit_jax.data.images.given import image_of
+from vit_jax.data.images.formats import Reading, why_unreadable
+from vit_jax.data.images.given import content_of, file_of
 from vit_jax.data.records import open_in_python, read_one
-from vit_jax.data.retries import read_if_there, retried
+from vit_jax.data.retries import retried
 from vit_jax.data.shards import parts_of
 
 _SMALL_BYTES = 1 << 30  # arrays up to this size are copied, and count whole in the digest
@@ -53,31 +53,38 @@ class Split:
     images: uint8 (n, H, W, C) or (n, H, W); or a sequence of images, or of items with a label.
     labels: as `as_labels` gives them; None: the items have their own, or there are none.
     class_names: that the data set knows; None: it knows none.
+    captions: of each image, as `as_captions` takes them; None: the items have their own, or there
+      are none.
     """
 
     name: str
     images: Any
     labels: np.ndarray | None = None
     class_names: tuple[str, ...] | None = None
+    captions: Any = None
 
     @classmethod
     def of(cls, name: str, given: Any) -> Split:
         """Raises InputError if `given` is no split."""
         where = f"data[{name!r}]"
         images, labels = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        captions = None
+        if isinstance(given, Mapping) and (columns := _columns(given))[0] is not None:
+            images, labels, captions = columns
         has_index = hasattr(images, "__len__") and hasattr(images, "__getitem__")
         if isinstance(images, Mapping) or not has_index:
             what = "" if has_index else ", which has no length or no index"
             raise InputError(f"{where}: got {type(images).__name__}{what}; needed: {_NEEDED}")
         if not len(images):
             raise InputError(f"{where}: has no images; needed: {_NEEDED}")
+        for what, values in (("label", labels), ("caption", captions)):
+            if values is not None and len(values) != len(images):
+                counts = f"{len(images):,} images and {len(values):,} {what}s"
+                raise InputError(f"{where}: has {counts}; give one {what} for each image")
         if labels is not None:
-            if len(labels) != len(images):
-                counts = f"{len(images):,} images and {len(labels):,} labels"
-                raise InputError(f"{where}: has {counts}; give one label for each image")
             labels = as_labels(labels, where)
         images, class_names = _undecoded(images)
-        split = cls(name, images, labels, class_names)
+        split = cls(name, images, labels, class_names, captions)
         if split.has_pixels:
             has = f"{where}: the images are {images.dtype} {images.shape}"
             if images.dtype != np.uint8:
@@ -91,7 +98,7 @@ class Split:
         else:
             faults = Faults()
             with contextlib.suppress(OSError):  # a missing file is left out, as others are
-                faults.check_in(f"{where}: its first ", _image_of, split.item(0)[0])
+                faults.check_in(f"{where}: its first ", content_of, split.item(0)[0])
             collect_faults(faults)
         return split
 
@@ -106,15 +113,22 @@ class Split:
         if self.labels is not None:
             return found, self.labels[i]
         if isinstance(found, Mapping) and not found.keys() & {"bytes", "path"}:
-            columns = [next((k for k in names if k in found), None) for names in (_IMAGES, _LABELS)]
-            if columns[0] is None:
+            if not found.keys() & {*_IMAGES}:
                 raise InputError(
                     f"data[{self.name!r}]: its items have {few(found)}; needed: {_IMAGES[0]}, and "
                     f"{_LABELS[0]} if there are labels"
                 )
-            return found[columns[0]], None if columns[1] is None else found[columns[1]]
+            image, label, _ = _columns(found)
+            return image, label
         is_pair = isinstance(found, tuple | list) and len(found) == 2
         return (found[0], found[1]) if is_pair else (found, None)
+
+    def captions_of(self, i: int) -> list[str | bytes]:
+        """The captions of an item; none if it is broken."""
+        with contextlib.suppress(Exception):  # of the user's code
+            found = self.images[i] if self.captions is None else {NAMES[0]: self.captions[i]}
+            return find_captions(found) if isinstance(found, Mapping) else []
+        return []
 
     @functools.cached_property
     def has_labels(self) -> bool:
@@ -138,7 +152,7 @@ class Split:
         for i in np.unique(np.linspace(0, count - 1, _SAMPLE).astype(int)):
             with contextlib.suppress(Exception):  # of a broken item, or of the user's code
                 image, label = self.item(int(i))
-                content = _file_of(image, Reading(decoding=1))  # as digests of older runs
+                content = file_of(image, Reading(decoding=1))  # as digests of older runs
                 digest.update(f"{i} {np.asarray(label).tolist()} ".encode() + content)
         return digest.hexdigest()[:12]
 
@@ -185,7 +199,7 @@ def give(data: Mapping[str, Any] | None) -> Iterator[dict[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: str, *version: float) -> Data:
-    """The arrays of FILE.npz: SPLIT_images, SPLIT_labels and perhaps class_names.
+    """The arrays of FILE.npz: SPLIT_images, SPLIT_labels or SPLIT_captions, perhaps class_names.
 
     Raises: InputError if it cannot be read, or has no images.
     """
@@ -200,7 +214,8 @@ def _read(path: str, *version: float) -> Data:
     if not names:
         needed = "train_images, train_labels, val_images, val_labels and so on"
         raise InputError(f"{where}: has {few(arrays) or 'no arrays'}; needed: {needed}")
-    splits = {name: (arrays[f"{name}_images"], arrays.get(f"{name}_labels")) for name in names}
+    columns = ("image", "label", "caption")
+    splits = {name: {key: arrays.get(f"{name}_{key}s") for key in columns} for name in names}
     return Data.of(splits | {"class_names": arrays.get("class_names")})
 
 
@@ -281,17 +296,27 @@ class Arrays(DataSet):
             shape = [num_classes] if multi_label else []
             how = _open_items(split, rows, label_of, shape, request.reading)
         identity = [*map(list, parts), split.digest, names, multi_label, request.exif]
+        has = request.captions and (split.captions is not None or split.captions_of(0))
         return Source(
             name=request.name,
             split=request.split,
             num_examples=len(rows),
             num_classes=num_classes,
             class_names=names,
+            captions=(lambda record: split.captions_of(int(rows[record]))) if has else None,
             fingerprint=fingerprint("arrays", *identity),
             record_name=lambda record: f"item {rows[record]} of {split.name}",
             multi_label=multi_label,
             **how,
         )
+
+
+def _columns(given: Mapping[str, Any]) -> list[Any]:
+    """The images, the labels and the captions in a dict of them; None for what it lacks."""
+    return [
+        next((given[name] for name in names if name in given), None)
+        for names in (_IMAGES, _LABELS, NAMES)
+    ]
 
 
 def _check_same(name: str, split: Split) -> None:
@@ -365,7 +390,7 @@ def _open_items(
 
     def load(record):
         image, label = split.item(int(rows[record]))
-        return label_of(record, label).tobytes(), _file_of(image, reading)
+        return label_of(record, label).tobytes(), file_of(image, reading)
 
     def read_item(record):
         name = f"item {rows[record]} of {split.name}"
@@ -385,7 +410,7 @@ def _open_items(
     def why(record):
         try:
             load(record)
-            image = _image_of(split.item(int(rows[record]))[0])
+            image = content_of(split.item(int(rows[record]))[0])
         except InputError as e:
             return str(e)
         except Exception as e:  # of the user's code
@@ -399,24 +424,6 @@ def _open_items(
         "record_files": files,
         "why_unreadable": why,
     }
-
-
-def _file_of(image: Any, reading: Reading) -> bytes:
-    """An image of any kind as JPEG, PNG or BMP bytes; empty if its bytes hold no image."""
-    found = _image_of(image)
-    return to_known_format(found, reading) if isinstance(found, bytes) else as_file(found, reading)
-
-
-def _image_of(image: Any) -> bytes | Image.Image:
-    """An image of any kind as the bytes of its file, or as one of Pillow.
-
-    Raises: InputError if it is of another kind.
-    """
-    if isinstance(image, Mapping):  # as `datasets` has what it has not decoded
-        image = image["path"] if image["bytes"] is None else image["bytes"]
-    if isinstance(image, str | os.PathLike):
-        image = read_if_there(image)
-    return image if isinstance(image, bytes | Image.Image) else image_of(image, "image")
 
 
 def _undecoded(images: Any) -> tuple[Any, tuple[str, ...] | None]:

@@ -19,7 +19,7 @@ from vit_jax.base import hub
 from vit_jax.base.errors import InputError
 from vit_jax.data.contract import Request
 from vit_jax.data.images.files import split_of
-from vit_jax.data.shards import Files, sort_files, take_asked
+from vit_jax.data.shard_files import Files, sort_files, take_asked
 from vit_jax.data.sources.tables import Parquet
 
 T = TypeVar("T")

@@ -8,11 +8,16 @@ train.csv, val.jsonl, test.csv, with any name that a split's folder may have. Pa
 the folder of the list, or absolute. An image may have several labels, or none, in the column
 `labels`; or a column for each class, with 1 where the image shows it. The column `split` says the
 split of each image; images with the same text in the column `group` are held out together.
+
+The column `caption` says what an image shows. JSON may have several texts there; a CSV has a line
+for each of them. A list that is read for captions may lack labels: they count if each image has
+one.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import json
 import os
@@ -23,6 +28,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
+from vit_jax.data.captions import NAMES, as_captions
 from vit_jax.data.class_names import as_label, places_of, sorted_classes
 from vit_jax.data.contract import DataSet, Request, Source
 from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
@@ -35,6 +41,7 @@ _DELIMITERS = ",;\t"
 _COLUMNS = {
     "file": ("file", "filename", "file_name", "path", "image"),
     "label": ("label", "class"),
+    "caption": NAMES[:2],
     **{name: (name,) for name in ("labels", "split", "group")},
 }
 _SHOWS = {"0": False, "1": True, "0.0": False, "1.0": True}  # values of the column of a class
@@ -46,11 +53,13 @@ class Row(NamedTuple):
 
     split: train, val or test; None where the list has no column `split`.
     group: of the images that are held out together; None where there is no column `group`.
+    captions: of the image.
     """
 
     labels: tuple[str, ...]
     split: str | None
     group: str | None
+    captions: tuple[str | bytes, ...] = ()
 
 
 Rows = dict[str, Row]
@@ -136,7 +145,7 @@ class List(DataSet):
         """Raises InputError naming faulty lines, or labels that the training list lacks."""
         split, divider, multi_label = request.split, request.divider, request.multi_label
         lists = find_lists(request.data_dir)
-        by_split = lists.read(split, multi_label)
+        by_split = lists.read(split, None if request.captions else multi_label)
         check_split(split, lists.names(by_split), lists.root)
         file = lists.by_split.get(split, lists.by_split["train"])
         training = by_split.get("train", {})
@@ -158,30 +167,43 @@ class List(DataSet):
             rows = {path: rows[path] for path in kept}
         if split not in ("train", "all"):
             divider.warn_of_trained(f"{shown(file)}, {split}", rows)
-        class_names = _labels_of(training, divider.class_names)
+        class_names: tuple[str, ...] | None = _labels_of(training, divider.class_names)
+        counts = {len(row.labels) for row in (*training.values(), *rows.values())}
+        if request.captions and (counts <= {0} or (multi_label is False and counts != {1})):
+            class_names, multi_label = None, False
         _check_labels(lists, file, class_names, rows)
         if multi_label is None:
-            multi_label = any(len(row.labels) != 1 for row in (*training.values(), *rows.values()))
-        label_of = places_of(class_names)
-        one_hot = np.eye(len(class_names), dtype=np.float32)
+            multi_label = counts != {1}
+        label_of = places_of(class_names or ())
+        one_hot = np.eye(len(label_of), dtype=np.float32)
         labels: dict[str, Any] = {}
         for path, row in rows.items():
-            numbers = [label_of[name] for name in row.labels]
+            numbers = [0] if class_names is None else [label_of[name] for name in row.labels]
             labels[path] = one_hot[numbers].sum(axis=0) if multi_label else numbers[0]
-        return own_images(request, lists.root, file.parent, files, labels, class_names, file)
+        source = own_images(request, lists.root, file.parent, files, labels, class_names, file)
+        captions = [row.captions for row in rows.values()]
+        return dataclasses.replace(
+            source, captions=captions.__getitem__ if request.captions and any(captions) else None
+        )
 
 
 def _labels_of(rows: Mapping[str, Row], known: Sequence[str] = ()) -> tuple[str, ...]:
     return sorted_classes({label for row in rows.values() for label in row.labels}, known)
 
 
-def _check_labels(lists: Lists, file: pathlib.Path, class_names: Sequence[str], rows: Rows) -> None:
-    """Raise InputError unless there are images, and the training images have all their labels."""
+def _check_labels(
+    lists: Lists, file: pathlib.Path, class_names: Sequence[str] | None, rows: Rows
+) -> None:
+    """Raise InputError unless there are images, and the training images have all their labels.
+
+    `class_names` None: labels do not count.
+    """
     where, train = f"data.data_dir: {shown(file)}", lists.by_split["train"].name
-    if not class_names:
+    if class_names is not None and not class_names:
         raise InputError(f"{where}: the training images in {train} have no labels; add some")
-    known = places_of(class_names)
-    if unknown := [label for label in _labels_of(rows) if label not in known]:
+    known = places_of(class_names or ())
+    unknown = [label for label in _labels_of(rows) if label not in known]
+    if unknown and class_names is not None:
         raise InputError(f"{where} has the labels {unknown}, which {train} lacks; add them there")
     if not rows:
         raise InputError(f"{where} lists no images; add some")
@@ -251,10 +273,12 @@ def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = N
         for line, row in _rows(file):
             try:
                 path = _name_of(file.parent, row.pop("file", None))
-                if path in found:
+                new = _parse_row(path, row, multi_label, only)
+                before = found.get(path, new._replace(captions=()))
+                if path in found and not (new.captions and before[:3] == new[:3]):
                     remedy = "list it once, with all its labels in `labels`"
                     raise ValueError(f"{shown(path)} is listed twice; {remedy}")
-                found[path] = _parse_row(path, row, multi_label, only)
+                found[path] = new._replace(captions=before.captions + new.captions)
             except ValueError as e:
                 faults.append(f"line {line}: {e}")
     except (ValueError, csv.Error) as e:
@@ -294,7 +318,8 @@ def _parse_row(
         needed = only or "train, val or test"
         raise ValueError(f"{shown(path)} has the split {row['split']!r}; needed: {needed}")
     group = row.get("group")
-    return Row(labels, split, None if group in (None, "") else str(group))
+    captions = tuple(as_captions(row.get("caption")))
+    return Row(labels, split, None if group in (None, "") else str(group), captions)
 
 
 def as_labels(value: Any) -> list[str]:
@@ -346,8 +371,8 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     columns = _find_columns(tuple(names))
     # pandas writes the numbers of rows in a column without a name.
     others = [name for name in names if name.strip() and name not in columns.values()]
-    classes = [] if {"label", "labels"} & {*columns} else others
-    if "file" not in columns or not ({"label", "labels"} & {*columns} or classes):
+    classes = [] if {"label", "labels", "caption"} & {*columns} else others
+    if not (columns.keys() - {"file", "split", "group"} or classes) or "file" not in columns:
         raise ValueError(
             f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and label "
             "or labels, or a column of 0 and 1 for each class"
@@ -360,6 +385,8 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
             raise ValueError(
                 f"line {reader.line_num + 1}: has {len(row[None]):,} more values than there are "
                 "columns; write several labels into one cell, as cat;dog"
+                + " and captions in quotes"
+                * ("caption" in columns)
             )
         for name in classes:
             if row[name] not in _SHOWS:

@@ -54,7 +54,7 @@ class Synthetic(DataSet):
     """Noise that costs nothing to generate, for benchmarks and trial runs; takes any split name.
 
     Each split has one noise image. Image i is that image plus the three lowest bytes of i, one per
-    channel in turn (modulo 256); its label is i % num_classes.
+    channel in turn (modulo 256); its label is i % num_classes, which its caption names.
     """
 
     is_made = True
@@ -87,4 +87,5 @@ class Synthetic(DataSet):
             fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
             record_name=numbered(name, split),
+            captions=(lambda i: [f"noise {i % num_classes}"]) if request.captions else None,
         )

@@ -13,9 +13,7 @@ import functools
 import hashlib
 import json
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,15 +21,18 @@ from etils import epath, epy
 
 from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.config.parts import key
+from vit_jax.data.captions import NAMES, as_captions
 from vit_jax.data.class_names import as_label
 from vit_jax.data.contract import DataSet, Request, Source
+from vit_jax.data.dear_values import Kept
 from vit_jax.data.images.files import warn_once
 from vit_jax.data.images.formats import why_file_unreadable
 from vit_jax.data.order import Chunks
 from vit_jax.data.ranges import RangedFile, is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.retries import read_if_there, retried
-from vit_jax.data.shards import Files, Labels, Part, Shard, find_files, find_splits, open_shards
+from vit_jax.data.shard_files import Files, find_files, find_splits
+from vit_jax.data.shards import Labels, Part, Shard, open_shards
 
 with epy.lazy_imports():
     import pyarrow as pa
@@ -42,7 +43,9 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _KEPT_BYTES = 1 << 30  # of decoded groups, in a process
+_kept = Kept(_KEPT_BYTES)
 _GROUP_BYTES = _KEPT_BYTES >> 3  # of a group at most, where all of them are more than are kept
+_CAPTION_BYTES = 256  # of a row, by which their memory is estimated
 _FILES_AT_ONCE = 16  # opened in parallel
 _IMAGES = ("image", "img", "file", "filename", "file_name", "path")
 _LABELS = ("label", "labels", "class")
@@ -128,14 +131,15 @@ def open_arrow(path: epath.Path) -> Table:
 
 
 class Parquet(DataSet):
-    """The Parquet files below `data_dir`: a column of images and one of labels.
+    """The Parquet files below `data_dir`: a column of images, and one of labels or of captions.
 
     Images are the bytes of image files, their paths from the folder of the table, or pairs of the
-    two, as Hugging Face's. Labels are numbers, text, or lists of these.
+    two, as Hugging Face's. Labels are numbers, text, or lists of these; captions are text or lists.
     """
 
     image_column: str | None = key(None, "None: `image` or `img`, or the only one of images")
     label_column: str | None = key(None, "None: `label` or `labels`, or the only one of classes")
+    caption_column: str | None = key(None, "None: `caption`, `captions` or `text`")
 
     is_own = True
     suffix: ClassVar[str] = ".parquet"
@@ -164,14 +168,18 @@ class Parquet(DataSet):
         if image is None:
             has = f"{shown(first.path)} has the columns {few(first.schema.names)}"
             raise InputError(f"data.image_column=None: {has}; name the one of the images")
-        if label is None:
+        caption = None
+        if request.captions:
+            caption = _find_column(first, self.caption_column, NAMES, "", "caption_column")
+        if label is None and caption is None:
             warn_once(
                 f"{shown(files.root)}: all labels are 0, as the columns {few(first.schema.names)} "
                 "are none of labels; if one is, name it by --config.data.label_column=..."
             )
-        _check_types(tables.values(), image, label)
+        _check_types(tables.values(), image, label, caption)
         names = first.feature(label).get("names") if label else None
-        shards = _at_once(lambda table: _shard(table, image, label, names), tables.values())
+        read = functools.partial(_shard, image=image, label=label, caption=caption, names=names)
+        shards = _at_once(read, tables.values())
         source = open_shards(
             request,
             files.root,
@@ -234,7 +242,9 @@ def _find_column(
     return next(iter([*usual, *noted]), None)
 
 
-def _check_types(tables: Iterable[Table], image: str, label: str | None) -> None:
+def _check_types(
+    tables: Iterable[Table], image: str, label: str | None, caption: str | None
+) -> None:
     """Raise InputError unless all tables have these columns, of one type, which can be read."""
     first = next(iter(tables))
     found = first.schema.field(image).type
@@ -247,10 +257,15 @@ def _check_types(tables: Iterable[Table], image: str, label: str | None) -> None
             "bytes of image files, their paths, or both, as `datasets` writes them: "
             f"ds.cast_column({image!r}, datasets.Image()).to_parquet(...)"
         )
+    if caption is not None and _as_bytes(kind := first.schema.field(caption).type) is None:
+        raise InputError(
+            f"data.caption_column={caption!r}: {shown(first.path)} has there {kind}; needed: text, "
+            "or lists of text"
+        )
     for table in tables:
         if table.schema.equals(first.schema, check_metadata=True):
             continue
-        for column in filter(None, (image, label)):
+        for column in filter(None, (image, label, caption)):
             names = [table.feature(column).get("names") or () for table in (first, table)]
             said = [_say_type(t, column, names[::-1][i]) for i, t in enumerate((first, table))]
             if said[0] != said[1] or names[0] != names[1]:
@@ -270,8 +285,10 @@ def _say_type(table: Table, column: str, others: Sequence[str]) -> str:
     return f"{table.schema.field(column).type}{of}"
 
 
-def _shard(table: Table, image: str, label: str | None, names: Sequence[str] | None) -> Shard:
-    """The labels and names of the records of a table."""
+def _shard(
+    table: Table, image: str, label: str | None, caption: str | None, names: Sequence[str] | None
+) -> Shard:
+    """The labels, names and captions of the records of a table."""
     groups, num_rows = range(len(table.rows)), sum(table.rows)
 
     @functools.cache
@@ -301,7 +318,8 @@ def _shard(table: Table, image: str, label: str | None, names: Sequence[str] | N
         labels = _labels(table.read(groups, label, None), names, f"{shown(table.path)}: {label}")
     digest = hashlib.sha256(labels.codes.tobytes() + labels.counts.tobytes()).hexdigest()
     identity = f"{table.identity} {digest} {labels.names}"
-    return Shard(os.fspath(table.path), labels, identity, keys, why)
+    captions = None if caption is None else functools.partial(_captions, table, caption)
+    return Shard(os.fspath(table.path), labels, identity, keys, why, captions)
 
 
 def _labels(cells: pa.ChunkedArray, names: Sequence[str] | None, where: str) -> Labels:
@@ -323,6 +341,31 @@ def _labels(cells: pa.ChunkedArray, names: Sequence[str] | None, where: str) -> 
         needed = f"numbers from 0 to {len(name_of) - 1}" if names else "whole numbers or text"
         raise InputError(f"data.label_column: {where} has {few(unknown)}; needed: {needed}")
     return Labels.of([label for v in row if (label := text[v]) is not None] for row in values)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType | None:
+    """The type of the same captions as bytes, which need not be UTF-8; None for other columns."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        own = _as_bytes(kind.value_type)
+        return None if own is None else pa.large_list(own)
+    texts = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+    return pa.large_binary() if kind in texts else None
+
+
+def _captions(table: Table, caption: str, row: int) -> list[str | bytes]:
+    """The captions of a row; none if its group cannot be read."""
+    group, place = table.place(row)
+
+    def read():
+        return table.read([group], caption, None).cast(_as_bytes(table.schema.field(caption).type))
+
+    where = os.fspath(table.path), table.identity, group, caption
+    size = _CAPTION_BYTES * table.rows[group]
+    try:
+        cells = retried(lambda: _kept.get(where, read, size), table.path)
+    except (OSError, pa.ArrowException):
+        return []
+    return as_captions(cells[place].as_py())
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -394,38 +437,3 @@ def _chunks(tables: Iterable[Table]) -> Chunks | None:
             f"groups of 100 images: {_REWRITE.format(os.fspath(table.path))}"
         )
     return Chunks(max(table.rows), _KEPT_BYTES // (2 * size))
-
-
-class _Kept:
-    """Values that are dear to read: the last used ones stay, together at most `most` in size.
-
-    A value that several threads want at once is read once.
-    """
-
-    def __init__(self, most: int):
-        self._most, self._lock = most, threading.Lock()
-        self._values: OrderedDict[Hashable, tuple[concurrent.futures.Future, int]] = OrderedDict()
-        self._size = 0
-
-    def get(self, key: Hashable, read: Callable[[], Any], size: int) -> Any:
-        """The value of `key`, which `read` gives; an error of `read` is not kept."""
-        with self._lock:
-            if is_new := key not in self._values:
-                self._values[key] = concurrent.futures.Future(), size
-                self._size += size
-            self._values.move_to_end(key)
-            found, _ = self._values[key]
-            while self._size > self._most and len(self._values) > 1:
-                self._size -= self._values.popitem(last=False)[1][1]
-        if is_new:
-            try:
-                found.set_result(read())
-            except Exception as e:
-                with self._lock:
-                    if self._values.pop(key, None):
-                        self._size -= size
-                found.set_exception(e)
-        return found.result()
-
-
-_kept = _Kept(_KEPT_BYTES)

@@ -2,7 +2,8 @@
 
 A key is the name of a member up to the first dot behind the last slash. The label is the number in
 `.cls`; else `label`, `class`, `cls` or `labels` in the object of `.json`; else, for a key with
-neither, the text in `.txt`, which is a caption otherwise.
+neither, the text in `.txt`, which is a caption otherwise. Where captions are read, `.txt` is never
+a label; a key without it has its captions in `.json`, under `caption`, `captions` or `text`.
 
 The places of the members are found once and kept in an index for each file, in `.vit_jax` beside
 the file or, where one cannot write there, in $XDG_CACHE_HOME/vit_jax/tar. An index holds while the
@@ -32,6 +33,7 @@ from etils import epath
 
 from vit_jax.base.errors import InputError, few, shown
 from vit_jax.base.files import cache_folder, write_whole
+from vit_jax.data.captions import find_captions
 from vit_jax.data.contract import DataSet, Request, Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import warn_once
@@ -39,7 +41,8 @@ from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.ranges import is_remote, read_span
 from vit_jax.data.records import RecordFiles, open_in_python
 from vit_jax.data.retries import retried
-from vit_jax.data.shards import Labels, Part, Shard, find_files, find_splits, open_shards
+from vit_jax.data.shard_files import find_files, find_splits
+from vit_jax.data.shards import Labels, Part, Shard, open_shards
 from vit_jax.data.sources.list import as_labels
 
 # How a compressed file begins -> the program that decompresses it.
@@ -48,6 +51,9 @@ _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _JSON_KEYS = ("label", "class", "cls", "labels")
 # An image: its first byte, its size, and the checksum in its header.
 _PLACE = np.dtype([("begin", "<i8"), ("size", "<i8"), ("check", "<i4")])
+# The member with the captions: its first byte, its size, -1 if there is none, and what it is.
+_CAPTION = np.dtype([("begin", "<i8"), ("size", "<i4"), ("kind", "i1")])
+_JSON, _TXT, _LABEL = range(3)  # kinds; _LABEL: a text that is the label of other runs
 _VERSION = 1
 # Labels that indexes without `whole` have where JSON has a number, which is now -1 or whole.
 _OF_NUMBER = re.compile(r"-1|\d+\.0+")
@@ -61,7 +67,7 @@ logger = logging.getLogger("vit_jax")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TarShard(Shard):
-    """A tar file; `places` (n,) of its images are of the type _PLACE."""
+    """A tar file; `places` (n,) of its images have the type _PLACE."""
 
     places: np.ndarray
     notes: Sequence[str]
@@ -79,7 +85,7 @@ class Tar(DataSet):
     def open(self, request: Request) -> Source:
         """Raises InputError naming the files that are damaged, compressed or ambiguous."""
         files = find_files(request, _SUFFIXES)
-        shards = read_shards(files.paths)
+        shards = read_shards(files.paths, captions=request.captions)
         if notes := [f"{path}: {note}" for path, shard in shards.items() for note in shard.notes]:
             root = f"{os.fspath(files.root)}/"
             left = few(note.removeprefix(root) for note in notes)
@@ -88,27 +94,29 @@ class Tar(DataSet):
         return open_shards(request, files.root, splits, _open_parts, files.class_names())
 
 
-def read_shards(paths: Sequence[epath.Path]) -> dict[str, TarShard]:
-    """{path: shard}; makes the indexes that are missing.
+def read_shards(paths: Sequence[epath.Path], *, captions: bool = False) -> dict[str, TarShard]:
+    """{path: shard}, with their captions if asked; makes the indexes that are missing.
 
     Raises: InputError with the first damaged files.
     """
     found: dict[str, TarShard] = {}
     faults: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-        for shard in threads.map(_from_index, paths):
+        read = functools.partial(_from_index, captions=captions)
+        for shard in threads.map(read, paths):
             found |= {shard.path: shard} if shard else {}
         missing = [path for path in paths if os.fspath(path) not in found]
         # Each process in its own order: they share the work, as all use an index that is there.
         place = 0  # of the indexes; once it cannot be written, the next one is taken for all
-        jobs = {threads.submit(_index, path): path for path in random.sample(missing, len(missing))}
+        mixed = random.sample(missing, len(missing))
+        jobs = {threads.submit(_index, path, captions): path for path in mixed}
         for number, job in enumerate(concurrent.futures.as_completed(jobs), 1):
             if number % max(len(jobs) // 10, 1) == 0:
                 logger.info("indexed %d of %d tar files", number, len(jobs))
             try:
                 if content := job.result():
                     place = _write(jobs[job], content, place)
-                found[os.fspath(jobs[job])] = _check(jobs[job])
+                found[os.fspath(jobs[job])] = _check(jobs[job], captions)
             except InputError as e:
                 faults += e.faults
     if faults:
@@ -128,8 +136,8 @@ def _identity(path: epath.Path) -> list[float]:
     return [_VERSION, stat.length, stat.mtime]
 
 
-def _from_index(path: epath.Path) -> TarShard | None:
-    """The shard, by its index; None if there is none that holds."""
+def _from_index(path: epath.Path, captions: bool) -> TarShard | None:
+    """The shard, by its index, with `captions` if asked; None if no index has it."""
     identity, name = _identity(path), os.fspath(path)
     for index in _index_files(path):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, tf.errors.OpError):
@@ -137,20 +145,26 @@ def _from_index(path: epath.Path) -> TarShard | None:
             first = content.index(b"\n") + 1
             head = json.loads(content[:first])
             is_read_alike = "whole" in head or not any(map(_OF_NUMBER.fullmatch, head["names"]))
-            if head["identity"] == identity and is_read_alike:
-                types = (_PLACE, np.dtype(np.int32), np.dtype(np.int32))
-                sizes = [kind.itemsize * n for kind, n in zip(types, head["sizes"], strict=True)]
+            has_captions = len(head["sizes"]) == 4  # older indexes have three arrays
+            if head["identity"] == identity and is_read_alike and captions <= has_captions:
+                types = (_PLACE, np.dtype(np.int32), np.dtype(np.int32), _CAPTION)
+                sizes = [kind.itemsize * n for kind, n in zip(types, head["sizes"], strict=False)]
                 starts = np.cumsum([first, *sizes])
-                places, codes, counts = (
+                places, codes, counts, *members = (
                     np.frombuffer(content[start : start + size], kind)
                     for kind, start, size in zip(types, starts, sizes, strict=False)
                 )
                 keys = functools.partial(_read_keys, index, int(starts[-1]))
                 names = [*map(sys.intern, head["names"])]  # shared by all shards
-                labels = Labels(names, codes, counts)
+                labels, read = Labels(names, codes, counts), None
+                if captions:
+                    read = functools.partial(_captions, name, members[0])
+                    if (members[0]["kind"] == _LABEL).any():
+                        labels = labels.none()
                 why = functools.partial(_why, name, places)
+                notes = head["notes"]
                 return TarShard(
-                    name, labels, head["digest"], keys, why, places=places, notes=head["notes"]
+                    name, labels, head["digest"], keys, why, read, places=places, notes=notes
                 )
     return None
 
@@ -171,19 +185,33 @@ def _why(path: str, places: np.ndarray, record: int) -> str:
     return ""
 
 
-def _index(path: epath.Path) -> bytes:
+def _captions(path: str, members: np.ndarray, record: int) -> list[str | bytes]:
+    """The captions of a record of a tar file, at their place in `members`."""
+    begin, size, kind = members[record].tolist()
+    if size < 0:
+        return []
+    content = retried(lambda: read_span(path, begin, begin + size), path)
+    with contextlib.suppress(ValueError, TypeError):  # the file has changed since it was indexed
+        return find_captions(json.loads(content)) if kind == _JSON else [content]
+    return []
+
+
+def _index(path: epath.Path, captions: bool) -> bytes:
     """The index of `path`; empty if another process has written it.
 
     Raises: InputError if the file is damaged, compressed or ambiguous.
     """
-    if _from_index(path):
+    if _from_index(path, captions):
         return b""
     identity = _identity(path)
     records, notes = _scan(path)
     labels = Labels.of(record.labels() for record in records)
-    arrays = [np.array([r.image for r in records], _PLACE), labels.codes, labels.counts]
-    names, captions = [r.name for r in records], [r.caption for r in records]
-    known = [names, labels.names, *(array.tolist() for array in (arrays[0]["size"], *arrays[1:]))]
+    places, members = (
+        np.array([getattr(record, name) for record in records], kind)
+        for name, kind in (("image", _PLACE), ("caption", _CAPTION))
+    )
+    arrays, names = [places, labels.codes, labels.counts, members], [r.name for r in records]
+    known = [names, labels.names, *(a.tolist() for a in (places["size"], *arrays[1:3]))]
     head = {
         "identity": identity,
         "sizes": [len(array) for array in arrays],
@@ -192,7 +220,7 @@ def _index(path: epath.Path) -> bytes:
         "notes": notes,
         "whole": True,
     }
-    tail = {"keys": names, "captions": captions}
+    tail = {"keys": names}
     return b"".join(
         [json.dumps(head).encode(), b"\n", *map(bytes, arrays), json.dumps(tail).encode()]
     )
@@ -208,9 +236,9 @@ def _write(path: epath.Path, content: bytes, first: int) -> int:
     return first
 
 
-def _check(path: epath.Path) -> TarShard:
+def _check(path: epath.Path, captions: bool) -> TarShard:
     """The shard, by its index; raises InputError if there is none that holds."""
-    shard = _from_index(path)
+    shard = _from_index(path, captions)
     if shard is None:
         beside, cached = map(shown, _index_files(path))
         raise InputError(
@@ -226,8 +254,20 @@ class _Record:
 
     image: tuple[int, int, int] | None = None  # as _PLACE
     name: str = ""  # of the image
-    caption: tuple[int, int] = (0, 0)
     contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # of cls, json, txt
+    begins: dict[str, int] = dataclasses.field(default_factory=dict)  # where these are
+
+    @property
+    def caption(self) -> tuple[int, int, int]:
+        """As _CAPTION."""
+        if "txt" in self.contents:
+            kind = _TXT if self.contents.keys() & {"cls", "json"} else _LABEL
+            return self.begins["txt"], len(self.contents["txt"]), kind
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self.contents.get("json", b"null"))
+            if isinstance(found, dict) and find_captions(found):
+                return self.begins["json"], len(self.contents["json"]), _JSON
+        return 0, -1, _TXT
 
     def labels(self) -> Sequence[str] | None:
         """None if they cannot be read."""
@@ -285,9 +325,8 @@ def _scan(path: epath.Path) -> tuple[list[_Record], list[str]]:
                     record.image = member.offset_data, member.size, member.chksum
                 elif extension in ("cls", "json", "txt"):
                     file.seek(member.offset_data)
+                    record.begins[extension] = member.offset_data
                     record.contents[extension] = file.read(member.size)
-                    if extension == "txt":
-                        record.caption = member.offset_data, member.size
             if not any(record.image for record in records.values()):
                 dotted = (
                     ""

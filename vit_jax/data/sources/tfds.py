@@ -29,7 +29,9 @@ from etils import epath
 
 from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
+from vit_jax.data.captions import NAMES
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint, read_tensors
+from vit_jax.data.dear_values import Kept
 from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import Reading, as_known_format, to_pixels
@@ -69,11 +71,17 @@ class View:
     image_scale: int = 1
 
 
+_UNLABELLED = View(("image",), lambda example: tf.constant(0), 1)
+
+
 class Tfds(DataSet):
     """A split of the prepared TFDS data set `name[/config][:version]` below `data_dir`.
 
     `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`). `data_dir` None is
     TFDS's default folder. Without a version the newest one in the folder is read.
+
+    Captions are the feature `caption`, `captions` or `text`: a text, a sequence of texts, or a
+    sequence with texts named `text`. A data set that is read for them may lack a class.
     """
 
     def open(self, request: Request) -> Source:
@@ -89,6 +97,11 @@ def open_prepared(request: Request, view: View = View()) -> Source:
     """
     split, folder = request.split, prepared_folder(request.name, request.data_dir)
     info = tfds.builder_from_directory(folder).info
+    names = NAMES if request.captions else ()
+    caption = next((name for name in names if name in info.features), None)
+    is_labelled = isinstance(dict(info.features).get(view.features[0]), tfds.features.ClassLabel)
+    if caption is not None and view.num_classes is None and not is_labelled:
+        view = _UNLABELLED
     features = _read_features(info, view, f"data.name={request.name!r}: {info.full_name}")
     num_examples = count_examples(split, info.splits, info.full_name)
     image_shape = features["image"].shape
@@ -121,6 +134,7 @@ def open_prepared(request: Request, view: View = View()) -> Source:
         encoded=not in_memory or image_shape is None,
         record_files=None if in_memory else files,
         file_names=_make_file_names(files, dict(info.features).get("file_name")),
+        captions=None if caption is None else _make_captions(files, num_examples, caption, info),
     )
 
 
@@ -334,6 +348,24 @@ def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int]
         return f"{file_name} record {in_file} (record {record} of {where})"
 
     return record_name
+
+
+def _make_captions(files: RecordFiles, number: int, name: str, info) -> Callable:
+    """Make `Source.captions`; the first call reads all of them, which are small beside images."""
+    features, kept = tfds.features.FeaturesDict({name: info.features[name]}), Kept(0)
+
+    def texts_of(stored, record_id):
+        found = features.deserialize_example(stored)[name]
+        return tf.reshape(found["text"] if isinstance(found, dict) else found, [-1])
+
+    def read():
+        found: list[list[bytes]] = [[] for _ in range(number)]
+        ids = tf.data.Dataset.range(number).batch(_RECORDS_AT_ONCE)
+        for record_id, texts in Elements(stored_values(files, ids, texts_of)):
+            found[record_id] = texts.tolist()
+        return found
+
+    return lambda record: kept.get(name, read, 0)[record]
 
 
 def _make_file_names(files: RecordFiles, feature) -> Callable | None:

@@ -131,10 +131,14 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
     """A training batch of noise on the devices, sharded as the step expects."""
     shapes = experiment.abstract_batch
     images = [name for name, leaf in shapes.items() if leaf.dtype == jnp.uint8]
-    one_label = len(shapes["label"].shape) == 1
+    one_label, text = len(shapes["label"].shape) == 1, experiment.batch.text
 
     def make(key):
-        return {
+        texts = {}
+        if text is not None:
+            ids = jax.random.randint(key, shapes["text"].shape, 0, text.vocabulary)
+            texts = {"text": ids, "text_mask": jnp.ones(shapes["text_mask"].shape)}
+        return texts | {
             **{name: jax.random.bits(key, shapes[name].shape, jnp.uint8) for name in images},
             "label": jax.random.randint(
                 key, shapes["label"].shape, 0, num_classes if one_label else 2, jnp.int32

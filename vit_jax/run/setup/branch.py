@@ -23,6 +23,7 @@ from vit_jax.config import Settings
 from vit_jax.config.base import shares_in_steps
 from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.config.text import apply_overrides
+from vit_jax.data.captions import TOKENIZER
 from vit_jax.data.division import FILE
 from vit_jax.experiment.optimizers import LOWERED
 from vit_jax.experiment.schedules import schedule_of
@@ -42,7 +43,8 @@ RULES = {"constant": "constant", "cosine": "cosine", "rsqrt": "rsqrt", "cooldown
 KEYS = (*KEYS_OF_THE_END, "optimizer.peak_lr", "schedule.warmup", "schedule.timescale")
 
 # Besides the checkpoint, config.json and TensorBoard's files. Rows after the step are dropped then.
-_KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl")
+_KEPT = ("classes.json", FILE, "teachers.json", "plugins", "starts.jsonl", "metrics.jsonl",
+         TOKENIZER)  # fmt: skip
 
 _BELOW_1 = 1 - 2**-24  # as float32; a decay of 1 is refused
 

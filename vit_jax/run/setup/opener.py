@@ -1,9 +1,10 @@
 """Readers of the files, devices or tables that decide the open keys of a config."""
 
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 from etils import epath
@@ -13,9 +14,13 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import Settings
+from vit_jax.config import Settings, SplitKey
 from vit_jax.config.base import shares_in_steps
+from vit_jax.config.sections import Data
 from vit_jax.config.stored import StoredConfig
+from vit_jax.data import Source
+from vit_jax.data.captions import digest_of, look_at, open_tokenizer
+from vit_jax.data.contract import fingerprint
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -60,6 +65,8 @@ class Files(Opener):
       not need it.
     divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
+    tokenizer: {name: content} of the files of the captions' tokenizer; {} without captions.
+    caption_faults: see `captions.look_at`.
     choose_s: what the measurement of kernels took.
     """
 
@@ -68,6 +75,8 @@ class Files(Opener):
         self.pretrained: transfer.Pretrained | None = None
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
+        self.tokenizer: Mapping[str, bytes] = {}
+        self.caption_faults = ""
         self.choose_s = 0.0
 
     def find_faults(self, config: ConfigDict) -> list[str]:
@@ -127,6 +136,8 @@ class Files(Opener):
         names = settle_names(settings.data, settings.evals)
         settings = Settings.of(config := config_lib.with_values(config, names))
         facts, sources = open_training(settings, self._taught, self.divider)
+        if settings.data.text_length is not None:
+            facts |= self._open_tokenizer(settings.data, sources)
         settings = Settings.of(config_lib.with_values(config, facts))
         of_data = settings.data, settings.evals
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
@@ -135,6 +146,18 @@ class Files(Opener):
         for at in map(settings.at, settings.sizes[:-1]):
             check_images(at.data, {}, parse_preprocessing(at), self.sources)
         return changes | names | facts
+
+    def _open_tokenizer(self, data: Data, sources: dict[SplitKey, Source]) -> Changes:
+        """Open the tokenizer of the captions, and give it to the training data."""
+        key = config_lib.train_split(data)
+        tokenizer, self.tokenizer = open_tokenizer(data, self._workdir, sources[key])
+        source = dataclasses.replace(sources[key], tokenizer=tokenizer)
+        digest, self.caption_faults = look_at(source)
+        identity = fingerprint(source.fingerprint, digest)
+        sources[key] = dataclasses.replace(source, fingerprint=identity)
+        self.preprocessing = self.preprocessing._replace(text=tokenizer.facts)
+        of_files = {"data.vocabulary_digest": digest_of(self.tokenizer)}
+        return {"data.vocabulary": tokenizer.vocabulary} | of_files
 
     def _open_division(self, config: ConfigDict) -> Divider:
         """The divider of the stored run; of a new run, it knows the images of `init_from`."""

@@ -294,3 +294,23 @@ def debug_on_own_images(c: ConfigDict) -> None:
     c.evals.rank.num_images = 100
     if "near" in c.evals:
         c.evals.near.num_neighbours = (2,)
+
+
+def use_captions(c: ConfigDict, model: str, loss: str, text_length: int) -> None:
+    """Set the contrastive objective, tar files with images and captions, and 224 px."""
+    c.objective.name, c.objective.loss, c.model.name = "contrastive", loss, model
+    c.data.name, c.data.image_size, c.data.text_length = "tar", 224, text_length
+    c.data.ops = "decode|resize(antialias=True)"
+
+
+def debug_on_captions(c: ConfigDict) -> None:
+    """Turn it into 20 steps of tiny towers on made-up images, with the digits for zero-shot."""
+    use_vit(c.model, c.model.name)
+    c.data.name, c.data.split, c.data.ops, c.data.text_length = "synthetic", "train", "", 40
+    c.data.image_size = make_tiny(c.model, c.model.name)
+    c.data.num_classes, c.data.num_examples, c.model.dtype = 10, 256, "float32"
+    tiny = {"text_width": 32, "text_depth": 1, "text_heads": 2, "text_mlp_dim": 64}
+    c.objective.update(tiny)
+    c.objective.common_width = c.objective.common_width and 16
+    set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
+    c.evals.zeroshot.update(data_name="digits", split="test", ops="resize", every="20 steps")

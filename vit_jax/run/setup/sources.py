@@ -334,6 +334,7 @@ def _open_split(d: Data, key: SplitKey, *, divider: data.Divider, **asked: Any) 
     """Opens a split; `asked`: further fields of `data.contract.Request`."""
     keys = ("reader", "exif", "pixel_range", "decoding", "multi_label", "channels")
     common = {name: getattr(d, name) for name in keys}
+    common["captions"] = d.text_length is not None
     return data.make_source(
         key.data_name,
         split=key.split,
@@ -412,4 +413,5 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
     schedule = [settings.values["data.image_size"], d.image_size_keeps]
     sizes = schedule if len(settings.sizes) > 1 else []
-    return fingerprint(*identity, *channels, *views, *ranges, *sizes)
+    texts = [d.text_length, d.vocabulary_digest] if d.text_length is not None else []
+    return fingerprint(*identity, *channels, *views, *ranges, *sizes, *texts)

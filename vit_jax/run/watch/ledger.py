@@ -52,6 +52,7 @@ def read_past(
     restored_step: int | None,
     start_s: float = 0.0,
     choose_s: float = 0.0,
+    train_s: float = 0.0,
 ) -> Past:
     """The past of a run that goes on from `restored_step`; None: from scratch.
 
@@ -63,6 +64,7 @@ def read_past(
       restored_step: see above.
       start_s: since the time in the line of this start.
       choose_s: of these, what the measurement of kernels took.
+      train_s: of training up to the restored step; a killed process may have saved without a row.
     """
     began, branched_at = began_at(workdir)
     whole, kept, of_branch = _Sums(), _Sums(), _Sums()
@@ -78,7 +80,8 @@ def read_past(
     lost_s = whole.wall_s - kept.wall_s - sum(seconds.values())
     seconds["start"] += start_s - choose_s
     seconds["choose"] += choose_s
-    seconds["restart"] += wall_s - start_s - whole.wall_s
+    unwritten_s = max(train_s - kept.steps_s, 0.0)
+    seconds["restart"] += max(wall_s - start_s - whole.wall_s - unwritten_s, 0.0)
     if whole.wall_s > kept.wall_s:
         seconds["lost"] += lost_s
         steps = whole.step - (restored_step or 0)

@@ -1,0 +1,195 @@
+"""The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
+
+import contextlib
+from types import SimpleNamespace
+
+import asked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from at_fault import at_fault
+from finished_run import final_state, rows
+from numpy_vit import random_params
+from scipy.special import expit, log_softmax
+from started_job import Job
+
+import vit_jax
+from vit_jax.base.errors import InputError
+from vit_jax.config import OBJECTIVES
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data.tokenizers import TextFacts
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.main import main
+from vit_jax.models import create_model
+from vit_jax.objectives.contract import RunFacts
+from vit_jax.run import loop
+from vit_jax.run.setup import opener
+from vit_jax.run.setup.validation import find_faults
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+RNG = np.random.default_rng(0)
+FACTS = RunFacts((), (), text=TextFacts(20, 6))
+SIZES = {"width": 8, "depth": 2, "mlp_dim": 12, "num_heads": 2}
+IDS = RNG.integers(2, 20, (6, 6))
+IDS[:, 4:], IDS[3] = 1, IDS[1]
+BATCH = {
+    "image": RNG.uniform(-1, 1, (6, 8, 8, 3)).astype(np.float32),
+    "mask": np.float32([1, 1, 1, 1, 0, 1]),
+    "text": IDS.astype(np.int32),
+    "text_mask": np.float32([1, 1, 1, 1, 1, 0]),
+}
+
+
+def made(**keys):
+    """(objective, its matcher, model, parameters) of small towers."""
+    model = create_model("ViT-mu/4", None, 8, pool="gap", **SIZES)
+    part = OBJECTIVES.make({"name": "contrastive", **keys})
+    objective = part.bind(model, None, FACTS)
+    params = jax.tree.map(jnp.asarray, random_params(model, np.zeros((1, 8, 8, 3), np.float32)))
+    own, _ = jax.jit(objective.init)(jax.random.key(1))
+    return objective, part.make_matcher(model, FACTS.text), model, params | {"objective": own}
+
+
+def sums_of(objective, params):
+    state = SimpleNamespace(model_state={})
+    compute = lambda batch: objective.loss(params, state, batch, None, jax.random.key(0))  # noqa: E731
+    return jax.jit(compute)
+
+
+OF_CLIP = {"loss": "softmax", "causal": True, "common_width": 5, "text_width": 4, "text_depth": 1}
+
+
+@pytest.mark.parametrize("keys", [{}, {"duplicates": "ignored"}, OF_CLIP])
+def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
+    objective, matcher, model, params = made(**keys)
+    out = sums_of(objective, params)(BATCH)
+    features = model.apply({"params": params}, BATCH["image"][:4], method="features")
+    texts = BATCH["text"][:4]
+    logits = np.asarray(matcher.apply({"params": params["objective"]}, features, texts))
+    if matcher.has_bias:
+        losses = -np.log(expit(np.where(np.eye(4), logits, -logits)))
+        losses[[1, 3], [3, 1]] *= "duplicates" not in keys
+        expected = losses.sum() / 4
+    else:
+        expected = -np.mean([np.diag(log_softmax(logits, axis)) for axis in (0, 1)])
+    assert out.loss == pytest.approx(expected, rel=1e-5)
+    rivals = np.where(np.eye(4) + np.eye(4)[[0, 3, 2, 1]], -np.inf, logits)
+    for name, axis in (("image_to_text", 1), ("text_to_image", 0)):
+        right = np.diag(logits) > rivals.max(axis)
+        assert out.metrics[name] == pytest.approx(right.mean())
+    assert out.metrics["duplicates"] == 0.5
+    start = {"scale": 10, "bias": -10} if matcher.has_bias else {"scale": 1 / 0.07}
+    assert {k: out.metrics.get(k) for k in ("scale", "bias") if k in out.metrics} == pytest.approx(
+        start
+    )
+    other = {**BATCH, "image": BATCH["image"].copy(), "text": BATCH["text"].copy()}
+    other["image"][4:], other["text"][4:] = 0, 3
+    assert sums_of(objective, params)(other).loss == out.loss
+
+
+def test_the_scale_of_the_softmax_is_at_most_100():
+    objective, _, _, params = made(loss="softmax")
+    params["objective"]["logit_scale"] = jnp.float32(5)
+    assert sums_of(objective, params)(BATCH).metrics["scale"] == pytest.approx(100)
+
+
+def test_what_it_cannot_train():
+    with at_fault("objective.name"):
+        OBJECTIVES.make({"name": "contrastive"}).bind(create_model("BiT-R50x1", None), None, FACTS)
+    with at_fault("objective.text_width"):
+        made(text_width=9)
+    endless = FACTS._replace(text=FACTS.text._replace(end_id=None))
+    model = create_model("ViT-mu/4", None, 8, **SIZES)
+    with at_fault("objective.causal"):
+        OBJECTIVES.make({"name": "contrastive", "causal": True}).bind(model, None, endless)
+    config = load_config("configs/siglip.py:debug")
+    assert apply_overrides(config, [("data.text_length", "None")]) == []
+    (fault,) = find_faults(config)
+    assert fault.startswith("data.text_length=None: objective.name='contrastive' reads captions")
+
+
+DECAYING = {"optimizer.weight_decay": 0.5, "optimizer.ema_decay": 0.9}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The workdir of a run whose towers are scanned, on one device."""
+    workdir = tmp_path_factory.mktemp("runs") / "siglip"
+    overrides = {"model.scan": True, "model.remat": "full", **DECAYING}
+    vit_jax.train("siglip:debug", workdir, overrides)
+    return workdir
+
+
+def test_a_run_can_be_evaluated_exported_and_asked_in_words(run, tmp_path):
+    last = rows(run)[-1]
+    found = vit_jax.evaluate(run)
+    assert found["zeroshot/top1"] == last["zeroshot/top1"] and found["zeroshot/loss_raw"] > 0
+    assert main(["export", f"--init_from={run}", "--format=hf_pair", f"--output={tmp_path}/a"]) == 0
+    pixels, labels = RNG.integers(0, 256, (3, 32, 32, 3), np.uint8), ["noise of class 3", "a 4"]
+    ours, theirs = (vit_jax.predict(pixels, at, labels=labels) for at in (run, tmp_path / "a"))
+    for mine, other in zip(ours, theirs, strict=True):
+        for one, same in zip(mine["classes"], other["classes"], strict=True):
+            assert one["name"] == same["name"]
+            assert one["probability"] == pytest.approx(same["probability"], rel=1e-4)
+    _, state = final_state(run)
+    for name, value in {"logit_scale": np.log(10), "logit_bias": -10}.items():
+        found = state[f"params/objective/{name}"]  # 20 steps of at most 1e-3, and no decay
+        assert found == pytest.approx(value, abs=0.021) and found != np.float32(value)
+
+
+def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):
+    vit_jax.train("siglip:debug", tmp_path / "run", {"model.pool": "gap"})
+    with pytest.raises(InputError, match="its image tower is not CLIP's or SigLIP's"):
+        vit_jax.export(tmp_path / "run", tmp_path / "pair", "hf_pair")
+
+
+SHORT = {"duration": "8 steps", "optimizer.eps": "1e-3"}
+
+
+def train_on(workdir, devices, *, until=None, **mesh):
+    """8 steps in this process on `devices`; `until`: saved and stopped after that step."""
+    config = load_config("configs/siglip.py:debug")
+    axes = {f"mesh.{axis}": str(size) for axis, size in mesh.items()}
+    assert apply_overrides(config, [*SHORT.items(), *axes.items()]) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=devices))
+        patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
+        with contextlib.suppress(loop.Preempted):
+            asked.train_and_evaluate(config, workdir)
+    step, state = final_state(workdir)
+    assert step == (until or 8)
+    return state
+
+
+def test_restarts_give_the_same_bits_and_other_devices_the_same_run(one_device, tmp_path):
+    mesh = {"replica": 2, "data": 2, "fsdp": 2}
+    unbroken = train_on(tmp_path / "unbroken", one_device, **mesh)
+    train_on(tmp_path / "broken", one_device, until=5, **mesh)
+    again = train_on(tmp_path / "broken", one_device, **mesh)
+    for name, leaf in unbroken.items():
+        assert np.asarray(again[name]).tobytes() == np.asarray(leaf).tobytes(), name
+    train_on(tmp_path / "alone", one_device[:1])
+    check_same_end(tmp_path / "alone", tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_run_of_one(tmp_path):
+    words = [f"--config.{key}={value}" for key, value in {**SHORT, "mesh.fsdp": 2}.items()]
+    words += ["--config=configs/siglip.py:debug", "--num_devices=4"]
+    for number, folder in ((1, tmp_path / "one"), (2, tmp_path / "two")):
+        folder.mkdir()
+        how = {"num_processes": number, "devices": 4 // number}
+        with Job(folder, *words, f"--workdir={folder}/run", **how) as job:
+            assert {*job.codes()} == {0}, job.everything()
+    check_same_end(tmp_path / "two/run", tmp_path / "one/run")
+
+
+def check_same_end(found, expected):
+    (_, state), (_, expected_state) = final_state(found), final_state(expected)
+    for name, leaf in expected_state.items():
+        np.testing.assert_allclose(state[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name)
+    last, expected_last = rows(found)[-1], rows(expected)[-1]
+    assert last["zeroshot/num_examples"] == expected_last["zeroshot/num_examples"] == 360
+    assert last["zeroshot/loss"] == pytest.approx(expected_last["zeroshot/loss"], rel=1e-4)

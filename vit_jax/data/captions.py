@@ -1,0 +1,190 @@
+"""Captions of images: their tokenizer, and the token ids that a batch holds.
+
+An image may have several captions: training draws one by (seed, position), evaluation takes the
+first. A caption counts if it is UTF-8, has words, and holds none of the tokenizer's special tokens.
+An image without one keeps its row, with `text_mask` 0. Captions of more than `data.text_length`
+tokens are cut before the end token, as in the training of CLIP and SigLIP.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from vit_jax.base.errors import InputError, few
+from vit_jax.config.sections import Data
+from vit_jax.data.contract import Source, fingerprint
+from vit_jax.data.loading import Batch
+from vit_jax.data.order import spread
+from vit_jax.data.tokenizers import (
+    SIZE,
+    Tokenizer,
+    TokenizerFiles,
+    canonical,
+    find_tokenizer,
+    train_tokenizer,
+)
+
+NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
+TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
+_LOOKED_AT = 20_000  # images whose captions are counted at each start, in about a second
+_TAUGHT = 200_000  # images whose captions a tokenizer is trained on, once
+_READERS = 16  # threads: in an object store most of the time is spent waiting
+
+
+def kept_tokenizer(workdir: epath.Path, data: Data) -> TokenizerFiles:
+    """The tokenizer of the run in `workdir`, for `data` with a `text_length`."""
+    assert data.text_length is not None
+    return TokenizerFiles(workdir / TOKENIZER, data.text_length)
+
+
+def open_tokenizer(
+    data: Data, workdir: epath.Path, source: Source
+) -> tuple[Tokenizer, dict[str, bytes]]:
+    """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
+
+    It is `data.tokenizer`; if that is None, the one in the workdir, or else one that is trained on
+    the captions of `source`, of at most 200,000 images: every process trains the same.
+
+    Raises: InputError if there are no captions, the tokenizer cannot be read, or a run that goes on
+      had another one.
+    """
+    if source.captions is None:
+        where = f"data.text_length={data.text_length}: {source.name} {source.split}"
+        raise InputError(f"{where} has no captions; add them, or set it to None")
+    files = kept_tokenizer(workdir, data)
+    if data.tokenizer is not None:
+        files = find_tokenizer(data.tokenizer, files.length)
+    contents = files.contents
+    if data.tokenizer is None and not contents:
+        if data.vocabulary_digest is not None:
+            was = "the tokenizer that the run began with"
+            raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
+        texts = (_usable(captions, canonical)[0] for _, captions in _sample(source, _TAUGHT))
+        contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
+    tokenizer = files.read(contents)
+    where = f"data.tokenizer={data.tokenizer!r}: {files.folder}"
+    if data.vocabulary_digest not in (None, digest := digest_of(contents)):
+        got = f"got {digest}, needed {data.vocabulary_digest}"
+        raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    if tokenizer.room < 1:
+        raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
+    if data.vocabulary not in (None, tokenizer.vocabulary):
+        has = f"{files.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
+        raise InputError(f"data.vocabulary={data.vocabulary}: {has}")
+    return tokenizer, contents
+
+
+def digest_of(contents: Mapping[str, bytes]) -> str:
+    """32 hex digits of the files of a tokenizer, {name: content}."""
+    return fingerprint([[n, hashlib.sha256(contents[n]).hexdigest()] for n in sorted(contents)])
+
+
+def look_at(source: Source) -> tuple[str, str]:
+    """(digest, faults) of the captions of at most 20,000 images, evenly spaced.
+
+    The faults are for the user: the number of the captions that are left out or cut, and the first
+    images that have some; "" if there are none.
+
+    Raises: InputError if no caption can be used.
+    """
+    tokenizer, digest, good = source.tokenizer, hashlib.sha256(), 0
+    assert tokenizer is not None
+    found: dict[str, list[int]] = {}
+    for record, captions in _sample(source, _LOOKED_AT):
+        digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
+        texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
+        long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
+        good += bool(texts)
+        for fault in (*faults, *[f"cut to {tokenizer.room} tokens"] * len(long)):
+            found.setdefault(fault, []).append(record)
+    said = [
+        f"{len(records):,} {fault} ({few(source.record_name(i) for i in dict.fromkeys(records))})"
+        for fault, records in found.items()
+    ]
+    text = f"{source.name} {source.split}: " + "; ".join(said)
+    if not good:
+        raise InputError(f"data.text_length: no caption can be used: {text}")
+    text += "; images without another caption are left out"
+    return digest.hexdigest()[:32], text * bool(said)
+
+
+def with_texts(
+    batches: Iterator[Batch],
+    source: Source,
+    positions: Iterable[np.ndarray],
+    seed: int | None = None,
+) -> Iterator[Batch]:
+    """`batches` with `text` int32 (b, T) and `text_mask` float32 (b,).
+
+    positions: int64 (b,) of the rows of each batch.
+    seed: of the draws; None: the first usable caption of each image.
+    """
+    captions_of, tokenizer = source.captions, source.tokenizer
+    assert captions_of is not None and tokenizer is not None
+    for batch, places in zip(batches, positions, strict=False):
+        read = _readers().map(lambda i: captions_of(int(i)) if i >= 0 else (), batch["id"])
+        usable = (_usable(captions, tokenizer.clean, tokenizer.specials)[0] for captions in read)
+        chosen = map(functools.partial(_choose, seed), usable, places.tolist())
+        ids = [tokenizer.ids_of(text) for text in chosen]
+        mask = np.array([bool(row) for row in ids], np.float32)
+        yield {**batch, "text": tokenizer.rows(ids), "text_mask": mask}
+
+
+def _choose(seed: int | None, texts: Sequence[str], position: int) -> str:
+    """One of `texts`, "" if there are none; a function of (seed, position)."""
+    if seed is None or len(texts) < 2:
+        return next(iter(texts), "")
+    return texts[np.random.Philox(key=[seed, position]).random_raw() % len(texts)]
+
+
+def as_captions(value: Any) -> list[str | bytes]:
+    """The captions in a cell of a table or in a value of JSON: text, or lists of text, or none."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return [caption for part in value for caption in as_captions(part)]
+    return [value] if isinstance(value, str | bytes) else []
+
+
+def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
+    """The captions under the first of NAMES that `values` has."""
+    return as_captions(next((values[name] for name in NAMES if name in values), None))
+
+
+def _usable(
+    captions: Sequence[str | bytes], clean: Callable[[str], str], specials: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """The captions of an image that can be used, and the faults of the others."""
+    texts, faults = list[str](), [] if captions else ["missing"]
+    for caption in captions:
+        try:
+            text = caption.decode("utf-8-sig") if isinstance(caption, bytes) else caption
+            text.encode()  # JSON may hold half a character
+        except UnicodeError:
+            faults.append("not UTF-8")
+            continue
+        if any(token in text for token in specials):
+            faults.append("with a special token")
+        elif not clean(text).strip():
+            faults.append("empty")
+        else:
+            texts.append(text.strip())
+    return texts, faults
+
+
+def _sample(source: Source, number: int) -> Iterator[tuple[int, Sequence[str | bytes]]]:
+    """(record, its captions) of at most `number` records, evenly spaced."""
+    records = spread(number, source.num_examples).tolist()
+    assert source.captions is not None
+    return zip(records, _readers().map(source.captions, records), strict=True)
+
+
+@functools.cache
+def _readers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_READERS)

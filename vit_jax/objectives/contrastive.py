@@ -1,0 +1,164 @@
+"""Contrastive pretraining: in a batch, images and their captions have to find each other.
+
+Two towers give images and texts features of a common width, and the loss compares all images of the
+global batch with all texts; see `pairs` for its value, and for how a batch is taken over the mesh.
+Rows without a usable image or caption are in no pair.
+
+Sources: Zhai et al. 2023 (arXiv:2303.15343) for the sigmoid; Radford et al. 2021
+(arXiv:2103.00020), section 2, for the softmax, whose scale is at most 100.
+
+Axes: B rows, T positions of a text, D width of the image tower's features.
+"""
+
+import math
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
+from vit_jax.config import POSITIVE, key
+from vit_jax.models.block_ops import PLAIN, unconstrained
+from vit_jax.models.text import Matcher, TextTower, unit
+from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import (
+    Objective,
+    ObjectiveOutput,
+    ObjectivePart,
+    State,
+    TokenPass,
+    as_it_is,
+    sum_rows,
+)
+from vit_jax.objectives.forward import apply_in_training
+from vit_jax.objectives.pairs import LOSSES, Features, PairLoss, Rows, bytes_passed_on, keys_of
+
+_MOST = math.log(100.0)  # of the logarithm of the softmax's scale
+
+
+class Contrastive(ObjectivePart):
+    """Matches each image with its caption among those of the batch; for zero-shot classification.
+
+    Its own parameters are a text tower, the scale and the bias of the logits and, with
+    `common_width`, a projection of the images' features.
+    """
+
+    loss: str = key("sigmoid", "of pairs: sigmoid, as SigLIP, or softmax, as CLIP", choices=LOSSES)
+    duplicates: str = key(
+        "negative",
+        "an image with a caption of another row that equals its own: ignored, or a negative",
+        choices=("negative", "ignored"),
+    )
+    text_width: int | None = key(None, "of the text tower; None: as the model's", within=POSITIVE)
+    text_depth: int | None = key(
+        None, "number of its layers; None: as the model's", within=POSITIVE
+    )
+    text_heads: int | None = key(None, "of its attention; None: as the model's", within=POSITIVE)
+    text_mlp_dim: int | None = key(None, "width of its MLPs; None: as the model's", within=POSITIVE)
+    causal: bool = key(
+        False, "a causal mask, and the end token is pooled; False: the last position"
+    )
+    common_width: int | None = key(
+        None, "images are projected to that many features; None: they keep the model's",
+        within=POSITIVE,
+    )  # fmt: skip
+
+    learns_texts = True
+    split_params = (
+        (r"token_embedding/embedding", (None, None)),
+        (r"image_head/kernel", ("fsdp", None)),
+    )
+
+    def conflicts(self, settings):
+        if settings.data.text_length is not None:
+            return []
+        return [
+            "data.text_length=None: objective.name='contrastive' reads captions; set it to a "
+            "number of tokens, such as --config.data.text_length=64"
+        ]
+
+    def make_matcher(self, model, text, in_form=as_it_is):
+        if type(model) is not ViT:
+            kind = type(model).__name__
+            raise InputError(f"objective.name='contrastive': does not train a {kind}; choose a ViT")
+        width, heads = self.text_width or model.width, self.text_heads or model.num_heads
+        of_keys = f"objective.text_width={width}, objective.text_heads={heads}"
+        faults = Faults()
+        faults.need(width % heads == 0, f"{of_keys}: the heads must divide the width")
+        faults.need(
+            text.end_id is not None or not self.causal,
+            "objective.causal=True: takes the end token, and the tokenizer adds none to a text; "
+            "set it to False, or choose another data.tokenizer",
+        )
+        collect_faults(faults)
+        same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "scan", "remat")
+        tower = TextTower(
+            vocabulary=text.vocabulary,
+            length=text.length,
+            width=width,
+            depth=self.text_depth or model.depth,
+            num_heads=heads,
+            mlp_dim=self.text_mlp_dim or model.mlp_dim,
+            common_width=self.common_width or model.width,
+            causal=self.causal,
+            end_id=text.end_id,
+            **{name: getattr(model, name) for name in same},
+        )
+        image_width = None if self.common_width is None else model.width
+        return Matcher(cast(TextTower, in_form(tower)), image_width, self.loss == "sigmoid")
+
+    def bind(self, model, loss, facts):
+        matcher = self.make_matcher(model, facts.text, facts.in_form)
+        bound = _Contrastive(cast(ViT, model), matcher, self)
+        return Objective(
+            bound.loss,
+            init=bound.init,
+            passes=(TokenPass(model), TokenPass(matcher.text, facts.text.length)),
+            needs=("image", "mask", "text", "text_mask"),
+            couples_rows=True,
+            passed_on=bytes_passed_on(matcher.text.common_width),
+        )
+
+
+class _Contrastive(NamedTuple):
+    """The functions of the objective `Contrastive` of a model."""
+
+    model: ViT
+    matcher: Matcher
+    keys: Contrastive
+
+    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
+        """The parameters of `matcher`, and no state."""
+        text = self.matcher.text.clone(constrain=unconstrained, ops=PLAIN)
+        matcher = self.matcher.clone(text=text)
+        return matcher.init(rng, *matcher.example_inputs)["params"], {}
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
+    ) -> ObjectiveOutput:
+        """The sums over a batch."""
+        images_BD, model_state = apply_in_training(
+            self.model, params, state.model_state, batch, rng, method="features"
+        )
+        own: Any = params[OBJECTIVE]
+
+        def embed(x: jax.Array, method: str, **options: Any) -> jax.Array:
+            found = self.matcher.apply({"params": own}, x, method=method, **options)
+            return unit(cast(jax.Array, found))
+
+        log_scale = own["logit_scale"]
+        scale = jnp.exp(log_scale if self.matcher.has_bias else jnp.minimum(log_scale, _MOST))
+        features = Features(
+            embed(images_BD.astype(jnp.float32), "image_features"),
+            embed(batch["text"], "text_features", train=True),
+            scale,
+            own.get("logit_bias", jnp.zeros(())),
+        )
+        mask_B = batch["mask"] * batch["text_mask"]
+        pair_loss = PairLoss(self.keys.loss, self.keys.duplicates == "ignored")
+        total, of_rows = pair_loss(features, Rows(mask_B, keys_of(batch["text"])))
+        rows = of_rows._asdict() | {"scale": jnp.full_like(mask_B, scale)}
+        if self.matcher.has_bias:
+            rows["bias"] = jnp.full_like(mask_B, features.bias)
+        return ObjectiveOutput(total, mask_B.sum(), sum_rows(rows, mask_B), model_state)
