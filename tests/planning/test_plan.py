@@ -439,7 +439,7 @@ def test_estimate():
 
 def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
     """All seconds of all runs of a folder count; the answer says what its hours hold."""
-    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    words = (TINY, AS_IT_IS, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
     alone = plan_by_command(capsys, *words)[1]["estimate"]["run"]
     for name, waited in (("a", 1.0), ("b", 3.0)):
         (tmp_path / name).mkdir()
