@@ -293,7 +293,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "an int from 0": lambda value: type(value) is int and value >= 0,
     "a positive number": lambda value: _is_number(value) and value > 0,
     "a share above 0, at most 1": lambda value: _is_number(value) and 0 < value <= 1,
-    "bilinear or bicubic": lambda value: value in ("bilinear", "bicubic"),
+    "nearest, bilinear or bicubic": lambda value: value in ("nearest", "bilinear", "bicubic"),
     "center or squash": lambda value: value in ("center", "squash"),
     "timm, transformers or vit_jax": lambda v: v in ("timm", "transformers", "vit_jax"),
     "true or false": lambda value: type(value) is bool,
