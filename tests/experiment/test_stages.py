@@ -61,7 +61,7 @@ def test_eight_devices_compute_as_one(tmp_path):
 
 OBJECTIVES = [
     ("mae:debug", 6), ("masked_patches:debug", 6), ("dino:debug", 6), ("dinov2:debug", 6),
-    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("distillation:debug", 4),
+    ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("siglip:debug", 16), ("distillation:debug", 4),
     ("deit:DeiT-S/16,debug", 16), ("efficientnet:EfficientNet-B0,debug", 32),
 ]  # fmt: skip
 

@@ -244,3 +244,44 @@ def test_program_that_xla_has_made():
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="no entry computation"):
         Program("HloModule nothing")
+
+
+def test_an_exchange_behind_a_whole_loop_counts_once():
+    """Its start and end stand around the loop, whose body takes its steps."""
+    gather = 'all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}, frontend_attributes={chain_id="0"}'  # noqa: E501
+    fusions = "".join(
+        f"""
+%async_collective_fusion.{i} (p: bf16[4]) -> bf16[16] {{
+  %p = bf16[4]{{0}} parameter(0)
+  ROOT %gather.{i} = bf16[16]{{0}} {gather}
+}}
+"""
+        for i in range(3)
+    )
+    start, step, end = (
+        f"%fusion.{i} = bf16[16]{{0}} fusion(%p), calls=%async_collective_fusion.{i}"
+        for i in range(3)
+    )
+    text = f"""
+HloModule step, num_partitions=4
+{fusions}
+%body (p: bf16[4]) -> bf16[4] {{
+  %p = bf16[4]{{0}} parameter(0)
+  {step}
+  ROOT %next = bf16[4]{{0}} add(%p, %p)
+}}
+
+%more (p: bf16[4]) -> pred[] {{
+  %p = bf16[4]{{0}} parameter(0)
+  ROOT %less = pred[] constant(true)
+}}
+
+ENTRY %main (p: bf16[4]) -> bf16[4] {{
+  %p = bf16[4]{{0}} parameter(0)
+  {start}
+  %looped = bf16[4]{{0}} while(%p), condition=%more, body=%body, backend_config={{"known_trip_count":{{"n":"255"}}}}
+  {end}
+  ROOT %out = bf16[4]{{0}} add(%looped, %p)
+}}
+"""  # noqa: E501
+    assert [(each.count, each.asynchronous) for each in Program(text).collectives()] == [(1, True)]

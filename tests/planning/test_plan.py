@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 from opened import config_json, with_known_facts
 from PIL import Image
 from read_settings import settings_of
+from shipped_forms import load
 
 import vit_jax
 from vit_jax import planning
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config
+from vit_jax.config import base_config, with_values
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -39,6 +40,7 @@ from vit_jax.planning import (
     plan_tables,
     recipe_costs,
     run_plan,
+    search,
 )
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
@@ -255,6 +257,18 @@ def eight_chips(topology="H100:8", **changes):
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
 
 
+def test_texts_of_all_rows_pass_each_chip():
+    """Twice, and their gradients once, each of 32 float32 numbers; by the slowest axis."""
+    for changes, axis in (({}, "data"), ({"mesh.replica": 2}, "replica")):
+        config = with_known_facts(with_values(load("siglip", "debug"), changes))
+        target = Target(find_slice("H100:8"))
+        mesh = planning.targets.plan_mesh(settings_of(config), target)
+        experiment = planned_experiment(settings_of(config), mesh)
+        rows = exchanges.collective_table(experiment, mesh.shape, target, 4, 1)
+        (found,) = (row for row in rows if row["kind"] == "collective-permute")
+        assert (found["axes"], found["bytes"]) == ([axis], 32 * 3 * 32 * 4)
+
+
 @pytest.mark.parametrize(("changes", "expected"), EXCHANGED)
 def test_exchanges_of_parameters(changes, expected):
     """As the compiler of jax-cuda12-plugin 0.10.2 has them in a ViT-S/16's step for 8 H100."""
@@ -426,7 +440,7 @@ def test_estimate():
 
 def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
     """All seconds of all runs of a folder count; the answer says what its hours hold."""
-    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    words = (TINY, AS_IT_IS, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
     alone = plan_by_command(capsys, *words)[1]["estimate"]["run"]
     for name, waited in (("a", 1.0), ("b", 3.0)):
         (tmp_path / name).mkdir()
@@ -584,6 +598,24 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: plan(*_) | NOTHING_FITS)
     figures = largest_batch(settings_of(tiny_config(global_batch_size=16)), FOUR)
     assert not figures["memory_bytes"]["fits"] and figures["images_per_way"] == 4
+
+
+@pytest.mark.parametrize("suits", [16, 0])
+def test_largest_batch_whose_stages_suit_the_devices(linear, monkeypatch, suits):
+    plan_any = search.plan
+
+    def plan(settings, target):
+        if settings.run.global_batch_size != suits:
+            raise InputError("the stage of 12 pixels has batches of 7")
+        return plan_any(settings, target)
+
+    monkeypatch.setattr(search, "plan", plan)
+    settings = settings_of(tiny_config(global_batch_size=32))
+    if not suits:
+        with pytest.raises(InputError, match="has batches of 7"):
+            largest_batch(settings, FOUR)
+    else:
+        assert largest_batch(settings, FOUR)["images_per_way"] == 4
 
 
 def test_search_compares_meshes_and_remat(linear):
@@ -910,19 +942,18 @@ def test_devices_of_a_target_are_as_many_as_its_chips():
     assert {device.device_kind for device in devices} <= set(CHIPS["B200"].device_kinds)
 
 
-@pytest.mark.parametrize(("keeps", "batch"), [("batch", 64), ("tokens", 256)])
-def test_a_plan_of_several_sizes_adds_up_their_plans(keeps, batch):
+def test_a_plan_of_several_sizes_adds_up_their_plans():
     """A plan has the larger memory; for each size it equals the plan of a run at this size."""
     target = Target(find_slice("v5e:1x1"), may_compile=False)
-    sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": keeps}
+    sizes = {"data.image_size": "8, 16 at 40 %", "data.image_size_keeps": "tokens"}
     figures = planning.plan(settings_of(tiny_config(**sizes)), target)
-    small = {"data.image_size": 8, "global_batch_size": batch}
+    small = {"data.image_size": 8, "global_batch_size": 256}
     alone = [planning.plan(settings_of(tiny_config(**keys)), target) for keys in (small, {})]
     run, *runs = (estimate(each, 2.0, 0.5)["run"] for each in (figures, *alone))
     for name in ("hours", "chip_hours", "cost", "tpu_core_days", "step_s"):
         by_hand = 0.4 * runs[0][name] + 0.6 * runs[1][name]
         assert run[name] == pytest.approx(by_hand, rel=1e-9), name
-    images = 40 * batch + 60 * 64
+    images = 40 * 256 + 60 * 64
     assert run["images_per_s"] == pytest.approx(images / (100 * run["step_s"]))
     assert figures["memory_bytes"] == max(
         (each["memory_bytes"] for each in alone), key=lambda memory: memory["peak"]

@@ -20,6 +20,7 @@ from vit_jax.transfer.names import HEADS_BY_WIDTH
 
 HF = ("hf_clip_pair", "hf_clip_gelu", "hf_siglip_pair", "hf_siglip_text")
 OPEN_CLIP = ("open_clip", "open_clip_siglip")
+RESAMPLED = ("hf_clip_pair", "hf_siglip_pair")  # the others at their own size
 TOLERANCE = 2e-5  # of the largest value
 
 
@@ -50,7 +51,11 @@ def outputs(pretrained, images, ids):
 
 @pytest.mark.parametrize(
     ("name", "suffix"),
-    [(name, "") for name in HF + OPEN_CLIP] + [(name, "_resampled") for name in HF],
+    [(name, "_resampled" * (name in RESAMPLED)) for name in HF + OPEN_CLIP]
+    + [
+        pytest.param(name, "_resampled" * (name not in RESAMPLED), marks=pytest.mark.slow)
+        for name in HF
+    ],
 )
 def test_parity(golden, name, suffix):
     with np.load(golden / name / "io.npz") as io:

@@ -10,7 +10,7 @@ from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.tokenizers import Tokenizer
 from vit_jax.models.zero_shot import TextSide
-from vit_jax.objectives.contract import InForm, Objective, RunFacts, Teacher
+from vit_jax.objectives.contract import InForm, Objective, ObjectivePart, RunFacts, Teacher
 from vit_jax.objectives.metrics import training_metrics
 
 # Remedies for keys that a batch lacks.
@@ -54,15 +54,15 @@ def make_objective(
 
 
 def texts_that_learn(
-    settings: Settings, model: nn.Module, tokenizer: Tokenizer | None
+    objective: ObjectivePart, model: nn.Module, tokenizer: Tokenizer | None
 ) -> Callable[[], TextSide] | None:
-    """Gives the text side of `model` in training; None if the objective has none.
+    """Gives the text side of `model` in training; None if `objective` has none.
 
     `tokenizer`: of the run; None: it reads no captions.
     """
-    if tokenizer is None or not settings.objective.learns_texts:
+    if tokenizer is None or not objective.learns_texts:
         return None
-    matcher = settings.objective.make_matcher(model, tokenizer.facts)
+    matcher = objective.make_matcher(model, tokenizer.facts)
     return lambda: TextSide(matcher, {}, lambda: tokenizer)
 
 

@@ -157,7 +157,9 @@ class StoredModel:
         self._experiment = make_experiment(settings, mesh, preprocessing)
         if settings.objective.learns_texts:
             tokenizer = kept_tokenizer(self._workdir, settings.data).read()
-            self.read_text_side = texts_that_learn(settings, self._experiment.model, tokenizer)
+            self.read_text_side = texts_that_learn(
+                settings.objective, self._experiment.model, tokenizer
+            )
         return self._experiment.model, {}
 
     def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:

@@ -100,7 +100,8 @@ class Program:
         """All collectives of the program.
 
         An asynchronous collective appears in several fusions (start, steps, end) with one chain,
-        or else one channel, and is counted once. Others may share a channel. An all-reduce whose
+        or else one channel, and is counted once, also if a loop runs between its start and its end
+        and takes its steps. Others may share a channel. An all-reduce whose
         result each device slices is reported as a reduce-scatter.
         """
         found: dict[tuple, Collective] = {}
@@ -123,7 +124,8 @@ class Program:
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             chain = re.search(r'chain_id="(\d+)"', each.attributes)
             number = chain or (channel if place.within else None)
-            key = (place.computation, kind, bool(chain), number[1] if number else each.name)
+            where = channel[1] if chain and channel else place.computation
+            key = (where, kind, bool(chain), number[1] if number else each.name)
             groups = _groups(each.attributes, self.num_devices)
             if each.opcode != kind:
                 size = _started_bytes(each)
@@ -136,7 +138,7 @@ class Program:
                 kind,
                 groups,
                 max(size, earlier.size if earlier else 0),
-                place.count,
+                min(place.count, earlier.count if earlier else place.count),
                 asynchronous or bool(earlier and earlier.asynchronous),
             )
         return [each for each in found.values() if len(each.groups[0]) > 1]

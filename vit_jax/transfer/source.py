@@ -88,7 +88,7 @@ class Source:
         if self._weights == OPEN_CLIP or not (self.path / _INDEX).exists():
             return [self.path / self._weights]
         stated = self.read_stated(read_json(self.path / _INDEX), {"weight_map": "an object"})
-        shards = sorted({*stated.get("weight_map", {}).values()})
+        shards = sorted({*map(str, stated.get("weight_map", {}).values())})
         outside = [shard for shard in shards if "/" in shard or "\\" in shard]
         self.refuse([f"{_INDEX} names {shard!r}, which is outside the folder" for shard in outside])
         return [self.path / shard for shard in shards]

@@ -81,17 +81,22 @@ def read(source: Source) -> Pretrained:
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(settings, model, path)
     division = read_division(path, settings.data)
-    read_text_side = partial(_read_texts, chosen, path, settings, model, weights)
+    of = settings.objective, settings.data
+    read_text_side = partial(_read_texts, chosen, path, of, model, weights)
     texts = read_text_side if of_texts else None
     return Pretrained(str(chosen), plain, params, spec, run, state, division, texts)
 
 
 def _read_texts(
-    source: epath.Path, workdir: epath.Path, settings: Settings, model: nn.Module, weights: str
+    source: epath.Path, workdir: epath.Path, of: tuple[Any, Data], model: nn.Module, weights: str
 ) -> TextSide:
-    """The text side in a checkpoint of a run that learned texts; for arguments see `_restore`."""
-    files = kept_tokenizer(workdir, settings.data)
-    matcher = settings.objective.make_matcher(model, files.read().facts)
+    """The text side in a checkpoint of a run that learned texts; for arguments see `_restore`.
+
+    `of`: the run's objective and data.
+    """
+    objective, data = of
+    files = kept_tokenizer(workdir, data)
+    matcher = objective.make_matcher(model, files.read().facts)
     params = jax.eval_shape(matcher.init, jax.random.key(0), *matcher.example_inputs)["params"]
     _, found = _restore(source, workdir, {weights: {tree.OBJECTIVE: params}})
     own = found[weights][tree.OBJECTIVE]
