@@ -3,7 +3,7 @@
 python tools/words_cifar10.py WORKDIR --data_dir=DIR [--seeds=3] [--steps=3600] [--runs sigmoid]
 
 Captions are made from class names of nine tenths of train, and from known changes of a third of
-these pictures. A run of 3,600 steps takes about the CPU seconds of `cifar10:fast`; each reads the
+these pictures. A run of 3,600 steps should take the CPU seconds of `cifar10:fast`; each reads the
 test split once. Runs that the CSV has are not run again; one that was stopped begins anew.
 """
 
