@@ -15,6 +15,7 @@ from scipy.special import expit, log_softmax
 from started_job import Job
 
 import vit_jax
+from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
@@ -22,6 +23,7 @@ from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.setup import opener
@@ -42,9 +44,9 @@ BATCH = {
 }
 
 
-def made(**keys):
+def made(name="ViT-mu/4", fields=(), **keys):
     """(objective, its matcher, model, parameters) of small towers."""
-    model = create_model("ViT-mu/4", None, 8, pool="gap", **SIZES)
+    model = create_model(name, None, 8, pool="gap", **SIZES, **dict(fields))
     part = OBJECTIVES.make({"name": "contrastive", **keys})
     objective = part.bind(model, None, FACTS)
     params = jax.tree.map(jnp.asarray, random_params(model, np.zeros((1, 8, 8, 3), np.float32)))
@@ -58,6 +60,7 @@ def sums_of(objective, params):
     return jax.jit(compute)
 
 
+OF_STEM = {"patch_size": 4, "stem_channels": (4, 8)}
 OF_CLIP = {"loss": "softmax", "causal": True, "common_width": 5, "text_width": 4, "text_depth": 1}
 
 
@@ -87,6 +90,19 @@ def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     other = {**BATCH, "image": BATCH["image"].copy(), "text": BATCH["text"].copy()}
     other["image"][4:], other["text"][4:] = 0, 3
     assert sums_of(objective, params)(other).loss == out.loss
+
+
+@pytest.mark.parametrize("keys", [{}, OF_CLIP])
+@pytest.mark.parametrize(("name", "fields"), [("ViT-mu/4", {}), ("ViTC-1GF", OF_STEM)])
+def test_each_tower_classifies_by_the_logits_of_pairs(name, fields, keys):
+    _, matcher, model, params = made(name, fields, **keys)
+    features = model.apply({"params": params}, BATCH["image"], method="features")
+    expected = matcher.apply({"params": params["objective"]}, features, IDS[:2])
+    side = TextSide(matcher, tree.flatten_names(params["objective"]), None)
+    head = tree.unflatten_names(zero_shot_head(side, [IDS[:1], IDS[1:2]]))
+    by_words = zero_shot_model(model, matcher, 2)
+    found = by_words.apply({"params": params | head}, BATCH["image"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_scale_of_the_softmax_is_at_most_100():

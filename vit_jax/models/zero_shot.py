@@ -18,6 +18,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import field_names
+from vit_jax.models.conv_stem import ViTC
 from vit_jax.models.text import Matcher, unit
 from vit_jax.models.vit import ViT
 
@@ -76,11 +77,19 @@ class ZeroShotViT(ViT):
         return CosineHead(num_classes, self.projection)
 
 
+class ZeroShotViTC(ZeroShotViT, ViTC):
+    """A ViTC with the head of `ZeroShotViT`."""
+
+
+# {type of an image tower: the model that classifies by texts}
+TOWERS: dict[type[nn.Module], type[ZeroShotViT]] = {ViT: ZeroShotViT, ViTC: ZeroShotViTC}
+
+
 def zero_shot_model(model: nn.Module, matcher: Matcher, num_classes: int) -> ZeroShotViT:
-    """`model`, an image tower that is a ViT, with a head for classes described by texts."""
+    """`model`, an image tower of a type in `TOWERS`, with a head for classes described by texts."""
     fields = {name: getattr(model, name) for name in field_names(type(model))}
     width = None if matcher.image_width is None else matcher.text.common_width
-    return ZeroShotViT(**fields | {"num_classes": num_classes, "projection": width})
+    return TOWERS[type(model)](**fields | {"num_classes": num_classes, "projection": width})
 
 
 def zero_shot_head(

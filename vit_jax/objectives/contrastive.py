@@ -22,6 +22,7 @@ from vit_jax.config import POSITIVE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.text import Matcher, TextTower, unit
 from vit_jax.models.vit import ViT
+from vit_jax.models.zero_shot import TOWERS
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
@@ -79,9 +80,10 @@ class Contrastive(ObjectivePart):
         ]
 
     def make_matcher(self, model, text, in_form=as_it_is):
-        if type(model) is not ViT:
+        if type(model) not in TOWERS:
             kind = type(model).__name__
-            raise InputError(f"objective.name='contrastive': does not train a {kind}; choose a ViT")
+            why = f"does not train a {kind}; choose a ViT or a ViTC"
+            raise InputError(f"objective.name='contrastive': {why}")
         width, heads = self.text_width or model.width, self.text_heads or model.num_heads
         of_keys = f"objective.text_width={width}, objective.text_heads={heads}"
         faults = Faults()
