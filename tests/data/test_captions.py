@@ -20,7 +20,14 @@ from tar_files import write_tar
 from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
 from vit_jax.data import concatenate, image_batch, keep_subset, make_source, parse_ops
-from vit_jax.data.captions import TOKENIZER, digest_of, look_at, open_tokenizer
+from vit_jax.data.captions import (
+    digest_of,
+    keep_tokenizer,
+    kept_tokenizer,
+    look_at,
+    open_tokenizer,
+    read_kept,
+)
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.data.sources import arrays
@@ -325,9 +332,7 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
     assert len(digest) == 32 and digest != digest_of(contents | {"spiece.model": b""})
     with refused("data.tokenizer", "the run began with is missing"):
         with_tokenizer(source, tmp_path, vocabulary_digest=digest)
-    (tmp_path / TOKENIZER).mkdir()
-    for name, content in contents.items():
-        (tmp_path / TOKENIZER / name).write_bytes(content)
+    keep_tokenizer(epath.Path(tmp_path), contents)
     changed = of_columns(None, CAPTIONS)
     assert with_tokenizer(changed, tmp_path, vocabulary_digest=digest)[1] == contents
     siglip = golden / "tokenizer_siglip"
@@ -335,11 +340,28 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
         given, theirs = with_tokenizer(source, tmp_path, tokenizer=str(name))
         assert theirs == TokenizerFiles(siglip, LENGTH).contents
         assert given.tokenizer.facts.pad_id == 1
+    kept = data(vocabulary_digest=digest, tokenizer="hf:org/gone")  # the hub is not asked again
+    assert open_tokenizer(kept, epath.Path(tmp_path), source, "hf:org/gone")[1] == contents
     size = given.tokenizer.vocabulary
     with refused("data.tokenizer", "the run began with another tokenizer"):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary_digest=digest)
     with refused("data.vocabulary", f"has {size} token ids"):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary=size - 1)
+
+
+def test_a_new_run_takes_no_files_that_a_killed_start_left(tmp_path, golden):
+    siglip, clip = (golden / f"tokenizer_{name}" for name in ("siglip", "clip"))
+    keep_tokenizer(epath.Path(tmp_path), TokenizerFiles(siglip, LENGTH).contents)
+    source = of_columns(None, FIRST)
+    _, contents = with_tokenizer(source, tmp_path)
+    assert contents == with_tokenizer(source, tmp_path / "none")[1]
+    files = TokenizerFiles(clip, LENGTH).contents
+    keep_tokenizer(epath.Path(tmp_path), files)
+    assert kept_tokenizer(epath.Path(tmp_path), data()).contents == files
+    known = data(vocabulary_digest=digest_of(files))
+    assert read_kept(epath.Path(tmp_path), known).vocabulary == 929
+    with refused("data.tokenizer", "the run began with another tokenizer"):
+        read_kept(epath.Path(tmp_path), data(vocabulary_digest=digest_of(contents)))
 
 
 def test_a_tokenizer_of_the_hub(tmp_path, golden, monkeypatch):

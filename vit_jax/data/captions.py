@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from vit_jax.base import files
 from vit_jax.base.errors import InputError, few
 from vit_jax.config.sections import Data
 from vit_jax.data.contract import Source, fingerprint
 from vit_jax.data.loading import Batch
 from vit_jax.data.order import spread
 from vit_jax.data.tokenizers import (
+    FILES,
     SIZE,
     Tokenizer,
     TokenizerFiles,
@@ -40,18 +42,50 @@ _READERS = 16  # threads: in an object store most of the time is spent waiting
 
 
 def kept_tokenizer(workdir: epath.Path, data: Data) -> TokenizerFiles:
-    """The tokenizer of the run in `workdir`, for `data` with a `text_length`."""
+    """The place of the tokenizer of the run in `workdir`, for `data` with a `text_length`."""
     assert data.text_length is not None
     return TokenizerFiles(workdir / TOKENIZER, data.text_length)
 
 
+def read_kept(workdir: epath.Path, data: Data) -> Tokenizer:
+    """The tokenizer of the run in `workdir`; `data`: of its resolved settings.
+
+    Raises: InputError if it cannot be read, or is not the one that the run began with.
+    """
+    kept = kept_tokenizer(workdir, data)
+    return _read_checked(kept, kept.contents, data)
+
+
+def _read_checked(place: TokenizerFiles, contents: Mapping[str, bytes], data: Data) -> Tokenizer:
+    """The tokenizer in `contents`, which must have the digest in `data` if there is one."""
+    tokenizer = place.read(contents)
+    if data.vocabulary_digest not in (None, digest := digest_of(contents)):
+        where = f"data.tokenizer={data.tokenizer!r}: {place.folder}"
+        got = f"got {digest}, needed {data.vocabulary_digest}"
+        raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    return tokenizer
+
+
+def keep_tokenizer(workdir: epath.Path, contents: Mapping[str, bytes]) -> None:
+    """Write these files, {name: content}, as the tokenizer of the run; remove those of another."""
+    folder = workdir / TOKENIZER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in {*FILES} - {*contents}:
+        (folder / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        files.write_whole(folder / name, content)
+
+
 def open_tokenizer(
-    data: Data, workdir: epath.Path, source: Source
+    data: Data, workdir: epath.Path, source: Source, was: str | None = None
 ) -> tuple[Tokenizer, dict[str, bytes]]:
     """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
 
-    It is `data.tokenizer`; if that is None, the one in the workdir, or else one that is trained on
-    the captions of `source`, of at most 200,000 images: every process trains the same.
+    A run that goes on takes the one in its workdir, and needs `data.tokenizer` only if that is lost
+    or the user names another than before. Without a name, a new run trains a tokenizer on the
+    captions of `source`, of at most 200,000 images; every process trains the same.
+
+    was: `data.tokenizer` of the run that goes on.
 
     Raises: InputError if there are no captions, the tokenizer cannot be read, or a run that goes on
       had another one.
@@ -59,25 +93,24 @@ def open_tokenizer(
     if source.captions is None:
         where = f"data.text_length={data.text_length}: {source.name} {source.split}"
         raise InputError(f"{where} has no captions; add them, or set it to None")
-    files = kept_tokenizer(workdir, data)
-    if data.tokenizer is not None:
-        files = find_tokenizer(data.tokenizer, files.length)
-    contents = files.contents
-    if data.tokenizer is None and not contents:
+    found = kept_tokenizer(workdir, data)
+    # A run that was killed before config.json had the digest leaves files that nobody has checked.
+    contents = found.contents if data.vocabulary_digest is not None else {}
+    is_own = digest_of(contents) == data.vocabulary_digest
+    if data.tokenizer is not None and not (is_own and data.tokenizer == was):
+        found = find_tokenizer(data.tokenizer, found.length)
+        contents = found.contents
+    elif not contents:
         if data.vocabulary_digest is not None:
-            was = "the tokenizer that the run began with"
-            raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
+            lost = "the tokenizer that the run began with is missing; restore it"
+            raise InputError(f"data.tokenizer=None: {found.folder}: {lost}")
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source, _TAUGHT))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
-    tokenizer = files.read(contents)
-    where = f"data.tokenizer={data.tokenizer!r}: {files.folder}"
-    if data.vocabulary_digest not in (None, digest := digest_of(contents)):
-        got = f"got {digest}, needed {data.vocabulary_digest}"
-        raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    tokenizer = _read_checked(found, contents, data)
     if tokenizer.room < 1:
-        raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
+        raise InputError(f"data.text_length={found.length}: has no room for words; set it to 16")
     if data.vocabulary not in (None, tokenizer.vocabulary):
-        has = f"{files.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
+        has = f"{found.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
         raise InputError(f"data.vocabulary={data.vocabulary}: {has}")
     return tokenizer, contents
 
