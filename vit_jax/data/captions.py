@@ -1,13 +1,14 @@
 """Captions of images: their tokenizer, and the token ids that a batch holds.
 
-An image may have several captions: training draws one by (seed, position), evaluation takes the
-first. A caption counts if it is UTF-8, has words, and holds none of the tokenizer's special tokens.
-An image without one keeps its row, with `text_mask` 0. Captions of more than `data.text_length`
-tokens are cut before the end token, as in the training of CLIP and SigLIP.
+An image may have several captions: training draws one by (seed, position). A caption counts if it
+is UTF-8, has words, and holds none of the tokenizer's special tokens. An image without one keeps
+its row, with `text_mask` 0. Captions of more than `data.text_length` tokens are cut before the end
+token, as in the training of CLIP and SigLIP.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -34,10 +35,11 @@ from vit_jax.data.tokenizers import (
     train_tokenizer,
 )
 
-NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
+NAMES = ("caption", "captions", "text")  # columns, features or keys that hold captions
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
-_LOOKED_AT = 20_000  # images whose captions are counted at each start, in about a second
+_LOOKED_AT = 20_000  # images whose captions are counted at each start: a second on a local disk
 _TAUGHT = 200_000  # images whose captions a tokenizer is trained on, once
+_AHEAD = 2  # batches whose captions are read while one is used
 _READERS = 16  # threads: in an object store most of the time is spent waiting
 
 
@@ -132,7 +134,10 @@ def look_at(source: Source) -> tuple[str, str]:
     assert tokenizer is not None
     found: dict[str, list[int]] = {}
     for record, captions in _sample(source, _LOOKED_AT):
-        digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
+        content = [
+            c if isinstance(c, bytes) else c.encode("utf-8", "surrogatepass") for c in captions
+        ]
+        digest.update(f"{record} {[*map(len, content)]}".encode() + b"".join(content))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
         long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
         good += bool(texts)
@@ -150,30 +155,37 @@ def look_at(source: Source) -> tuple[str, str]:
 
 
 def with_texts(
-    batches: Iterator[Batch],
-    source: Source,
-    positions: Iterable[np.ndarray],
-    seed: int | None = None,
+    batches: Iterator[Batch], source: Source, positions: Iterable[np.ndarray], seed: int
 ) -> Iterator[Batch]:
-    """`batches` with `text` int32 (b, T) and `text_mask` float32 (b,).
+    """`batches` with `text` int32 (b, T) and `text_mask` float32 (b,), two of them read ahead.
 
-    positions: int64 (b,) of the rows of each batch.
-    seed: of the draws; None: the first usable caption of each image.
+    positions: int64 (b,) of the rows of each batch; no batch is taken beyond them.
+    seed: of the draws.
     """
     captions_of, tokenizer = source.captions, source.tokenizer
     assert captions_of is not None and tokenizer is not None
-    for batch, places in zip(batches, positions, strict=False):
+
+    def add(batch: Batch, places: np.ndarray) -> Batch:
         read = _readers().map(lambda i: captions_of(int(i)) if i >= 0 else (), batch["id"])
         usable = (_usable(captions, tokenizer.clean, tokenizer.specials)[0] for captions in read)
         chosen = map(functools.partial(_choose, seed), usable, places.tolist())
         ids = [tokenizer.ids_of(text) for text in chosen]
         mask = np.array([bool(row) for row in ids], np.float32)
-        yield {**batch, "text": tokenizer.rows(ids), "text_mask": mask}
+        return {**batch, "text": tokenizer.rows(ids), "text_mask": mask}
+
+    ahead: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for places, batch in zip(positions, batches, strict=False):
+            ahead.append(thread.submit(add, batch, places))
+            if len(ahead) > _AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
-def _choose(seed: int | None, texts: Sequence[str], position: int) -> str:
+def _choose(seed: int, texts: Sequence[str], position: int) -> str:
     """One of `texts`, "" if there are none; a function of (seed, position)."""
-    if seed is None or len(texts) < 2:
+    if len(texts) < 2:
         return next(iter(texts), "")
     return texts[np.random.Philox(key=[seed, position]).random_raw() % len(texts)]
 
@@ -186,8 +198,8 @@ def as_captions(value: Any) -> list[str | bytes]:
 
 
 def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
-    """The captions under the first of NAMES that `values` has."""
-    return as_captions(next((values[name] for name in NAMES if name in values), None))
+    """The captions under the first of NAMES where `values` has some."""
+    return next(filter(None, (as_captions(values.get(name)) for name in NAMES)), [])
 
 
 def _usable(
