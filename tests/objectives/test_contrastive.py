@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import shutil
 from types import SimpleNamespace
 
 import asked
@@ -21,6 +22,7 @@ from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
@@ -153,6 +155,18 @@ def test_a_run_can_be_evaluated_exported_and_asked_in_words(run, tmp_path):
     for name, value in {"logit_scale": np.log(10), "logit_bias": -10}.items():
         found = state[f"params/objective/{name}"]  # 20 steps of at most 1e-3, and no decay
         assert found == pytest.approx(value, abs=0.021) and found != np.float32(value)
+
+
+def test_words_need_the_run_s_own_tokenizer(run, tmp_path):
+    own = OBJECTIVES.make({"name": "contrastive"})
+    assert texts_that_learn(own, create_model("ViT-mu/4", None, 8), pytest.fail)  # not read yet
+    copy = shutil.copytree(run, tmp_path / "copy")
+    stated = copy / "tokenizer/tokenizer_config.json"
+    stated.write_text(stated.read_text().replace("Siglip", "Clip"))
+    pixels = RNG.integers(0, 256, (1, 32, 32, 3), np.uint8)
+    for use in (vit_jax.evaluate, lambda at: vit_jax.predict(pixels, at, labels=["a 3", "a 4"])):
+        with pytest.raises(InputError, match="the run began with another tokenizer"):
+            use(copy)
 
 
 def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):

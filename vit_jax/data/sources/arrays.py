@@ -34,12 +34,14 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
 from vit_jax.data.images.formats import Reading, why_unreadable
 from vit_jax.data.images.given import content_of, file_of
+from vit_jax.data.order import spread
 from vit_jax.data.records import open_in_python, read_one
 from vit_jax.data.retries import retried
 from vit_jax.data.shards import parts_of
 
 _SMALL_BYTES = 1 << 30  # arrays up to this size are copied, and count whole in the digest
 _SAMPLE = 64  # items that count in the digest of others
+_ASKED = 20  # items that are asked for captions; without any in them, there are none
 _AT_ONCE = 4096
 _IMAGES, _LABELS = ("image", "img"), ("label", "labels")
 _NEEDED = "a pair (images, labels), or a sequence of pairs (image, label)"
@@ -296,7 +298,8 @@ class Arrays(DataSet):
             shape = [num_classes] if multi_label else []
             how = _open_items(split, rows, label_of, shape, request.reading)
         identity = [*map(list, parts), split.digest, names, multi_label, request.exif]
-        has = request.captions and (split.captions is not None or split.captions_of(0))
+        seen = rows[spread(_ASKED, len(rows))].tolist() if request.captions else []
+        has = bool(seen) and (split.captions is not None or any(map(split.captions_of, seen)))
         return Source(
             name=request.name,
             split=request.split,
