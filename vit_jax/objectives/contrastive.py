@@ -20,8 +20,8 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
+from vit_jax.models.contract import Model
 from vit_jax.models.text import Matcher, TextTower, unit
-from vit_jax.models.vit import ViT
 from vit_jax.models.zero_shot import TOWERS
 from vit_jax.objectives.contract import (
     Objective,
@@ -112,7 +112,7 @@ class Contrastive(ObjectivePart):
 
     def bind(self, model, loss, facts):
         matcher = self.make_matcher(model, facts.text, facts.in_form)
-        bound = _Contrastive(cast(ViT, model), matcher, self)
+        bound = _Contrastive(cast(Model, model), matcher, self)
         return Objective(
             bound.loss,
             init=bound.init,
@@ -126,7 +126,7 @@ class Contrastive(ObjectivePart):
 class _Contrastive(NamedTuple):
     """The functions of the objective `Contrastive` of a model."""
 
-    model: ViT
+    model: Model
     matcher: Matcher
     keys: Contrastive
 
