@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +32,9 @@ from vit_jax.data.captions import (
 )
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.pipeline import host_batches
-from vit_jax.data.sources import arrays
-from vit_jax.data.tokenizers import Tokenizer, TokenizerFiles
+from vit_jax.data.sources import arrays, tables
+from vit_jax.data.sources import tfds as tfds_data
+from vit_jax.data.tokenizers import TokenizerFiles
 
 SIZE, LENGTH, SEED = (16, 16), 9, 3
 CAPTIONS = [
@@ -279,6 +281,44 @@ def test_parts_and_mixtures_keep_captions_and_all_must_have_some(tmp_path):
         with_tokenizer(given({"image": PIXELS}), tmp_path)
 
 
+def test_a_mixture_has_no_labels_if_a_part_has_none(tmp_path):
+    named = {"image": PIXELS, "label": [i % 2 for i in range(12)], "caption": CAPTIONS}
+    parts = [given({"image": PIXELS, "caption": CAPTIONS}), given(named)]
+    assert parts[1].num_classes == 2
+    files = {"image": FILES, "label": named["label"], "caption": CAPTIONS}
+    for one in (parts, [given(f) for f in (files, {k: files[k] for k in ("image", "caption")})]):
+        mixed = concatenate(one)
+        assert mixed.class_names is None and mixed.num_classes == 1
+        mixed, _ = with_tokenizer(mixed, tmp_path)
+        assert not any(batch["label"].any() for batch in batches(mixed, steps=range(5)))
+
+
+def test_few_labels_beside_captions_do_not_count():
+    some = [0] * 11 + [None]
+    assert given({"image": PIXELS, "label": some, "caption": CAPTIONS}).class_names is None
+    with arrays.give({"train": {"image": PIXELS, "label": some}}), at_fault("data['train']"):
+        open_source("arrays", captions=False)
+
+
+def test_many_records_of_tfds_are_read_one_by_one(tmp_path, monkeypatch):
+    source = of_tfds("offsets", nested=True)(tmp_path, CAPTIONS)
+    known = [source.captions(i) for i in range(12)]
+    monkeypatch.setattr(tfds_data, "_KEPT", 11)
+    monkeypatch.setattr(tfds_data, "stored_values", pytest.fail)
+    assert [source.captions(i) for i in range(12)] == known
+    assert known[1] == [CAPTIONS[1][0].encode()]
+
+
+def test_a_damaged_group_of_captions_is_named(tmp_path, monkeypatch, caplog):
+    source = of_parquet(tmp_path, FIRST)
+
+    broken = Mock(side_effect=OSError("not Parquet"))
+    monkeypatch.setattr(tables._kept, "get", broken)
+    assert source.captions(6) == source.captions(7) == []
+    said = "train.parquet: the captions of its row group 1 cannot be read: not Parquet; copy"
+    assert caplog.text.count(said) == 1
+
+
 def test_a_text_of_a_tar_file_is_a_label_only_where_captions_are_not_read(tmp_path):
     texts = [(f"{i}.txt", b"cat" if i % 2 else b"dog") for i in range(12)]
     members = [(f"{i}.png", image) for i, image in enumerate(FILES)]
@@ -385,7 +425,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, golden, monkeypatch):
             with_tokenizer(source, tmp_path, tokenizer="hf:org/words", text_length=2)
 
 
-def test_texts_are_read_two_batches_ahead_and_none_beyond_the_last():
+def test_texts_are_read_two_batches_ahead_and_none_beyond_the_last(tmp_path):
     taken = []
 
     def numbered():
@@ -393,8 +433,7 @@ def test_texts_are_read_two_batches_ahead_and_none_beyond_the_last():
             taken.append(step)
             yield {"id": np.array([step])}
 
-    tokenizer = Tokenizer(lambda text: [len(text)], str, 3, (), (1,), 0, 99)
-    source = dataclasses.replace(of_columns(None, CAPTIONS), tokenizer=tokenizer)
+    source, _ = with_tokenizer(of_columns(None, CAPTIONS), tmp_path)
     told = with_texts(numbered(), source, [np.array([i]) for i in range(5)], SEED)
     assert next(told)["id"] == [0] and taken == [0, 1, 2]
     assert [int(batch["id"][0]) for batch in told] == [1, 2, 3, 4] and taken == [*range(5)]
