@@ -28,9 +28,10 @@ def make_stage(
       InputError: as `check_batch`, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
+    preprocessing = parse_preprocessing(settings)._replace(text=last.batch.text)
     if size == model.image_size:
-        return make_experiment(settings, mesh, teachers=teachers, last=last)
-    preprocessing, state = parse_preprocessing(settings), last.abstract_state.objective_state
+        return make_experiment(settings, mesh, preprocessing, teachers, last=last)
+    state = last.abstract_state.objective_state
     batch, optimizer = settings.run.global_batch_size, settings.optimizer
     check_batch(batch, settings.data, optimizer, mesh, preprocessing)
     if model.takes_other_sizes:
