@@ -16,12 +16,14 @@ from started_job import Job
 
 import vit_jax
 from vit_jax.base.errors import InputError
+from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.models.zero_shot import TextSide, zero_shot_head
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.setup import opener
@@ -89,10 +91,14 @@ def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     assert sums_of(objective, params)(other).loss == out.loss
 
 
-def test_the_scale_of_the_softmax_is_at_most_100():
-    objective, _, _, params = made(loss="softmax")
+def test_the_scale_of_the_softmax_is_at_most_100_everywhere():
+    objective, matcher, _, params = made(loss="softmax")
     params["objective"]["logit_scale"] = jnp.float32(5)
     assert sums_of(objective, params)(BATCH).metrics["scale"] == pytest.approx(100)
+    names = flatten_names(params["objective"])
+    head = zero_shot_head(TextSide(matcher, names, lambda: None), [IDS[:1], IDS[1:2]])
+    lengths = np.linalg.norm(head["head/classes/kernel"], axis=0)
+    assert lengths == pytest.approx([100, 100], rel=1e-5)
 
 
 def test_what_it_cannot_train():

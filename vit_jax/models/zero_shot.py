@@ -112,7 +112,7 @@ def zero_shot_head(
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
     classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
-    scale = np.exp(np.asarray(params["logit_scale"]))
+    scale = np.asarray(matcher.scale_of(np.asarray(params["logit_scale"])))
     head = {
         "head/classes/kernel": scale * np.asarray(unit(classes_KE)).T,
         "head/classes/bias": np.full(len(texts), bias, np.float32),
