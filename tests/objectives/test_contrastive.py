@@ -18,6 +18,7 @@ from started_job import Job
 import vit_jax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.tokenizers import TextFacts
@@ -107,10 +108,14 @@ def test_each_tower_classifies_by_the_logits_of_pairs(name, fields, keys):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_scale_of_the_softmax_is_at_most_100():
-    objective, _, _, params = made(loss="softmax")
+def test_the_scale_of_the_softmax_is_at_most_100_everywhere():
+    objective, matcher, _, params = made(loss="softmax")
     params["objective"]["logit_scale"] = jnp.float32(5)
     assert sums_of(objective, params)(BATCH).metrics["scale"] == pytest.approx(100)
+    names = flatten_names(params["objective"])
+    head = zero_shot_head(TextSide(matcher, names, lambda: None), [IDS[:1], IDS[1:2]])
+    lengths = np.linalg.norm(head["head/classes/kernel"], axis=0)
+    assert lengths == pytest.approx([100, 100], rel=1e-5)
 
 
 def test_what_it_cannot_train():

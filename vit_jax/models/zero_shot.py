@@ -86,10 +86,11 @@ TOWERS: dict[type[nn.Module], type[ZeroShotViT]] = {ViT: ZeroShotViT, ViTC: Zero
 
 
 def zero_shot_model(model: nn.Module, matcher: Matcher, num_classes: int) -> ZeroShotViT:
-    """`model`, an image tower of a type in `TOWERS`, with a head for classes described by texts."""
+    """`model`, of a type in `TOWERS` or made here, with a head for classes described by texts."""
     fields = {name: getattr(model, name) for name in field_names(type(model))}
     width = None if matcher.image_width is None else matcher.text.common_width
-    return TOWERS[type(model)](**fields | {"num_classes": num_classes, "projection": width})
+    kind = type(model) if isinstance(model, ZeroShotViT) else TOWERS[type(model)]
+    return kind(**fields | {"num_classes": num_classes, "projection": width})
 
 
 def zero_shot_head(
@@ -121,7 +122,7 @@ def zero_shot_head(
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
     classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
-    scale = np.exp(np.asarray(params["logit_scale"]))
+    scale = np.asarray(matcher.scale_of(np.asarray(params["logit_scale"])))
     head = {
         "head/classes/kernel": scale * np.asarray(unit(classes_KE)).T,
         "head/classes/bias": np.full(len(texts), bias, np.float32),

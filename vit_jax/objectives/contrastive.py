@@ -10,7 +10,6 @@ Sources: Zhai et al. 2023 (arXiv:2303.15343) for the sigmoid; Radford et al. 202
 Axes: B rows, T positions of a text, D width of the image tower's features.
 """
 
-import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -35,7 +34,7 @@ from vit_jax.objectives.contract import (
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.pairs import LOSSES, Features, PairLoss, Rows, bytes_passed_on, keys_of
 
-_MOST = math.log(100.0)  # of the logarithm of the softmax's scale
+_MAX_SCALE = 100.0  # of the softmax
 
 
 class Contrastive(ObjectivePart):
@@ -108,7 +107,8 @@ class Contrastive(ObjectivePart):
             **{name: getattr(model, name) for name in same},
         )
         image_width = None if self.common_width is None else model.width
-        return Matcher(cast(TextTower, in_form(tower)), image_width, self.loss == "sigmoid")
+        of_loss = (True, None) if self.loss == "sigmoid" else (False, _MAX_SCALE)
+        return Matcher(cast(TextTower, in_form(tower)), image_width, *of_loss)
 
     def bind(self, model, loss, facts):
         matcher = self.make_matcher(model, facts.text, facts.in_form)
@@ -149,8 +149,7 @@ class _Contrastive(NamedTuple):
             found = self.matcher.apply({"params": own}, x, method=method, **options)
             return unit(cast(jax.Array, found))
 
-        log_scale = own["logit_scale"]
-        scale = jnp.exp(log_scale if self.matcher.has_bias else jnp.minimum(log_scale, _MOST))
+        scale = self.matcher.scale_of(own["logit_scale"])
         features = Features(
             embed(images_BD.astype(jnp.float32), "image_features"),
             embed(batch["text"], "text_features", train=True),
