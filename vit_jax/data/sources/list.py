@@ -311,8 +311,9 @@ def _parse_row(
     labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
     if len(labels) != 1 and multi_label is False:
         raise ValueError(
-            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one. For lists with several, "
-            "or none, use the word multilabel, as in --config=folder:multilabel"
+            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one, as knn and probes do. "
+            "Training and finetune take several, or none, with the word multilabel, as in "
+            "--config=folder:multilabel"
         )
     split = split_of(str(row.get("split") or "").strip())
     if "split" in row and (split is None or only not in (None, split)):
