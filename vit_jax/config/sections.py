@@ -199,7 +199,7 @@ class Data(OpenSection):
         None, "of captions: a folder, its spiece.model or tokenizer.json, or hf:OWNER/NAME; None: "
         "the run trains one"
     )  # fmt: skip
-    vocabulary: int | None = key(None, "its token ids; None: it says them", within=POSITIVE)
+    vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")
     mean: tuple[float, ...] = key(
         (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"

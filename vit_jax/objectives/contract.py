@@ -277,7 +277,7 @@ class ObjectivePart(sections.Objective, Part):
     def make_matcher(
         self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
     ) -> Matcher:
-        """What compares the images' features with texts.
+        """The module that compares features of images (B, D) with token ids of texts (K, T).
 
         Args:
           model: the image tower.

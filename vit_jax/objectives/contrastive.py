@@ -47,7 +47,7 @@ class Contrastive(ObjectivePart):
     loss: str = key("sigmoid", "of pairs: sigmoid, as SigLIP, or softmax, as CLIP", choices=LOSSES)
     duplicates: str = key(
         "negative",
-        "an image with a caption of another row that equals its own: ignored, or a negative",
+        "pairs of different rows with equal captions: negatives, or left out",
         choices=("negative", "ignored"),
     )
     text_width: int | None = key(None, "of the text tower; None: as the model's", within=POSITIVE)

@@ -1,10 +1,10 @@
-"""The loss over all pairs of an image and a text of the global batch, of which no device has all.
+"""The loss over all pairs of an image and a text of the global batch.
 
 Each device keeps its own images. The texts go round the devices that split the batch, and each
-device compares those that pass with its images. What is summed for a text (of the softmax its
-denominator, in the backward pass its gradient) goes round with it and arrives where the text began.
-So a device never holds more than the pairs of its own rows, whatever the number of devices. The
-backward pass computes the pairs again.
+device compares the texts that pass with its images. The sums of a text (the softmax's denominator,
+its gradient) travel with it and arrive where it began. So a device never holds more than the pairs
+of as many texts as it has rows, whatever the number of devices. The backward pass computes the
+pairs again.
 
 To gather all texts would take B * E numbers on every device; their gradients would take as many.
 A second round of the images, for the softmax over images, would send E numbers a row; the
@@ -31,7 +31,7 @@ _NEVER = -1e30  # the logit of a pair that does not count; finite, so that a mas
 
 
 class Features(NamedTuple):
-    """What the loss learns from: logits = scale * (images @ texts') + bias.
+    """The inputs of the loss: logits = scale * (images @ texts') + bias.
 
     images, texts: (B, E), normalised.
     scale, bias: float32 scalars.
@@ -153,7 +153,7 @@ class _Texts(NamedTuple):
 def keys_of(ids_BT: jax.Array) -> jax.Array:
     """Two numbers of 32 bits for each text, (B, 2), equal for equal token ids.
 
-    Those of different texts are equal by chance once in about 2^60 pairs.
+    Different texts have equal numbers once in about 2^60 pairs.
     """
     factors_T2 = jax.random.bits(jax.random.key(0), (ids_BT.shape[1], 2), jnp.uint32) | 1
     return (ids_BT.astype(jnp.uint32)[:, :, None] * factors_T2[None]).sum(axis=1, dtype=jnp.uint32)
@@ -236,7 +236,7 @@ def _add_up(values: Any) -> Any:
 def _go_round(visit: Callable, text: _Texts, found: tuple[Any, Any]) -> tuple[Any, Any]:
     """visit(texts, (of rows, of texts), is_home) at every device, the texts' own one first.
 
-    What is found of texts goes with them, one visit late, so that no exchange waits for a visit.
+    The sums of texts travel one visit behind them, so that no exchange waits for a visit.
     """
     ways = _ways()
     found = visit(text, found, True)

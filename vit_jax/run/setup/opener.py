@@ -103,6 +103,9 @@ class Files(Opener):
         self.pretrained = transfer.read_pretrained(source)
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
+        if self.pretrained.read_text_side is not None and config.data.text_length is not None:
+            text = "its image tower is taken; the text tower and the tokenizer start anew"
+            logger.warning("init_from=%s: %s", source, text)
         return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
