@@ -18,6 +18,7 @@ from vit_jax.run.setup.recipes import (
     set_length,
     use_adamw,
     use_cifar10,
+    use_cifar10_fast,
     use_vit,
 )
 
@@ -63,10 +64,7 @@ def get_config(arg=""):
         set_length(c, 32, "100 epochs", "2 %", save="20 epochs", log="500 steps")
         c.evals.test.every, c.evals.test.batch_size = "50 epochs", 1024
     if "fast" in chosen:
-        sizes = {"patch_size": 8, "stem_channels": (32, 64, 128), "pos_embed": "sincos_2d"}
-        use_vit(c.model, "ViTC-1GF", 128, 6, 384, 4, **sizes)
-        set_length(c, 128, "10 epochs", "10 %", save="100 %", log="100 steps")
-        c.optimizer.name, c.optimizer.peak_lr, c.schedule.name = "muon", 3e-3, "linear"
+        use_cifar10_fast(c)
         c.loss.label_smoothing = 0.1
         crop = "decode|pad_crop(2)"
         c.evals.test.every, c.evals.test.batch_size, c.evals.test.flips = "100 %", 512, True

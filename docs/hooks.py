@@ -249,23 +249,40 @@ def goodput() -> str:
     return f"{_table(heads, lines)}\n\n{verdict}\n"
 
 
+def mean_of(rows: list[dict], column: str, form: str = ".2f") -> str:
+    """The mean of a column; with its deviation, if there are several rows."""
+    found = [float(row[column]) for row in rows]
+    deviation = f" ± {statistics.stdev(found):{form}}" if len(found) > 1 else ""
+    return f"{statistics.mean(found):{form}}{deviation}"
+
+
 def cifar10_fast() -> str:
     """A row for each kind of run of docs/explanation/cifar10_fast.csv."""
     with open(ROOT / "docs/explanation/cifar10_fast.csv") as file:
         rows = [*csv.DictReader(file)]
 
-    def mean(column: str, form: str = ".2f") -> str:
-        found = [float(row[column]) for row in runs]
-        deviation = f" ± {statistics.stdev(found):{form}}" if len(found) > 1 else ""
-        return f"{statistics.mean(found):{form}}{deviation}"
-
     lines = []
     for kind in dict.fromkeys((row["form"], row["run"]) for row in rows):
         runs = [row for row in rows if (row["form"], row["run"]) == kind]
         seeds = ", ".join(row["seed"] for row in runs)
-        lines.append((f"`{kind[0]}`", kind[1], seeds, runs[0]["steps"], mean("cpu_s", ".0f"),
-                      mean("pflop", ".4f"), mean("top1"), mean("top1_flips")))  # fmt: skip
+        lines.append((f"`{kind[0]}`", kind[1], seeds, runs[0]["steps"],
+                      mean_of(runs, "cpu_s", ".0f"), mean_of(runs, "pflop", ".4f"),
+                      mean_of(runs, "top1"), mean_of(runs, "top1_flips")))  # fmt: skip
     heads = ("form", "run", "seeds", "steps", "CPU seconds", "PFLOP", "top-1, %", "with flips, %")
+    return _table(heads, lines)
+
+
+def words_cifar10() -> str:
+    """A row for each kind of run of docs/explanation/words_cifar10.csv."""
+    with open(ROOT / "docs/explanation/words_cifar10.csv") as file:
+        rows = [*csv.DictReader(file)]
+    lines = []
+    for kind in dict.fromkeys((row["run"], row["steps"]) for row in rows):
+        runs = [row for row in rows if (row["run"], row["steps"]) == kind]
+        seeds = ", ".join(row["seed"] for row in runs)
+        cells = (mean_of(runs, "cpu_s", ".0f"), mean_of(runs, "test"), mean_of(runs, "pairs"))
+        lines.append((kind[0], seeds, kind[1], *cells))
+    heads = ("run", "seeds", "steps", "CPU seconds", "zero-shot top-1, %", "left-out pairs, %")
     return _table(heads, lines)
 
 
@@ -351,7 +368,7 @@ def certificates() -> str:
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
-    recipe_costs,
+    recipe_costs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +21,19 @@ from tar_files import write_tar
 from vit_jax.base.errors import InputError
 from vit_jax.config.sections import Data
 from vit_jax.data import concatenate, image_batch, keep_subset, make_source, parse_ops
-from vit_jax.data.captions import TOKENIZER, digest_of, look_at, open_tokenizer
-from vit_jax.data.host_tf import tfds
-from vit_jax.data.pipeline import host_batches, host_eval_batches
-from vit_jax.data.sources import arrays
+from vit_jax.data.captions import (
+    digest_of,
+    keep_tokenizer,
+    kept_tokenizer,
+    look_at,
+    open_tokenizer,
+    read_kept,
+    with_texts,
+)
+from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.pipeline import host_batches
+from vit_jax.data.sources import arrays, tables
+from vit_jax.data.sources import tfds as tfds_data
 from vit_jax.data.tokenizers import TokenizerFiles
 
 SIZE, LENGTH, SEED = (16, 16), 9, 3
@@ -168,25 +178,28 @@ def with_tokenizer(source, root, **changes):
     return dataclasses.replace(source, tokenizer=tokenizer), contents
 
 
-def batches(source, rows=range(5), steps=range(4, 8), seed=SEED):
+def batches(source, rows=range(5), steps=range(4, 8), seed=SEED, **how):
     spec = image_batch(5, SIZE, parse_ops("decode|resize", SIZE)[0])
     spec = dataclasses.replace(spec, text=source.tokenizer.facts)
-    if seed is None:
-        return list(host_eval_batches(source, spec, rows=np.array(rows)))
-    return list(host_batches(source, spec, steps=steps, seed=seed, rows=np.array(rows)))
+    return list(host_batches(source, spec, steps=steps, rows=np.array(rows), seed=seed, **how))
+
+
+def one_pass(source):
+    """Batches of all 12 records, in their order; padded as in evaluation."""
+    return batches(source, steps=range(3), data_order=lambda i: tf.where(i < 12, i, -1))
 
 
 @pytest.fixture(scope="module", params=["first", "all"])
 def expected(request, tmp_path_factory):
-    """(captions, files of the tokenizer, training batches, evaluated ones) of pixels in memory."""
+    """(captions, files of the tokenizer, training batches, one pass) of pixels in memory."""
     captions = CAPTIONS if request.param == "all" else FIRST
     source, contents = with_tokenizer(of_columns(None, captions), tmp_path_factory.mktemp("none"))
-    return captions, contents, batches(source), batches(source, seed=None)
+    return captions, contents, batches(source), one_pass(source)
 
 
 @pytest.mark.parametrize("name", [*EVERY, "npz"])
 def test_every_source_gives_the_same_tokens_to_any_host_from_any_step(name, expected, tmp_path):
-    captions, contents, trained, evaluated = expected
+    captions, contents, trained, in_order = expected
     if name == "npz" and captions != FIRST:
         return  # an array has one text each
     source = (EVERY | {"npz": of_npz})[name](tmp_path / "data", captions)
@@ -197,7 +210,7 @@ def test_every_source_gives_the_same_tokens_to_any_host_from_any_step(name, expe
         for key, whole in batch.items():
             assert np.array_equal(parts[0][key], whole[::2]), key
             assert np.array_equal(parts[1][key], whole[1::2]), key
-    for ours, theirs in zip(batches(source, seed=None), evaluated, strict=True):
+    for ours, theirs in zip(one_pass(source), in_order, strict=True):
         assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
 
 
@@ -211,7 +224,7 @@ def test_a_caption_is_drawn_by_seed_and_position(tmp_path):
             drawn.add((record, int(which)))
             assert np.array_equal(batch["text"][row], source.tokenizer([texts[which]])[0])
     assert len(drawn) == sum(map(len, CAPTIONS))
-    last = batches(source, seed=None)[-1]  # 12 records in batches of 5
+    last = one_pass(source)[-1]  # 12 records in batches of 5
     assert last["text_mask"].tolist() == last["mask"].tolist() == [1, 1, 0, 0, 0]
     assert np.array_equal(last["text"][:2], source.tokenizer(["tab\there", FIRST[11][0]]))
 
@@ -232,7 +245,7 @@ def test_unusable_captions_are_counted_named_and_masked(tmp_path):
         "are left out"
     )
     found = {}
-    for batch in batches(source, seed=None):
+    for batch in one_pass(source):
         shown = zip(batch["id"], batch["text"], batch["text_mask"], batch["mask"], strict=True)
         found |= {record: row for record, *row in shown if record >= 0}
     good = [i for i in found if found[i][1]]
@@ -249,6 +262,9 @@ def test_other_captions_have_another_digest(tmp_path):
     other = of_columns(None, [*FIRST[:-1], ["short"]])
     other = dataclasses.replace(other, tokenizer=source.tokenizer)
     assert look_at(source)[0] == look_at(source)[0] != look_at(other)[0]
+    texts = np.array([texts[0] for texts in FIRST])  # whatever NumPy calls them
+    same = dataclasses.replace(of_columns(None, texts), tokenizer=source.tokenizer)
+    assert look_at(same)[0] == look_at(source)[0]
 
 
 def test_parts_and_mixtures_keep_captions_and_all_must_have_some(tmp_path):
@@ -263,6 +279,44 @@ def test_parts_and_mixtures_keep_captions_and_all_must_have_some(tmp_path):
         concatenate([whole, given({"image": PIXELS})])
     with refused("data.text_length", "has no captions"):
         with_tokenizer(given({"image": PIXELS}), tmp_path)
+
+
+def test_a_mixture_has_no_labels_if_a_part_has_none(tmp_path):
+    named = {"image": PIXELS, "label": [i % 2 for i in range(12)], "caption": CAPTIONS}
+    parts = [given({"image": PIXELS, "caption": CAPTIONS}), given(named)]
+    assert parts[1].num_classes == 2
+    files = {"image": FILES, "label": named["label"], "caption": CAPTIONS}
+    for one in (parts, [given(f) for f in (files, {k: files[k] for k in ("image", "caption")})]):
+        mixed = concatenate(one)
+        assert mixed.class_names is None and mixed.num_classes == 1
+        mixed, _ = with_tokenizer(mixed, tmp_path)
+        assert not any(batch["label"].any() for batch in batches(mixed, steps=range(5)))
+
+
+def test_few_labels_beside_captions_do_not_count():
+    some = [0] * 11 + [None]
+    assert given({"image": PIXELS, "label": some, "caption": CAPTIONS}).class_names is None
+    with arrays.give({"train": {"image": PIXELS, "label": some}}), at_fault("data['train']"):
+        open_source("arrays", captions=False)
+
+
+def test_many_records_of_tfds_are_read_one_by_one(tmp_path, monkeypatch):
+    source = of_tfds("offsets", nested=True)(tmp_path, CAPTIONS)
+    known = [source.captions(i) for i in range(12)]
+    monkeypatch.setattr(tfds_data, "_KEPT", 11)
+    monkeypatch.setattr(tfds_data, "stored_values", pytest.fail)
+    assert [source.captions(i) for i in range(12)] == known
+    assert known[1] == [CAPTIONS[1][0].encode()]
+
+
+def test_a_damaged_group_of_captions_is_named(tmp_path, monkeypatch, caplog):
+    source = of_parquet(tmp_path, FIRST)
+
+    broken = Mock(side_effect=OSError("not Parquet"))
+    monkeypatch.setattr(tables._kept, "get", broken)
+    assert source.captions(6) == source.captions(7) == []
+    said = "train.parquet: the captions of its row group 1 cannot be read: not Parquet; copy"
+    assert caplog.text.count(said) == 1
 
 
 def test_a_text_of_a_tar_file_is_a_label_only_where_captions_are_not_read(tmp_path):
@@ -325,9 +379,7 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
     assert len(digest) == 32 and digest != digest_of(contents | {"spiece.model": b""})
     with refused("data.tokenizer", "the run began with is missing"):
         with_tokenizer(source, tmp_path, vocabulary_digest=digest)
-    (tmp_path / TOKENIZER).mkdir()
-    for name, content in contents.items():
-        (tmp_path / TOKENIZER / name).write_bytes(content)
+    keep_tokenizer(epath.Path(tmp_path), contents)
     changed = of_columns(None, CAPTIONS)
     assert with_tokenizer(changed, tmp_path, vocabulary_digest=digest)[1] == contents
     siglip = golden / "tokenizer_siglip"
@@ -335,11 +387,28 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
         given, theirs = with_tokenizer(source, tmp_path, tokenizer=str(name))
         assert theirs == TokenizerFiles(siglip, LENGTH).contents
         assert given.tokenizer.facts.pad_id == 1
+    kept = data(vocabulary_digest=digest, tokenizer="hf:org/gone")  # the hub is not asked again
+    assert open_tokenizer(kept, epath.Path(tmp_path), source, "hf:org/gone")[1] == contents
     size = given.tokenizer.vocabulary
     with refused("data.tokenizer", "the run began with another tokenizer"):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary_digest=digest)
     with refused("data.vocabulary", f"has {size} token ids"):
         with_tokenizer(source, tmp_path, tokenizer=str(siglip), vocabulary=size - 1)
+
+
+def test_a_new_run_takes_no_files_that_a_killed_start_left(tmp_path, golden):
+    siglip, clip = (golden / f"tokenizer_{name}" for name in ("siglip", "clip"))
+    keep_tokenizer(epath.Path(tmp_path), TokenizerFiles(siglip, LENGTH).contents)
+    source = of_columns(None, FIRST)
+    _, contents = with_tokenizer(source, tmp_path)
+    assert contents == with_tokenizer(source, tmp_path / "none")[1]
+    files = TokenizerFiles(clip, LENGTH).contents
+    keep_tokenizer(epath.Path(tmp_path), files)
+    assert kept_tokenizer(epath.Path(tmp_path), data()).contents == files
+    known = data(vocabulary_digest=digest_of(files))
+    assert read_kept(epath.Path(tmp_path), known).vocabulary == 929
+    with refused("data.tokenizer", "the run began with another tokenizer"):
+        read_kept(epath.Path(tmp_path), data(vocabulary_digest=digest_of(contents)))
 
 
 def test_a_tokenizer_of_the_hub(tmp_path, golden, monkeypatch):
@@ -354,6 +423,29 @@ def test_a_tokenizer_of_the_hub(tmp_path, golden, monkeypatch):
             with_tokenizer(source, tmp_path, tokenizer="hf:org/nothing")
         with refused("data.text_length", "has no room for words"):
             with_tokenizer(source, tmp_path, tokenizer="hf:org/words", text_length=2)
+
+
+def test_texts_are_read_two_batches_ahead_and_none_beyond_the_last(tmp_path):
+    taken = []
+
+    def numbered():
+        for step in range(9):
+            taken.append(step)
+            yield {"id": np.array([step])}
+
+    source, _ = with_tokenizer(of_columns(None, CAPTIONS), tmp_path)
+    told = with_texts(numbered(), source, [np.array([i]) for i in range(5)], SEED)
+    assert next(told)["id"] == [0] and taken == [0, 1, 2]
+    assert [int(batch["id"][0]) for batch in told] == [1, 2, 3, 4] and taken == [*range(5)]
+
+
+def test_an_image_without_a_caption_comes_first():
+    names = ("caption", "text")
+    items = [{"img": file} | {names[i % 2]: None, names[1 - i % 2]: "a dog"}
+             for i, file in enumerate(FILES)]  # fmt: skip
+    items[0] = {"img": FILES[0], "caption": None}
+    source = given(items)
+    assert [source.captions(i) for i in range(3)] == [[], ["a dog"], ["a dog"]]
 
 
 def test_pillow_images_with_captions():

@@ -181,6 +181,16 @@ def test_torchvision_resize_agrees_with_pil(filter, size):
     assert (found != expected).mean() < 0.05
 
 
+@pytest.mark.parametrize("shape", [(60, 80, 3), (2, 900, 3)])  # the second is made as a window
+@pytest.mark.parametrize("size", [(53, 37), (91, 119)])
+def test_torchvision_resize_to_the_nearest_pixel_is_pils(shape, size):
+    """But for pixels in the middle between two."""
+    noise = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    expected = PIL.Image.fromarray(noise).resize(size[::-1], PIL.Image.NEAREST)
+    found = apply(f"torchvision_resize({size}, 'nearest')", noise)
+    assert (found != expected).any(axis=-1).mean() < 0.05
+
+
 @pytest.mark.parametrize(
     ("shape", "arguments", "expected"),  # of torchvision 0.28.0 and timm 1.0.31
     [

@@ -182,7 +182,7 @@ def test_a_list_for_each_split(root):
     ("text", "words"),
     [
         ("name,label\na.jpg,cat\n", ["columns name, label", "needed", "file"]),
-        ("file\na.jpg\n", ["columns file;", "label or labels"]),
+        ("file\na.jpg\n", ["columns file;", "label, labels or caption"]),
         ("file,size\na.jpg,9\n", ["line 2: has '9' for size", "0 or 1"]),
         ("file,labels\na.jpg,cat,dog\n", ["line 2: has 1 more values", "as cat;dog"]),
         ("file,label\n./a.jpg,cat\nsub/../a.jpg,dog\n", ["line 3: a.jpg is listed twice"]),

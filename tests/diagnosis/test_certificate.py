@@ -208,7 +208,7 @@ def test_memory_of_another_model_and_batch_is_planned(tmp_path):
 
     def step(model, images):
         config = load_config(f"pretrain:{model},imagenet2012", {
-            "global_batch_size": images, "model.dtype": "float32", "model.depth": 1,
+            "global_batch_size": images, "model.dtype": "float32", "model.depth": 2,
         })  # fmt: skip
         settings = resolve(Settings.of(config), Tables(mesh)).settings
         with jax.set_mesh(mesh):

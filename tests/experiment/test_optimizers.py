@@ -513,7 +513,8 @@ def test_zero_gradients_shrink_weights_by_rate_times_decay(name):
     params = tree.unflatten_names(named)
     tx = make_optimizer(name, schedule=lambda step: 0.5, weight_decay=0.25, grad_clip_norm=1.0,
                         layer_decay=0.5, embedding_rate=0.25, head_decay=2.0)  # fmt: skip
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    state = jax.jit(tx.init)(params)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(np.zeros_like, params), state, params)
     decay = 1.0 if name == "lamb" else 0.25
     shares = {"embedding/kernel": decay / 32, "encoder/layer_0/mlp/kernel": decay / 4,
               "encoder/layer_1/mlp/kernel": decay / 2, "head/kernel": 0.5}  # fmt: skip

@@ -17,7 +17,7 @@ from etils import epath
 from test_runs import write_run
 
 from vit_jax.base.errors import InputError
-from vit_jax.insight import charts, plots, report, runs
+from vit_jax.insight import charts, levels, plots, report, runs
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -212,11 +212,11 @@ def test_features_are_shown_beside_step_0_the_pixels_and_the_last_pictures(tmp_p
     for name in ("near_00000003.png", "near_00000012.png", "near_of_eight.png"):
         (workdir / "neighbours" / name).write_bytes(name.encode())
     (run,) = read = runs.read_all([workdir])[0]
-    assert not runs.say_no_gains(read)  # it goes on
+    assert not levels.say_no_gains(read)  # it goes on
     assert runs.choose_metrics(read) == ["near/20nn_top1"]
     (chart,) = charts.chart_curves(read, ["near/20nn_top1"])
-    levels = {r.name: {*r.data_source.data["value"]} for r in chart.figure.renderers}
-    assert levels["run, pixels"] == {0.28} and levels["run, step 0"] == {0.25}
+    drawn = {r.name: {*r.data_source.data["value"]} for r in chart.figure.renderers}
+    assert drawn["run, pixels"] == {0.28} and drawn["run, step 0"] == {0.25}
     (axes,) = plots.draw_runs(read, ["near/20nn_top1"]).axes
     assert [text.get_text() for text in axes.texts] == ["pixels", "step 0"]
     assert [line.get_ydata()[0] for line in axes.lines] == [0.25, 0.28, 0.25]
@@ -242,7 +242,9 @@ def test_features_that_gained_nothing_and_the_entropy_stand_beside_their_limits(
     assert re.search(r"train/teacher_entropy │ 2\.5 +│ log K 3\.466", printed)
     assert f'<p class="warning">run: {said}' in (tmp_path / "page.html").read_text()
     read = runs.read_all([workdir])[0]
-    assert runs.levels(read, "train/teacher_entropy") == {"log K": pytest.approx(np.log(32))}
+    assert levels.levels(read, levels.ENTROPY) == {"log K": pytest.approx(np.log(32))}
+    (of_plugin,) = (run._replace(config={}) for run in read)  # whose objective has no such key
+    assert levels.levels([of_plugin], levels.ENTROPY) == {}
 
 
 def test_a_missing_package_is_named(monkeypatch):

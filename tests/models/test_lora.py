@@ -67,9 +67,9 @@ def test_a_new_adapter_changes_nothing_bit_by_bit(name, scan):
     head = {n: jnp.ones_like(x) for n, x in base.items() if n.startswith("head")}
     params = tree.unflatten_names(base | named | head)
     plain_params = tree.unflatten_names(base | head)
-    logits = model.apply({"params": params}, IMAGES)
+    logits = jax.jit(model.apply)({"params": params}, IMAGES)
     assert np.ptp(logits[:, 0]) > 0
-    np.testing.assert_array_equal(plain.apply({"params": plain_params}, IMAGES), logits)
+    np.testing.assert_array_equal(jax.jit(plain.apply)({"params": plain_params}, IMAGES), logits)
 
 
 def test_scanned_equals_unrolled_equals_merged():

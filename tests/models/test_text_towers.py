@@ -65,3 +65,18 @@ def test_logits_are_scaled_cosines(image_width):
     projected = images if image_width is None else images @ params["image_head"]["kernel"]
     expected = 10 * unit(projected) @ texts.T - 10
     assert np.allclose(matcher.apply(variables, images, ids), expected, atol=1e-5)
+
+
+def test_a_bounded_scale_can_fall_again_and_does_not_rise():
+    matcher = Matcher(TextTower(**SIZES, causal=False), None, has_bias=False, max_scale=100)
+    for log_scale, scale, rises, falls in ((4, np.exp(4), True, True), (5, 100, False, True)):
+        assert matcher.scale_of(log_scale) == pytest.approx(scale, rel=1e-6)
+        for sign, moves in ((-1, rises), (1, falls)):
+            slope = jax.grad(lambda x, sign=sign: sign * matcher.scale_of(x))(float(log_scale))
+            assert slope == pytest.approx(sign * scale * moves, rel=1e-5)
+
+
+def test_rows_of_zeros_stay_zero_and_have_a_gradient():
+    rows = jnp.array([[0.0, 0.0], [3.0, 4.0]])
+    assert np.allclose(unit(rows), [[0, 0], [0.6, 0.8]])
+    assert np.isfinite(jax.grad(lambda x: unit(x).sum())(rows)).all()

@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import shutil
 from types import SimpleNamespace
 
 import asked
@@ -15,13 +16,17 @@ from scipy.special import expit, log_softmax
 from started_job import Job
 
 import vit_jax
+from vit_jax.base import tree
 from vit_jax.base.errors import InputError
+from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.setup import opener
@@ -42,9 +47,9 @@ BATCH = {
 }
 
 
-def made(**keys):
+def made(name="ViT-mu/4", fields=(), **keys):
     """(objective, its matcher, model, parameters) of small towers."""
-    model = create_model("ViT-mu/4", None, 8, pool="gap", **SIZES)
+    model = create_model(name, None, 8, pool="gap", **SIZES, **dict(fields))
     part = OBJECTIVES.make({"name": "contrastive", **keys})
     objective = part.bind(model, None, FACTS)
     params = jax.tree.map(jnp.asarray, random_params(model, np.zeros((1, 8, 8, 3), np.float32)))
@@ -58,6 +63,7 @@ def sums_of(objective, params):
     return jax.jit(compute)
 
 
+OF_STEM = {"patch_size": 4, "stem_channels": (4, 8)}
 OF_CLIP = {"loss": "softmax", "causal": True, "common_width": 5, "text_width": 4, "text_depth": 1}
 
 
@@ -89,10 +95,27 @@ def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     assert sums_of(objective, params)(other).loss == out.loss
 
 
-def test_the_scale_of_the_softmax_is_at_most_100():
-    objective, _, _, params = made(loss="softmax")
+@pytest.mark.parametrize("keys", [{}, OF_CLIP])
+@pytest.mark.parametrize(("name", "fields"), [("ViT-mu/4", {}), ("ViTC-1GF", OF_STEM)])
+def test_each_tower_classifies_by_the_logits_of_pairs(name, fields, keys):
+    _, matcher, model, params = made(name, fields, **keys)
+    features = model.apply({"params": params}, BATCH["image"], method="features")
+    expected = matcher.apply({"params": params["objective"]}, features, IDS[:2])
+    side = TextSide(matcher, tree.flatten_names(params["objective"]), None)
+    head = tree.unflatten_names(zero_shot_head(side, [IDS[:1], IDS[1:2]]))
+    by_words = zero_shot_model(model, matcher, 2)
+    found = by_words.apply({"params": params | head}, BATCH["image"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_scale_of_the_softmax_is_at_most_100_everywhere():
+    objective, matcher, _, params = made(loss="softmax")
     params["objective"]["logit_scale"] = jnp.float32(5)
     assert sums_of(objective, params)(BATCH).metrics["scale"] == pytest.approx(100)
+    names = flatten_names(params["objective"])
+    head = zero_shot_head(TextSide(matcher, names, lambda: None), [IDS[:1], IDS[1:2]])
+    lengths = np.linalg.norm(head["head/classes/kernel"], axis=0)
+    assert lengths == pytest.approx([100, 100], rel=1e-5)
 
 
 def test_what_it_cannot_train():
@@ -137,6 +160,18 @@ def test_a_run_can_be_evaluated_exported_and_asked_in_words(run, tmp_path):
     for name, value in {"logit_scale": np.log(10), "logit_bias": -10}.items():
         found = state[f"params/objective/{name}"]  # 20 steps of at most 1e-3, and no decay
         assert found == pytest.approx(value, abs=0.021) and found != np.float32(value)
+
+
+def test_words_need_the_run_s_own_tokenizer(run, tmp_path):
+    own = OBJECTIVES.make({"name": "contrastive"})
+    assert texts_that_learn(own, create_model("ViT-mu/4", None, 8), pytest.fail)  # not read yet
+    copy = shutil.copytree(run, tmp_path / "copy")
+    stated = copy / "tokenizer/tokenizer_config.json"
+    stated.write_text(stated.read_text().replace("Siglip", "Clip"))
+    pixels = RNG.integers(0, 256, (1, 32, 32, 3), np.uint8)
+    for use in (vit_jax.evaluate, lambda at: vit_jax.predict(pixels, at, labels=["a 3", "a 4"])):
+        with pytest.raises(InputError, match="the run began with another tokenizer"):
+            use(copy)
 
 
 def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):

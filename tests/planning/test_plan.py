@@ -40,6 +40,7 @@ from vit_jax.planning import (
     plan_tables,
     recipe_costs,
     run_plan,
+    search,
 )
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
@@ -439,7 +440,7 @@ def test_estimate():
 
 def test_goodput_of_runs_lengthens_the_hours(tmp_path, capsys):
     """All seconds of all runs of a folder count; the answer says what its hours hold."""
-    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    words = (TINY, AS_IT_IS, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
     alone = plan_by_command(capsys, *words)[1]["estimate"]["run"]
     for name, waited in (("a", 1.0), ("b", 3.0)):
         (tmp_path / name).mkdir()
@@ -597,6 +598,24 @@ def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: plan(*_) | NOTHING_FITS)
     figures = largest_batch(settings_of(tiny_config(global_batch_size=16)), FOUR)
     assert not figures["memory_bytes"]["fits"] and figures["images_per_way"] == 4
+
+
+@pytest.mark.parametrize("suits", [16, 0])
+def test_largest_batch_whose_stages_suit_the_devices(linear, monkeypatch, suits):
+    plan_any = search.plan
+
+    def plan(settings, target):
+        if settings.run.global_batch_size != suits:
+            raise InputError("the stage of 12 pixels has batches of 7")
+        return plan_any(settings, target)
+
+    monkeypatch.setattr(search, "plan", plan)
+    settings = settings_of(tiny_config(global_batch_size=32))
+    if not suits:
+        with pytest.raises(InputError, match="has batches of 7"):
+            largest_batch(settings, FOUR)
+    else:
+        assert largest_batch(settings, FOUR)["images_per_way"] == 4
 
 
 def test_search_compares_meshes_and_remat(linear):

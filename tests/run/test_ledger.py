@@ -67,6 +67,13 @@ def test_steps_that_were_saved_without_a_row_are_no_restart(tmp_path):
     assert restart == pytest.approx(50 - 6 - 30, abs=5)
 
 
+def test_steps_saved_between_rows_are_neither_lost_nor_restart(tmp_path):
+    rows = [{"step": n, "time/wall_s": float(n), "time/seconds": float(n)} for n in (10, 20)]
+    workdir = write_starts(tmp_path, (100.0, {}))
+    seconds = ledger.read_past(workdir, rows, 15, train_s=15.0).seconds
+    assert seconds["lost"] == 5.0 and seconds["restart"] == pytest.approx(80, abs=5)
+
+
 def test_a_run_that_never_saved_has_lost_all(tmp_path):
     past = ledger.read_past(write_starts(tmp_path, (50.0, {})), ROWS, None)
     assert past.seconds["lost"] == 13.0

@@ -118,6 +118,11 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
         run(again, make=prepare, data__tokenizer=golden / "tokenizer_siglip")
     with at_fault("data.text_length"):
         run(again, make=prepare, data__text_length=9)
+    named = tmp_path / "named"
+    run(named, **where)
+    copy.rename(tmp_path / "elsewhere")
+    run(named, make=prepare, **where)  # it has its own
+    (tmp_path / "elsewhere").rename(copy)
     shutil.rmtree(again / "tokenizer")
     with at_fault("data.tokenizer"):
         run(again, make=prepare)

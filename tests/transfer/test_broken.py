@@ -277,6 +277,10 @@ BROKEN = {
             json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))),
         "model-2.safetensors",
     ),
+    "hf: an index with a number for a file": (
+        folder(lambda path: (path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": 3, "b": [4]}}))), "broken/3'",
+    ),
     "hf: an index that leads elsewhere": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "../secret.safetensors"}}))),

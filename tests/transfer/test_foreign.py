@@ -331,6 +331,10 @@ PROCESSORS = {  # preprocessor_config.json, for 32 x 32 pixels, and what transfo
         {"feature_extractor_type": "ViTFeatureExtractor", "size": 32, "resample": 3},
         "torchvision_resize(filter='bicubic')",
     ),
+    "the nearest pixel": (
+        {"image_processor_type": "ViTImageProcessor", "size": 32, "resample": 0},
+        "torchvision_resize(filter='nearest')",
+    ),
     "DeiT": (
         {"image_processor_type": "DeiTImageProcessor", "size": 37, "crop_size": 32},
         "torchvision_resize((37, 37), 'bicubic')|central_crop",
@@ -386,7 +390,7 @@ def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
     [
         ({"do_resize": False}, "do_resize=False: needs true"),
         ({"do_pad": True}, "do_pad=True: needs false"),
-        ({"resample": 0}, "resample=0: needs 2 (bilinear) or 3 (bicubic)"),
+        ({"resample": 1}, "resample=1: needs 0 (nearest), 2 or 3 (bicubic)"),
         ({"size": {"longest_edge": 32}}, "size={'longest_edge': 32}: needs an int, height and"),
         ({"size": {"shortest_edge": 32}}, "size={'shortest_edge': 32}: needs do_center_crop=true"),
         ({"size": 24}, "size=24: needs 32 x 32, the image_size of config.json"),

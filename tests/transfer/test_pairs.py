@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from fake_hub import COMMITS, move_hub, served
 from pairs import siglip
 from safetensors.numpy import load_file, save_file
@@ -16,10 +17,12 @@ from vit_jax.main import main
 from vit_jax.models.text import unit
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.export import export
+from vit_jax.transfer.huggingface import write_pair
 from vit_jax.transfer.names import HEADS_BY_WIDTH
 
 HF = ("hf_clip_pair", "hf_clip_gelu", "hf_siglip_pair", "hf_siglip_text")
 OPEN_CLIP = ("open_clip", "open_clip_siglip")
+RESAMPLED = ("hf_clip_pair", "hf_siglip_pair")  # the others at their own size
 TOLERANCE = 2e-5  # of the largest value
 
 
@@ -50,7 +53,11 @@ def outputs(pretrained, images, ids):
 
 @pytest.mark.parametrize(
     ("name", "suffix"),
-    [(name, "") for name in HF + OPEN_CLIP] + [(name, "_resampled") for name in HF],
+    [(name, "_resampled" * (name in RESAMPLED)) for name in HF + OPEN_CLIP]
+    + [
+        pytest.param(name, "_resampled" * (name not in RESAMPLED), marks=pytest.mark.slow)
+        for name in HF
+    ],
 )
 def test_parity(golden, name, suffix):
     with np.load(golden / name / "io.npz") as io:
@@ -100,6 +107,37 @@ def test_a_tower_alone_is_written_as_before(golden, tmp_path):
         export(tmp_path / "tower", tmp_path / "pair", "hf_pair")
     with pytest.raises(InputError, match="its image tower is not CLIP's or SigLIP's"):
         export(golden / "hf_vit", tmp_path / "pair", "hf_pair")
+
+
+@pytest.mark.parametrize("name", ["hf_clip_pair", "hf_siglip_pair"])
+def test_a_text_side_that_transformers_lacks_is_refused(golden, tmp_path, name):
+    pretrained = read_pretrained(golden / name)
+    side = pretrained.read_text_side()
+    matcher, text = side.matcher, side.matcher.text
+    width = None if matcher.image_width else pretrained.model.width
+    for change, key in (
+        ({"text": text.clone(causal=not text.causal)}, "causal"),
+        ({"image_width": width}, "common_width"),
+        ({"has_bias": not matcher.has_bias}, "loss"),
+    ):
+        other = side._replace(matcher=matcher.clone(**change))
+        given = pretrained._replace(read_text_side=lambda other=other: other)
+        with pytest.raises(InputError, match=rf"hf_pair cannot hold .*objective\.{key}"):
+            write_pair(epath.Path(tmp_path), given)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_scale_above_its_bound_is_written_as_the_bound(golden, tmp_path):
+    pretrained = read_pretrained(golden / "hf_clip_pair")
+    side = pretrained.read_text_side()
+    side = side._replace(
+        matcher=side.matcher.clone(max_scale=100.0),
+        params=side.params | {"logit_scale": np.float32(5)},
+    )
+    tmp_path = epath.Path(tmp_path)
+    write_pair(tmp_path, pretrained._replace(read_text_side=lambda: side))
+    written = load_file(tmp_path / "model.safetensors")["logit_scale"]
+    assert np.exp(written) == pytest.approx(100, rel=1e-6)
 
 
 def test_an_export_takes_the_tokenizer_along(golden, tmp_path, capsys):

@@ -120,7 +120,8 @@ def _print_comparison(
     metrics: Mapping[str, Sequence[float | None]],
 ) -> None:
     """Print the tables of `found`; the other arguments are the values of `insight.runs.compare`."""
-    from vit_jax.insight.runs import ENTROPY, by_use, levels, say_no_gains, show_mean
+    from vit_jax.insight.levels import ENTROPY, levels, say_no_gains
+    from vit_jax.insight.runs import by_use, show_mean
 
     cells = {"step": [run.short_state for run in found]} | {
         name: ["" if x is None else show_mean(name, [x]) for x in metrics[name]]

@@ -1,13 +1,14 @@
 """Captions of images: their tokenizer, and the token ids that a batch holds.
 
-An image may have several captions: training draws one by (seed, position), evaluation takes the
-first. A caption counts if it is UTF-8, has words, and holds none of the tokenizer's special tokens.
-An image without one keeps its row, with `text_mask` 0. Captions of more than `data.text_length`
-tokens are cut before the end token, as in the training of CLIP and SigLIP.
+An image may have several captions: training draws one by (seed, position). A caption counts if it
+is UTF-8, has words, and holds none of the tokenizer's special tokens. An image without one keeps
+its row, with `text_mask` 0. Captions of more than `data.text_length` tokens are cut before the end
+token, as in the training of CLIP and SigLIP.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from vit_jax.base import files
 from vit_jax.base.errors import InputError, few
 from vit_jax.config.sections import Data
 from vit_jax.data.contract import Source, fingerprint
 from vit_jax.data.loading import Batch
 from vit_jax.data.order import spread
 from vit_jax.data.tokenizers import (
+    FILES,
     SIZE,
     Tokenizer,
     TokenizerFiles,
@@ -32,26 +35,59 @@ from vit_jax.data.tokenizers import (
     train_tokenizer,
 )
 
-NAMES = ("caption", "captions", "text")  # of a column, a feature or a key, the first of them
+NAMES = ("caption", "captions", "text")  # columns, features or keys that hold captions
 TOKENIZER = "tokenizer"  # the folder of a workdir that holds the tokenizer of its run
-_LOOKED_AT = 20_000  # images whose captions are counted at each start, in about a second
+_LOOKED_AT = 20_000  # images whose captions are counted at each start: a second on a local disk
 _TAUGHT = 200_000  # images whose captions a tokenizer is trained on, once
+_AHEAD = 2  # batches whose captions are read while one is used
 _READERS = 16  # threads: in an object store most of the time is spent waiting
 
 
 def kept_tokenizer(workdir: epath.Path, data: Data) -> TokenizerFiles:
-    """The tokenizer of the run in `workdir`, for `data` with a `text_length`."""
+    """The place of the tokenizer of the run in `workdir`, for `data` with a `text_length`."""
     assert data.text_length is not None
     return TokenizerFiles(workdir / TOKENIZER, data.text_length)
 
 
+def read_kept(workdir: epath.Path, data: Data) -> Tokenizer:
+    """The tokenizer of the run in `workdir`; `data`: of its resolved settings.
+
+    Raises: InputError if it cannot be read, or is not the one that the run began with.
+    """
+    kept = kept_tokenizer(workdir, data)
+    return _read_checked(kept, kept.contents, data)
+
+
+def _read_checked(place: TokenizerFiles, contents: Mapping[str, bytes], data: Data) -> Tokenizer:
+    """The tokenizer in `contents`, which must have the digest in `data` if there is one."""
+    tokenizer = place.read(contents)
+    if data.vocabulary_digest not in (None, digest := digest_of(contents)):
+        where = f"data.tokenizer={data.tokenizer!r}: {place.folder}"
+        got = f"got {digest}, needed {data.vocabulary_digest}"
+        raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    return tokenizer
+
+
+def keep_tokenizer(workdir: epath.Path, contents: Mapping[str, bytes]) -> None:
+    """Write these files, {name: content}, as the tokenizer of the run; remove those of another."""
+    folder = workdir / TOKENIZER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in {*FILES} - {*contents}:
+        (folder / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        files.write_whole(folder / name, content)
+
+
 def open_tokenizer(
-    data: Data, workdir: epath.Path, source: Source
+    data: Data, workdir: epath.Path, source: Source, was: str | None = None
 ) -> tuple[Tokenizer, dict[str, bytes]]:
     """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
 
-    It is `data.tokenizer`; if that is None, the one in the workdir, or else one that is trained on
-    the captions of `source`, of at most 200,000 images: every process trains the same.
+    A run that goes on takes the one in its workdir, and needs `data.tokenizer` only if that is lost
+    or the user names another than before. Without a name, a new run trains a tokenizer on the
+    captions of `source`, of at most 200,000 images; every process trains the same.
+
+    was: `data.tokenizer` of the run that goes on.
 
     Raises: InputError if there are no captions, the tokenizer cannot be read, or a run that goes on
       had another one.
@@ -59,25 +95,24 @@ def open_tokenizer(
     if source.captions is None:
         where = f"data.text_length={data.text_length}: {source.name} {source.split}"
         raise InputError(f"{where} has no captions; add them, or set it to None")
-    files = kept_tokenizer(workdir, data)
-    if data.tokenizer is not None:
-        files = find_tokenizer(data.tokenizer, files.length)
-    contents = files.contents
-    if data.tokenizer is None and not contents:
+    found = kept_tokenizer(workdir, data)
+    # A run that was killed before config.json had the digest leaves files that nobody has checked.
+    contents = found.contents if data.vocabulary_digest is not None else {}
+    is_own = digest_of(contents) == data.vocabulary_digest
+    if data.tokenizer is not None and not (is_own and data.tokenizer == was):
+        found = find_tokenizer(data.tokenizer, found.length)
+        contents = found.contents
+    elif not contents:
         if data.vocabulary_digest is not None:
-            was = "the tokenizer that the run began with"
-            raise InputError(f"data.tokenizer=None: {files.folder}: {was} is missing; restore it")
+            lost = "the tokenizer that the run began with is missing; restore it"
+            raise InputError(f"data.tokenizer=None: {found.folder}: {lost}")
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source, _TAUGHT))
         contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
-    tokenizer = files.read(contents)
-    where = f"data.tokenizer={data.tokenizer!r}: {files.folder}"
-    if data.vocabulary_digest not in (None, digest := digest_of(contents)):
-        got = f"got {digest}, needed {data.vocabulary_digest}"
-        raise InputError(f"{where}: the run began with another tokenizer: {got}; restore it")
+    tokenizer = _read_checked(found, contents, data)
     if tokenizer.room < 1:
-        raise InputError(f"data.text_length={files.length}: has no room for words; set it to 16")
+        raise InputError(f"data.text_length={found.length}: has no room for words; set it to 16")
     if data.vocabulary not in (None, tokenizer.vocabulary):
-        has = f"{files.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
+        has = f"{found.folder} has {tokenizer.vocabulary} token ids; set it to that, or to None"
         raise InputError(f"data.vocabulary={data.vocabulary}: {has}")
     return tokenizer, contents
 
@@ -99,7 +134,10 @@ def look_at(source: Source) -> tuple[str, str]:
     assert tokenizer is not None
     found: dict[str, list[int]] = {}
     for record, captions in _sample(source, _LOOKED_AT):
-        digest.update(f"{record} {captions}".encode("utf-8", "surrogatepass"))
+        content = [
+            c if isinstance(c, bytes) else c.encode("utf-8", "surrogatepass") for c in captions
+        ]
+        digest.update(f"{record} {[*map(len, content)]}".encode() + b"".join(content))
         texts, faults = _usable(captions, tokenizer.clean, tokenizer.specials)
         long = [text for text in texts if len(tokenizer.ids_of(text)) > tokenizer.room]
         good += bool(texts)
@@ -117,30 +155,37 @@ def look_at(source: Source) -> tuple[str, str]:
 
 
 def with_texts(
-    batches: Iterator[Batch],
-    source: Source,
-    positions: Iterable[np.ndarray],
-    seed: int | None = None,
+    batches: Iterator[Batch], source: Source, positions: Iterable[np.ndarray], seed: int
 ) -> Iterator[Batch]:
-    """`batches` with `text` int32 (b, T) and `text_mask` float32 (b,).
+    """`batches` with `text` int32 (b, T) and `text_mask` float32 (b,), two of them read ahead.
 
-    positions: int64 (b,) of the rows of each batch.
-    seed: of the draws; None: the first usable caption of each image.
+    positions: int64 (b,) of the rows of each batch; no batch is taken beyond them.
+    seed: of the draws.
     """
     captions_of, tokenizer = source.captions, source.tokenizer
     assert captions_of is not None and tokenizer is not None
-    for batch, places in zip(batches, positions, strict=False):
+
+    def add(batch: Batch, places: np.ndarray) -> Batch:
         read = _readers().map(lambda i: captions_of(int(i)) if i >= 0 else (), batch["id"])
         usable = (_usable(captions, tokenizer.clean, tokenizer.specials)[0] for captions in read)
         chosen = map(functools.partial(_choose, seed), usable, places.tolist())
         ids = [tokenizer.ids_of(text) for text in chosen]
         mask = np.array([bool(row) for row in ids], np.float32)
-        yield {**batch, "text": tokenizer.rows(ids), "text_mask": mask}
+        return {**batch, "text": tokenizer.rows(ids), "text_mask": mask}
+
+    ahead: collections.deque[concurrent.futures.Future[Batch]] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for places, batch in zip(positions, batches, strict=False):
+            ahead.append(thread.submit(add, batch, places))
+            if len(ahead) > _AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
-def _choose(seed: int | None, texts: Sequence[str], position: int) -> str:
+def _choose(seed: int, texts: Sequence[str], position: int) -> str:
     """One of `texts`, "" if there are none; a function of (seed, position)."""
-    if seed is None or len(texts) < 2:
+    if len(texts) < 2:
         return next(iter(texts), "")
     return texts[np.random.Philox(key=[seed, position]).random_raw() % len(texts)]
 
@@ -153,8 +198,8 @@ def as_captions(value: Any) -> list[str | bytes]:
 
 
 def find_captions(values: Mapping[str, Any]) -> list[str | bytes]:
-    """The captions under the first of NAMES that `values` has."""
-    return as_captions(next((values[name] for name in NAMES if name in values), None))
+    """The captions under the first of NAMES where `values` has some."""
+    return next(filter(None, (as_captions(values.get(name)) for name in NAMES)), [])
 
 
 def _usable(

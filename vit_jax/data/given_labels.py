@@ -45,6 +45,24 @@ def count_classes(labels: np.ndarray) -> int:
     return labels.shape[1] if labels.ndim == 2 else int(labels.max(initial=-1)) + 1
 
 
+def _count(labels: np.ndarray) -> np.ndarray:
+    """The number of labels of each image, (n,)."""
+    return labels.sum(1) if labels.ndim == 2 else labels >= 0
+
+
+def labels_matter(labels: np.ndarray, multi_label: bool | None) -> bool:
+    """`counts_matter` for labels of `as_labels`."""
+    return counts_matter(_count(labels), multi_label)
+
+
+def counts_matter(counts: np.ndarray, multi_label: bool | None) -> bool:
+    """Whether data with captions are read with their labels; each image has so many.
+
+    They are if each image has one label or, unless `multi_label` is False, any image has some.
+    """
+    return bool((counts == 1).all() if multi_label is False else counts.any())
+
+
 def settle_labels(
     where: str,
     num_classes: int,
@@ -62,8 +80,7 @@ def settle_labels(
     """
     if (found := count_classes(labels)) > num_classes:
         raise InputError(f"{where}: has the label {found - 1}; needed: 0 to {num_classes - 1}")
-    counts = labels.sum(1) if labels.ndim == 2 else labels >= 0
-    others = np.flatnonzero(counts != 1)
+    others = np.flatnonzero(_count(labels) != 1)
     if multi_label is False and len(others):
         items = few(f"item {i}" for i in (others if rows is None else rows[others]))
         raise InputError(

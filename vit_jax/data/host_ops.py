@@ -24,6 +24,7 @@ from vit_jax.data.order import fold_in
 
 _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
+FILTERS = ("nearest", "bilinear", "bicubic")  # with radius 0, 1 and 2
 _CROP = "share of each side that a later crop of `size` keeps"
 _ANTIALIAS = "smooth the sides that shrink"
 _THIN = 16  # images of this many times the pixels of the crop that follows
@@ -202,12 +203,12 @@ class TorchvisionResize(CoveringResize):
     sides. With `cover`, (H, W) keeps the aspect and the result is the smallest image that covers
     it, as in timm's ResizeKeepRatio; sides are rounded to nearest, halves to even.
 
-    95 % of the pixels equal Pillow's, the others differ by at most 2 of 255. Widths are resized
-    first, as in torchvision's tensors; from version 13 on, Pillow resizes heights first if they
-    shrink much more.
+    95 % of the pixels equal Pillow's; the others differ by at most 2 of 255 or, by "nearest", have
+    two equally near. Widths are resized first, as in torchvision's tensors; from version 13 on,
+    Pillow resizes heights first if they shrink much more.
     """
 
-    filter: str = key("bilinear", "how pixels are weighted", choices=("bilinear", "bicubic"))
+    filter: str = key("bilinear", "how pixels are weighted", choices=FILTERS)
     cover: bool = key(False, "keep the aspect, and cover (H, W)")
     crop: float = key(1.0, f"of (H, W): {_CROP}", within=_CROP_RANGE)
 
@@ -398,9 +399,11 @@ def _enlarged_rows(image: tf.Tensor, height: tf.Tensor, rows: tf.Tensor, filter:
 
     It repeats the operations of TensorFlow's ScaleAndTranslate.
     """
-    radius, last = {"bilinear": 1, "bicubic": 2}[filter], tf.shape(image)[0] - 1
+    radius, last = FILTERS.index(filter), tf.shape(image)[0] - 1
     scale = tf.cast(height, tf.float32) / tf.cast(last + 1, tf.float32)
     at = (tf.cast(rows, tf.float32) + 0.5) * (1.0 / scale)
+    if filter == "nearest":
+        return tf.cast(tf.gather(image, tf.cast(at, tf.int32)), tf.float32)
     begin, end = tf.math.ceil(at - radius - 0.5), tf.math.floor(at + radius - 0.5)
     begin, end = (tf.clip_by_value(tf.cast(edge, tf.int32), 0, last) for edge in (begin, end))
     sources = [begin + i for i in range(2 * radius + 1)]
@@ -426,7 +429,7 @@ _WEIGHTS = {"bilinear": lambda x: tf.maximum(1.0 - x, 0.0), "bicubic": _cubic}
 
 
 def _halves_up(values: tf.Tensor) -> tf.Tensor:
-    return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # as Pillow
+    return tf.saturate_cast(tf.floor(tf.cast(values, tf.float32) + 0.5), tf.uint8)  # as Pillow
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:

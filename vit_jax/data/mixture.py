@@ -169,9 +169,13 @@ def _in_place(key: SplitKey) -> SplitKey:
 def concatenate(sources: Sequence[Source]) -> Source:
     """One source of all records; the records of each source follow those of the previous one.
 
+    If all have captions and one has no labels, the labels of the others are 0, too.
+
     Raises: InputError if the classes differ in names or order, if some sources are encoded and
       others are pixels, or if pixels differ in size.
     """
+    if all(s.captions for s in sources) and not all(map(_has_labels, sources)):
+        sources = [*map(_without_labels, sources)]
     first = sources[0]
     for other in sources[1:]:
         _check_alike(first, other)
@@ -211,6 +215,27 @@ def concatenate(sources: Sequence[Source]) -> Source:
         part_sizes=tuple(sizes),
         chunks=next((source.chunks for source in sources if source.chunks), None),
         captions=first.captions and functools.partial(ask, "captions"),
+    )
+
+
+def _has_labels(source: Source) -> bool:
+    return source.class_names is not None or source.num_classes > 1
+
+
+def _without_labels(source: Source) -> Source:
+    """`source` with the labels of data that have none."""
+
+    def unlabelled(example):
+        return example | {"label": tf.zeros_like(example["label"])}
+
+    files = source.record_files
+    return dataclasses.replace(
+        source,
+        num_classes=1,
+        class_names=None,
+        read=lambda ids: unlabelled(source.read(ids)),
+        record_files=files
+        and dataclasses.replace(files, parse=lambda *record: unlabelled(files.parse(*record))),
     )
 
 

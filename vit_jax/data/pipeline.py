@@ -10,7 +10,7 @@ A batch is a dict of arrays; B is the global batch size, b the number of this pr
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
 
-and, if captions are read (captions.py),
+and in training, if captions are read (captions.py),
 
     text       int32 (B, T)   token ids
     text_mask  float32 (B,)   0 for records without a usable caption
@@ -132,8 +132,7 @@ def host_eval_batches(
 
     steps = range(math.ceil(num_records / spec.size))
     refused = spec.crops["image"].key if refuse_small else None
-    batches = local_batches(source, spec.crops, steps, arrange, len(rows), refused)
-    return batches if spec.text is None else with_texts(batches, source, itertools.repeat(rows))
+    return local_batches(source, spec.crops, steps, arrange, len(rows), refused)
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:

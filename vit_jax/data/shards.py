@@ -26,6 +26,7 @@ from vit_jax.data.class_names import (
     spell,
 )
 from vit_jax.data.contract import Request, Source, fingerprint
+from vit_jax.data.given_labels import counts_matter
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
@@ -123,9 +124,8 @@ def open_shards(
 
     Raises: InputError if the split is empty, or labels are missing, unknown, or too many.
     """
-    counts = np.concatenate([shard.labels.counts for of in splits.values() for shard in of])
-    if request.captions and request.multi_label is False and (counts != 1).any():
-        splits = {name: [*map(_without_labels, of)] for name, of in splits.items()}
+    if request.captions:
+        splits = _without_few_labels(splits, request.multi_label)
     records = _Records(_choose(request.split, splits, shown(root)), request)
     where = f"data.data_dir: {shown(root)}"
     training = splits.get("train") or [part.shard for part in records.parts]
@@ -153,10 +153,6 @@ def open_shards(
         changed = "its shard has changed since the run began, or cannot be read; restore it"
         return changed if stored is None else why_unreadable(stored, request.reading)
 
-    def captions(record):
-        shard, place = records.find(record)
-        return shard.captions(place) if shard.captions else ()
-
     identity: list[Any] = [[part.shard.digest, part.skip, part.take] for part in records.parts]
     places = places_of(names)
     if any(places.get(as_name(label), number) != number for label, number in number_of.items()):
@@ -179,12 +175,21 @@ def open_shards(
         record_files=files,
         file_names=records.file_names,
         multi_label=multi_label,
-        captions=captions if records.parts[0].shard.captions else None,
+        captions=records.captions if records.parts[0].shard.captions else None,
     )
 
 
-def _without_labels(shard: Shard) -> Shard:
-    return dataclasses.replace(shard, labels=shard.labels.none())
+def _without_few_labels(
+    splits: Mapping[str, Sequence[Shard]], multi_label: bool | None
+) -> Mapping[str, Sequence[Shard]]:
+    """`splits` of data with captions; without labels if too few images have some."""
+    counts = np.concatenate([shard.labels.counts for of in splits.values() for shard in of])
+    if counts_matter(counts, multi_label):
+        return splits
+    return {
+        name: [dataclasses.replace(shard, labels=shard.labels.none()) for shard in of]
+        for name, of in splits.items()
+    }
 
 
 class _Records:
@@ -204,6 +209,10 @@ class _Records:
         shard, place = self.find(record)
         where = f"{pathlib.PurePath(shard.path).name} member {shown(shard.keys()[place])}"
         return f"{where} (record {record} of {self.request.name} {self.request.split})"
+
+    def captions(self, record: int) -> Sequence[str | bytes]:
+        shard, place = self.find(record)
+        return shard.captions(place) if shard.captions else ()
 
     def file_names(self, start: int, stop: int) -> list[str]:
         """Of the records start, ..., stop - 1."""

@@ -70,7 +70,7 @@ class Tokenizer(NamedTuple):
 
     @property
     def facts(self) -> TextFacts:
-        """What a text tower needs to know."""
+        """The facts that a text tower needs."""
         end_id = next(iter(self.end), None)
         return TextFacts(self.vocabulary, self.length, end_id, self.pad, self.pads_left)
 
@@ -88,7 +88,7 @@ class Tokenizer(NamedTuple):
         return self.rows([*map(self.ids_of, texts)])
 
     def rows(self, ids_of_texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """The same of texts whose `ids_of` are known."""
+        """The rows, int32 (K, length), of texts with known ids."""
         rows = np.full((len(ids_of_texts), self.length), self.pad, np.int32)
         for row, own in zip(rows, ids_of_texts, strict=True):
             ids = [*self.start, *own[: self.room], *self.end]
@@ -104,6 +104,10 @@ class Tokenizer(NamedTuple):
             return "nothing is left of it for the model's tokenizer; write it in words"
         long = f"has {number} tokens, and the model takes {self.room}; shorten it"
         return long if number > self.room else ""
+
+
+# text -> ids, piece -> its id, ids before and after a text, and the number of ids.
+Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple], int]
 
 
 class TokenizerFiles(NamedTuple):
@@ -138,8 +142,32 @@ class TokenizerFiles(NamedTuple):
         Raises:
           InputError: files or a package are missing, or the files cannot be read.
         """
-        opens = {_SENTENCES: _open_sentences, _OTHERS: _open_others}
         contents = self.contents if contents is None else contents
+        file, stated, (encode, id_of, around, size), texts = self._open(contents)
+        ids = {name: id_of(text) for name, text in texts.items()}
+        for name in around:
+            if (adds := stated.get(f"add_{name}_token")) is not None:
+                around[name] = (ids[name],) * adds
+        pad = ids["pad"] if self.pad is None else self.pad
+        used = {"pad": (pad,), **around}
+        missing = ", ".join(f"{name}_token" for name in used if None in used[name])
+        if pad is None or missing:
+            what = f"states no {missing} that {file} has; add it"
+            if not {*_STATED} & {*contents}:
+                what = f"has no {' or '.join(_STATED)}, which states the {missing}"
+                what += "; copy the model's into it"
+            raise InputError(f"{self.folder}: {what}")
+        kind = str(stated.get("tokenizer_class")).removesuffix("Fast")
+        clean = self.clean or _CLEANS.get(kind, str.lower)
+        left = stated.get("padding_side") == "left"
+        specials, (start, end) = tuple(filter(None, texts.values())), around.values()
+        return Tokenizer(encode, clean, self.length, start, end, pad, size, left, specials)
+
+    def _open(
+        self, contents: Mapping[str, bytes]
+    ) -> tuple[str, dict[str, Any], Opened, dict[str, str]]:
+        """The file of the tokens, the facts in the others, its reader, and the special tokens."""
+        opens = {_SENTENCES: _open_sentences, _OTHERS: _open_others}
         file = next((name for name in opens if name in contents), None)
         if file is None:
             what = f"has no tokenizer, {_SENTENCES} or {_OTHERS}"
@@ -148,32 +176,14 @@ class TokenizerFiles(NamedTuple):
         try:
             for name in _STATED:
                 stated |= json.loads(contents.get(name, "{}"))
-            encode, id_of, around, size = opens[file](contents[file], self.reads_specials)
-            texts = {n: _text(stated.get(f"{n}_token") or "") for n in ("pad", *around)}
-            kind = (stated.get("tokenizer_class") or "").removesuffix("Fast")
+            opened = opens[file](contents[file], self.reads_specials)
+            names = ("pad", *opened[2])
+            return file, stated, opened, {n: _text(stated.get(f"{n}_token") or "") for n in names}
         except InputError:
             raise
         except Exception as e:  # whatever the libraries raise
             what = f"its tokenizer cannot be read ({e})"
             raise InputError(f"{self.folder}: {what}; fetch its files again") from None
-        ids = {name: id_of(text) for name, text in texts.items()}
-        for name in around:
-            if (adds := stated.get(f"add_{name}_token")) is not None:
-                around[name] = (ids[name],) * adds
-        pad = ids["pad"] if self.pad is None else self.pad
-        used = {"pad": (pad,), **around}
-        missing = ", ".join(f"{name}_token" for name in used if None in used[name])
-        if (pad is None or missing) and not any(file.name in _STATED for file in self.paths):
-            what = f"has no {' or '.join(_STATED)}, which states the {missing}"
-            raise InputError(f"{self.folder}: {what}; copy the model's into it")
-        if pad is None or missing:
-            raise InputError(f"{self.folder}: states no {missing} that {file} has; add it")
-        clean, left = (
-            self.clean or _CLEANS.get(kind, str.lower),
-            stated.get("padding_side") == "left",
-        )
-        specials, (start, end) = tuple(filter(None, texts.values())), around.values()
-        return Tokenizer(encode, clean, self.length, start, end, pad, size, left, specials)
 
 
 def find_tokenizer(name: str, length: int) -> TokenizerFiles:
@@ -226,10 +236,6 @@ def train_tokenizer(texts: Iterable[str], size: int = SIZE) -> dict[str, bytes]:
     stated = {"tokenizer_class": "SiglipTokenizer", "unk_token": "<unk>"}
     stated |= {"pad_token": "</s>", "eos_token": "</s>"}
     return {_SENTENCES: model.getvalue(), _STATED[1]: json.dumps(stated).encode()}
-
-
-# text -> ids, piece -> its id, ids before and after a text, and the number of ids.
-Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple], int]
 
 
 def _open_sentences(content: bytes, reads_specials: bool) -> Opened:

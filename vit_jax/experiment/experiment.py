@@ -215,8 +215,6 @@ def make_experiment(
     """
     run, data, o = settings.run, settings.data, settings.optimizer
     preprocessing = preprocessing or parse_preprocessing(settings)
-    if last is not None:
-        preprocessing = preprocessing._replace(text=last.batch.text)
     batch = describe_batch(data, run.global_batch_size, preprocessing)
 
     model = make_model(settings.model, data, mesh)

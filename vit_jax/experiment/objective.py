@@ -54,16 +54,19 @@ def make_objective(
 
 
 def texts_that_learn(
-    objective: ObjectivePart, model: nn.Module, tokenizer: Tokenizer | None
+    objective: ObjectivePart, model: nn.Module, read_tokenizer: Callable[[], Tokenizer | None]
 ) -> Callable[[], TextSide] | None:
     """Gives the text side of `model` in training; None if `objective` has none.
 
-    `tokenizer`: of the run; None: it reads no captions.
+    `read_tokenizer`: gives the tokenizer of the run, if it learns texts.
     """
-    if tokenizer is None or not objective.learns_texts:
-        return None
-    matcher = objective.make_matcher(model, tokenizer.facts)
-    return lambda: TextSide(matcher, {}, lambda: tokenizer)
+
+    def read() -> TextSide:
+        tokenizer = read_tokenizer()
+        assert tokenizer is not None  # captions are what it learns
+        return TextSide(objective.make_matcher(model, tokenizer.facts), {}, lambda: tokenizer)
+
+    return read if objective.learns_texts else None
 
 
 def say_no_teacher(optimizer: sections.Optimizer, objective: str) -> str:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
+from vit_jax.config.sections import Data, Optimizer
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
@@ -27,9 +28,12 @@ def make_stage(
       InputError: as `check_batch`, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
+    preprocessing = parse_preprocessing(settings)._replace(text=last.batch.text)
     if size == model.image_size:
-        return make_experiment(settings, mesh, teachers=teachers, last=last)
-    preprocessing, state = check_batch(settings, mesh), last.abstract_state.objective_state
+        return make_experiment(settings, mesh, preprocessing, teachers, last=last)
+    state = last.abstract_state.objective_state
+    batch, optimizer = settings.run.global_batch_size, settings.optimizer
+    check_batch(batch, settings.data, optimizer, mesh, preprocessing)
     if model.takes_other_sizes:
         check_size(model, size, key)
     elif model.why_no_positions is None:
@@ -43,17 +47,17 @@ def make_stage(
     return make_experiment(settings, mesh, preprocessing, teachers, last=last)
 
 
-def check_batch(settings: Settings, mesh: Mesh) -> Preprocessing:
-    """The preprocessing of a stage before the last one.
+def check_batch(
+    batch: int, data: Data, optimizer: Optimizer, mesh: Mesh, preprocessing: Preprocessing
+) -> None:
+    """Raise InputError if the batch of a stage before the last one does not divide.
 
-    Raises:
-      InputError: its batch does not consist of whole microbatches on the mesh, of whole pairs if
-        data.ops mix images, and of whole data.repeats.
+    It consists of whole microbatches on the mesh, of whole pairs if data.ops mix images, and of
+    whole data.repeats.
     """
-    preprocessing, repeats = parse_preprocessing(settings), settings.data.repeats
-    size, batch = settings.data.image_size, settings.run.global_batch_size
+    size, repeats, accum = data.image_size, data.repeats, optimizer.accum_steps
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    accum, pairs = settings.optimizer.accum_steps, 1 + preprocessing.mixes
+    pairs = 1 + preprocessing.mixes
     if batch % (unit := math.lcm(ways * accum, repeats * pairs)):
         raise InputError(
             f"data.image_size: the stage of {size[0]} pixels has batches of {batch}, and needs a "
@@ -61,4 +65,3 @@ def check_batch(settings: Settings, mesh: Mesh) -> Preprocessing:
             f"data.repeats={repeats}{', and data.ops mix pairs' * preprocessing.mixes}; choose "
             "another global_batch_size, or data.image_size_keeps=batch"
         )
-    return preprocessing

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +27,7 @@ from vit_jax.config import (
     sections,
 )
 from vit_jax.data import Divider, Source
-from vit_jax.data.captions import kept_tokenizer
+from vit_jax.data.captions import read_kept
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_ops
@@ -155,11 +156,10 @@ class StoredModel:
         if settings.objective.teachers:  # which are not read
             settings = dataclasses.replace(settings, objective=Supervised())
         self._experiment = make_experiment(settings, mesh, preprocessing)
-        if settings.objective.learns_texts:
-            tokenizer = kept_tokenizer(self._workdir, settings.data).read()
-            self.read_text_side = texts_that_learn(
-                settings.objective, self._experiment.model, tokenizer
-            )
+        read_tokenizer = partial(read_kept, self._workdir, self._trained.data)
+        self.read_text_side = texts_that_learn(
+            settings.objective, self._experiment.model, read_tokenizer
+        )
         return self._experiment.model, {}
 
     def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:

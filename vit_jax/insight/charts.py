@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vit_jax.insight.levels import levels
 from vit_jax.insight.plots import FEW, styles
-from vit_jax.insight.runs import group_seeds, levels, mean_curve
+from vit_jax.insight.runs import group_seeds, mean_curve
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from vit_jax.insight.runs import group_seeds, levels, mean_curve
+from vit_jax.insight.levels import levels
+from vit_jax.insight.runs import group_seeds, mean_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

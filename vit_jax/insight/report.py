@@ -25,13 +25,13 @@ import vit_jax
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.insight import charts, plots
+from vit_jax.insight.levels import say_no_gains
 from vit_jax.insight.runs import (
     Run,
     choose_metrics,
     differences,
     evaluated,
     group_seeds,
-    say_no_gains,
     short_names,
     show_mean,
 )

@@ -4,7 +4,6 @@ import array
 import collections
 import json
 import logging
-import math
 import os
 import re
 import statistics
@@ -17,7 +16,7 @@ from etils import epath
 from vit_jax.base import files, latex
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, nearest, shown
 from vit_jax.checkpoints.history import check_summary, read_history
-from vit_jax.config.metric_names import PIXELS, baselines, guess_direction, say_no_gain
+from vit_jax.config.metric_names import PIXELS, guess_direction
 from vit_jax.config.stored import read_values
 from vit_jax.run.setup.workdir import read_starts
 from vit_jax.run.terminal import is_accuracy, is_of_class
@@ -26,7 +25,6 @@ from vit_jax.run.watch.ledger import add_up, goodput
 logger = logging.getLogger("vit_jax")
 
 ABSENT = "absent"
-ENTROPY = "train/teacher_entropy"
 _DEPTH = 2  # folders below a given one that may hold runs
 _ASKED = {"user", "recipe", "branch"}  # who else decides a key follows what these decide
 
@@ -329,33 +327,6 @@ def choose_metrics(runs: Sequence[Run], asked: Sequence[str] = ()) -> list[str]:
         for name in names
         if not name.endswith("/num_examples") and not name.partition("/")[2].startswith(PIXELS)
     ]
-
-
-def levels(runs: Sequence[Run], metric: str) -> dict[str, float]:
-    """{text: value} of the lines to draw beside a metric: means over the runs that have them.
-
-    The values of the pixels and at step 0 (`baselines`), and the greatest entropy of a teacher.
-    """
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        own = baselines(metric, _start_of(run))
-        if metric == ENTROPY in run.curves:
-            own = {"log K": math.log(run.config["objective.num_prototypes"])}
-        for text, value in own.items():
-            found.setdefault(text, []).append(value)
-    return {text: statistics.fmean(values) for text, values in found.items()}
-
-
-def say_no_gains(runs: Sequence[Run]) -> list[str]:
-    """A warning for each metric of a finished run that ends no higher than its `baselines`."""
-    said = ((run, say_no_gain(name, value, _start_of(run)))
-            for run in runs for name, value in run.summary.items())  # fmt: skip
-    return [f"{run.name}: {text}" for run, text in said if text]
-
-
-def _start_of(run: Run) -> dict[str, float]:
-    """{metric: value} at step 0."""
-    return {name: rows[0][1].item() for name, rows in run.curves.items() if rows[0][0] == 0}
 
 
 class Group(NamedTuple):

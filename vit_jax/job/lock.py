@@ -14,6 +14,7 @@ read a workdir do not look at the file.
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import json
 import logging
@@ -183,6 +184,9 @@ def _naming_the_disk(workdir: epath.Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        if e.errno == errno.ELOOP:  # as opened without following links
+            what = f"{_FILE} is a link, and its target is not overwritten; remove it"
+            raise InputError(f"--workdir={workdir}: {what}, or use another --workdir") from None
         raise InputError(
             f"--workdir={workdir}: cannot read or write {_FILE}, which keeps other jobs out: "
             f"{e.strerror or e}; make the folder writable and free space on its disk, or use "

@@ -4,6 +4,7 @@ Axes: B images, K texts, T positions of a text, D width of a tower, E common wid
 """
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -87,12 +88,14 @@ class Matcher(nn.Module):
 
     Shapes: features (B, D), token ids (K, T) -> logits (B, K).
 
-        logits = exp(logit_scale) * cosine of the features of image and text + logit_bias
+        logits = scale * cosine of the features of image and text + logit_bias
+        scale = min(exp(logit_scale), max_scale)
 
     Fields:
       image_width: D of the images' features, if they are projected to the common width.
       has_bias: whether there is a logit_bias, for the sigmoid of each pair (SigLIP); without one,
         texts compete by the softmax (CLIP).
+      max_scale: the factor of the cosines is at most this; None: any.
 
     Methods: "image_features" (B, D) -> (B, E) and "text_features", ids (K, T) -> (K, E), not
     normalised.
@@ -103,6 +106,7 @@ class Matcher(nn.Module):
     text: TextTower
     image_width: int | None
     has_bias: bool
+    max_scale: float | None = None
 
     def setup(self):
         if self.image_width is not None:
@@ -121,8 +125,20 @@ class Matcher(nn.Module):
     def __call__(self, x_BD, ids_KT, *, train=False):
         images_BE = unit(self.image_features(x_BD))
         texts_KE = unit(self.text_features(ids_KT, train=train))
-        logits_BK = jnp.exp(self.logit_scale) * images_BE @ texts_KE.T
+        logits_BK = self.scale_of(self.logit_scale) * images_BE @ texts_KE.T
         return logits_BK + self.logit_bias if self.has_bias else logits_BK
+
+    @nn.nowrap
+    def bound(self, log_scale):
+        """The `logit_scale` that counts, for the value of the parameter."""
+        if self.max_scale is None:
+            return log_scale
+        return _at_most(log_scale, math.log(self.max_scale))
+
+    @nn.nowrap
+    def scale_of(self, log_scale):
+        """The factor of the cosines, for the value of the parameter `logit_scale`."""
+        return jnp.exp(self.bound(log_scale))
 
     @property
     def loss(self) -> str:
@@ -136,8 +152,20 @@ class Matcher(nn.Module):
         return jnp.zeros((1, width)), jnp.zeros((1, self.text.length), jnp.int32)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _at_most(x, most):
+    """min(x, most); above `most` only a gradient that lowers x passes, as if x were clipped."""
+    return jnp.minimum(x, most)
+
+
+_at_most.defvjp(
+    lambda x, most: (_at_most(x, most), x > most),
+    lambda most, is_above, grad: (jnp.where(is_above, jnp.maximum(grad, 0), grad),),
+)
+
+
 def unit(x_BE):
     """The rows of `x_BE`, of JAX or NumPy, with length 1; rows of zeros stay zero."""
     own = x_BE.__array_namespace__()
-    length_B1 = own.linalg.norm(x_BE, axis=-1, keepdims=True)
-    return x_BE / own.where(length_B1 > 0, length_B1, 1)
+    squares_B1 = own.square(x_BE).sum(axis=-1, keepdims=True)
+    return x_BE / own.sqrt(own.where(squares_B1 > 0, squares_B1, 1))  # the gradient of 0 is finite

@@ -18,6 +18,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import field_names
+from vit_jax.models.conv_stem import ViTC
 from vit_jax.models.text import Matcher, unit
 from vit_jax.models.vit import ViT
 
@@ -76,11 +77,20 @@ class ZeroShotViT(ViT):
         return CosineHead(num_classes, self.projection)
 
 
+class ZeroShotViTC(ZeroShotViT, ViTC):
+    """A ViTC with the head of `ZeroShotViT`."""
+
+
+# {type of an image tower: the model that classifies by texts}
+TOWERS: dict[type[nn.Module], type[ZeroShotViT]] = {ViT: ZeroShotViT, ViTC: ZeroShotViTC}
+
+
 def zero_shot_model(model: nn.Module, matcher: Matcher, num_classes: int) -> ZeroShotViT:
-    """`model`, an image tower that is a ViT, with a head for classes described by texts."""
+    """`model`, of a type in `TOWERS` or made here, with a head for classes described by texts."""
     fields = {name: getattr(model, name) for name in field_names(type(model))}
     width = None if matcher.image_width is None else matcher.text.common_width
-    return ZeroShotViT(**fields | {"num_classes": num_classes, "projection": width})
+    kind = type(model) if isinstance(model, ZeroShotViT) else TOWERS[type(model)]
+    return kind(**fields | {"num_classes": num_classes, "projection": width})
 
 
 def zero_shot_head(
@@ -112,7 +122,7 @@ def zero_shot_head(
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
     classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
-    scale = np.exp(np.asarray(params["logit_scale"]))
+    scale = np.asarray(matcher.scale_of(np.asarray(params["logit_scale"])))
     head = {
         "head/classes/kernel": scale * np.asarray(unit(classes_KE)).T,
         "head/classes/bias": np.full(len(texts), bias, np.float32),

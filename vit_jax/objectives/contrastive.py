@@ -10,7 +10,6 @@ Sources: Zhai et al. 2023 (arXiv:2303.15343) for the sigmoid; Radford et al. 202
 Axes: B rows, T positions of a text, D width of the image tower's features.
 """
 
-import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,8 +19,9 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
+from vit_jax.models.contract import Model
 from vit_jax.models.text import Matcher, TextTower, unit
-from vit_jax.models.vit import ViT
+from vit_jax.models.zero_shot import TOWERS
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
@@ -34,7 +34,7 @@ from vit_jax.objectives.contract import (
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.pairs import LOSSES, Features, PairLoss, Rows, bytes_passed_on, keys_of
 
-_MOST = math.log(100.0)  # of the logarithm of the softmax's scale
+_MAX_SCALE = 100.0  # of the softmax
 
 
 class Contrastive(ObjectivePart):
@@ -79,9 +79,10 @@ class Contrastive(ObjectivePart):
         ]
 
     def make_matcher(self, model, text, in_form=as_it_is):
-        if type(model) is not ViT:
+        if type(model) not in TOWERS:
             kind = type(model).__name__
-            raise InputError(f"objective.name='contrastive': does not train a {kind}; choose a ViT")
+            why = f"does not train a {kind}; choose a ViT or a ViTC"
+            raise InputError(f"objective.name='contrastive': {why}")
         width, heads = self.text_width or model.width, self.text_heads or model.num_heads
         of_keys = f"objective.text_width={width}, objective.text_heads={heads}"
         faults = Faults()
@@ -106,11 +107,12 @@ class Contrastive(ObjectivePart):
             **{name: getattr(model, name) for name in same},
         )
         image_width = None if self.common_width is None else model.width
-        return Matcher(cast(TextTower, in_form(tower)), image_width, self.loss == "sigmoid")
+        of_loss = (True, None) if self.loss == "sigmoid" else (False, _MAX_SCALE)
+        return Matcher(cast(TextTower, in_form(tower)), image_width, *of_loss)
 
     def bind(self, model, loss, facts):
         matcher = self.make_matcher(model, facts.text, facts.in_form)
-        bound = _Contrastive(cast(ViT, model), matcher, self)
+        bound = _Contrastive(cast(Model, model), matcher, self)
         return Objective(
             bound.loss,
             init=bound.init,
@@ -124,7 +126,7 @@ class Contrastive(ObjectivePart):
 class _Contrastive(NamedTuple):
     """The functions of the objective `Contrastive` of a model."""
 
-    model: ViT
+    model: Model
     matcher: Matcher
     keys: Contrastive
 
@@ -147,8 +149,7 @@ class _Contrastive(NamedTuple):
             found = self.matcher.apply({"params": own}, x, method=method, **options)
             return unit(cast(jax.Array, found))
 
-        log_scale = own["logit_scale"]
-        scale = jnp.exp(log_scale if self.matcher.has_bias else jnp.minimum(log_scale, _MOST))
+        scale = self.matcher.scale_of(own["logit_scale"])
         features = Features(
             embed(images_BD.astype(jnp.float32), "image_features"),
             embed(batch["text"], "text_features", train=True),

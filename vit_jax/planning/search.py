@@ -78,14 +78,23 @@ def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
 
     The number of images in each part of the batch is 1, 2, 4 or a multiple of 8. The duration is
     taken from the config, so "90 epochs" stay 90 epochs. If none fits, it is the last plan tried.
+
+    Raises:
+      InputError: every batch tried is refused.
     """
     ways = batch_ways(target_mesh(settings, target).shape)
     unit = settings.optimizer.accum_steps
     least, fitting = 0, {}  # the largest number that fits so far, and its plan
-    too_many = math.inf
+    too_many, figures, fault = math.inf, {}, InputError()
     number = _round_down(max(settings.run.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
-        figures = plan(settings.with_values({"global_batch_size": number * ways}), target)
+        try:
+            figures = plan(settings.with_values({"global_batch_size": number * ways}), target)
+        except InputError as e:  # such as the batch of a stage, which the devices do not divide
+            fault, too_many, number = e, number, _round_down((least + number) // 2, unit)
+            if number <= least:
+                break
+            continue
         memory = figures["memory_bytes"]
         if memory["fits"]:
             least, fitting = number, figures
@@ -100,6 +109,8 @@ def largest_batch(settings: Settings, target: Target) -> dict[str, Any]:
             number = _round_down((least + too_many) // 2, unit)
         if number <= least:
             break
+    if not figures:
+        raise fault
     return fitting or figures
 
 

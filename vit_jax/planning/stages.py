@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_jax.config import Settings
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.experiment.stages import check_batch
 from vit_jax.planning.targets import Target, described_mesh
 
@@ -32,7 +33,8 @@ def plan_each(settings: Settings, target: Target, plan: Plan) -> list[dict[str, 
     """
     for run in settings.by_stage:
         if run.data.image_size != settings.data.image_size:
-            check_batch(run, described_mesh(run, target))
+            parsed, mesh = parse_preprocessing(run), described_mesh(run, target)
+            check_batch(run.run.global_batch_size, run.data, run.optimizer, mesh, parsed)
     return [plan(run, target) for run in settings.by_stage]
 
 

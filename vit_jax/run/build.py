@@ -233,7 +233,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     experiment = make_experiment(last, mesh, preprocessing, teachers)
     earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
-    texts = texts_that_learn(settings.objective, experiment.model, train_source.tokenizer)
+    texts = texts_that_learn(settings.objective, experiment.model, lambda: train_source.tokenizer)
     evaluators = make_evaluators(
         settings, preprocessing, experiment.model, mesh, opened.sources, workdir,
         read_text_side=texts,

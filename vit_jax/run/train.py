@@ -13,7 +13,7 @@ from etils import epath
 from vit_jax.base import files, tree
 from vit_jax.checkpoints import restore
 from vit_jax.config import Settings
-from vit_jax.data.captions import TOKENIZER
+from vit_jax.data.captions import keep_tokenizer
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job.lock import Lock, NoLock
@@ -115,9 +115,8 @@ def begin(
     """
     lock.check(fresh=True)
     if jax.process_index() == 0:
-        for name, content in run.tokenizer.items():  # before config.json, which has its digest
-            (run.workdir / TOKENIZER).mkdir(parents=True, exist_ok=True)
-            files.write_whole(run.workdir / TOKENIZER / name, content)
+        if run.tokenizer:
+            keep_tokenizer(run.workdir, run.tokenizer)  # before config.json, which has its digest
         write_workdir(run.workdir, run.resolved, run.train_source, run.division)
         write_teachers(run.workdir, run.described_teachers)
         (run.workdir / "summary.json").unlink(missing_ok=True)  # of an earlier end

@@ -42,6 +42,7 @@ from vit_jax.transfer.huggingface_labels import LOSSES, read_labels, write_label
 from vit_jax.transfer.huggingface_texts import (
     PAIRS,
     TEXTS,
+    check_texts,
     take_texts,
     text_rows,
     write_text_config,
@@ -269,7 +270,9 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write a CLIPModel or a SiglipModel, with its tokenizer; return the files' names."""
     side = need_text_side(pretrained.read_text_side, pretrained.source)
     tower, arrays, spec = _as_folder(path, pretrained)
-    name, text = tower["model_type"], write_text_config(side.matcher, tower["model_type"])
+    name = tower["model_type"]
+    check_texts(side.matcher, name)
+    text = write_text_config(side.matcher, name)
     config = {
         "architectures": [f"{KINDS[name].architecture.removesuffix('Vision')}Model"],
         "model_type": PAIRS[name],
@@ -278,7 +281,8 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "text_config": text,
         "vision_config": {k: v for k, v in tower.items() if k not in ("architectures", "dtype")},
     }
-    arrays |= write_rows(text_rows(side.matcher), side.params, side.matcher)
+    scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
+    arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
     files = _write_folder(path, config, arrays, spec)
     for file in side.files:
         write_whole(path / file.name, file.read_bytes())

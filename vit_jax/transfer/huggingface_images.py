@@ -38,7 +38,7 @@ _PROCESSORS = {
                   **{f"image_{key}": list(value) for key, value in IMAGENET.items()}},
 }  # fmt: skip
 _OF_ANY_SIZE = ("Bit", "CLIP", "Siglip", "DINOv3ViT")  # processors of towers that take any size
-_FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+_FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
 
@@ -125,7 +125,7 @@ def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[st
     faults, resample = Faults(), given["resample"]
     faults.need(given.get("do_resize", True), "do_resize=False: needs true, for images of one size")
     faults.need(not given.get("do_pad"), "do_pad=True: needs false; padding is not supported")
-    faults.need(resample in _FILTERS, f"resample={resample}: needs 2 (bilinear) or 3 (bicubic)")
+    faults.need(resample in _FILTERS, f"resample={resample}: needs 0 (nearest), 2 or 3 (bicubic)")
     resized, crops = _height_width(given["size"]), given["do_center_crop"]
     key, cropped = ("crop_size", _height_width(given.get("crop_size"))) if crops else (
         "size", resized

@@ -8,7 +8,7 @@ import re
 from functools import partial
 from typing import Any
 
-from vit_jax.base.errors import Faults
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.data.tokenizers import TokenizerFiles
 from vit_jax.models.text import Matcher, TextTower
 from vit_jax.models.zero_shot import TextSide
@@ -105,6 +105,25 @@ def text_rows(matcher: Matcher) -> list[Row]:
         row("logit_bias", "logit_bias", scalar),
     ]
     return rows_of(rows, matcher, [{"i": i} for i in range(matcher.text.depth)])
+
+
+def check_texts(matcher: Matcher, name: str) -> None:
+    """Raise InputError if a pair whose image tower is of the kind `name` cannot hold `matcher`."""
+    clip, faults = name == "clip_vision_model", Faults()
+    pair, projects = "a CLIPModel" if clip else "a SiglipModel", matcher.image_width is not None
+    faults.need(
+        matcher.text.causal == clip,
+        f"objective.causal={not clip}: the text tower of {pair} needs {clip}",
+    )
+    faults.need(
+        projects == clip,
+        "objective.common_width: {} {} projection of images; set it to {}".format(
+            pair, *(("needs a", "a number") if clip else ("has no", "None"))
+        ),
+    )
+    loss = "softmax" if clip else "sigmoid"
+    faults.need(matcher.loss == loss, f"objective.loss={matcher.loss!r}: {pair} needs {loss!r}")
+    collect_faults(faults, "--format=hf_pair cannot hold this model")
 
 
 def write_text_config(matcher: Matcher, name: str) -> dict[str, Any]:

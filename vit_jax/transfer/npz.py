@@ -48,7 +48,7 @@ logger = logging.getLogger("vit_jax")
 _CUT = {"crop": "share", "crop_mode": "mode"} | {k: k for k in ("interpolation", "library")}
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
-          "interpolation": "bilinear or bicubic", "ops": "text",
+          "interpolation": "nearest, bilinear or bicubic", "ops": "text",
           "library": "timm, transformers or vit_jax", "loss": "softmax or sigmoid",
           **READING}  # fmt: skip
 

@@ -42,7 +42,7 @@ _TURNED = ("visual_projection.weight", "text_projection.weight")  # stored as (i
 _KINDS = {"model_cfg": "an object", "preprocess_cfg": "an object"}
 _TOWERS = {"vision_cfg": "an object", "text_cfg": "an object"}
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers",
-           "interpolation": "bilinear or bicubic"}  # fmt: skip
+           "interpolation": "nearest, bilinear or bicubic"}  # fmt: skip
 _MODES = {"shortest": "center", "squash": "squash"}
 
 

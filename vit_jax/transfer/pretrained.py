@@ -36,7 +36,7 @@ class Cut(NamedTuple):
       rounded down.
     mode: "center" keeps the aspect ratio and covers that size; "squash" resizes each side
       separately.
-    interpolation: Pillow's "bilinear" or "bicubic".
+    interpolation: Pillow's "nearest", "bilinear" or "bicubic".
     library: the one that crops so. A margin of half a pixel is rounded to even by "timm", and down
       by "vit_jax" and by "transformers", which also resizes the shorter side to the larger size.
     """

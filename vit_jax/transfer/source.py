@@ -88,7 +88,7 @@ class Source:
         if self._weights == OPEN_CLIP or not (self.path / _INDEX).exists():
             return [self.path / self._weights]
         stated = self.read_stated(read_json(self.path / _INDEX), {"weight_map": "an object"})
-        shards = sorted({*stated.get("weight_map", {}).values()})
+        shards = sorted({*map(str, stated.get("weight_map", {}).values())})
         outside = [shard for shard in shards if "/" in shard or "\\" in shard]
         self.refuse([f"{_INDEX} names {shard!r}, which is outside the folder" for shard in outside])
         return [self.path / shard for shard in shards]
@@ -293,7 +293,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "an int from 0": lambda value: type(value) is int and value >= 0,
     "a positive number": lambda value: _is_number(value) and value > 0,
     "a share above 0, at most 1": lambda value: _is_number(value) and 0 < value <= 1,
-    "bilinear or bicubic": lambda value: value in ("bilinear", "bicubic"),
+    "nearest, bilinear or bicubic": lambda value: value in ("nearest", "bilinear", "bicubic"),
     "center or squash": lambda value: value in ("center", "squash"),
     "timm, transformers or vit_jax": lambda v: v in ("timm", "transformers", "vit_jax"),
     "true or false": lambda value: type(value) is bool,

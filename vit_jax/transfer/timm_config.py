@@ -31,7 +31,7 @@ _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "global_pool": "text", "qk_scale": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
            "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
-           "interpolation": "bilinear or bicubic"}  # fmt: skip
+           "interpolation": "nearest, bilinear or bicubic"}  # fmt: skip
 
 
 class Config:

@@ -19,7 +19,7 @@ from vit_jax.config import SOURCES, Evaluator, Settings
 from vit_jax.config.metric_names import find_best, find_direction
 from vit_jax.config.sections import Data
 from vit_jax.config.stored import read_config
-from vit_jax.data.captions import kept_tokenizer
+from vit_jax.data.captions import kept_tokenizer, read_kept
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
@@ -90,20 +90,21 @@ def read(source: Source) -> Pretrained:
 def _read_texts(
     source: epath.Path, workdir: epath.Path, of: tuple[Any, Data], model: nn.Module, weights: str
 ) -> TextSide:
-    """The text side in a checkpoint of a run that learned texts; for arguments see `_restore`.
+    """The text side in a checkpoint of a run that learned texts.
 
-    `of`: the run's objective and data.
+    `of`: the run's objective and data. For the other arguments see `_restore_model`.
     """
     objective, data = of
-    files = kept_tokenizer(workdir, data)
-    matcher = objective.make_matcher(model, files.read().facts)
+    tokenizer = read_kept(workdir, data)
+    matcher = objective.make_matcher(model, tokenizer.facts)
     params = jax.eval_shape(matcher.init, jax.random.key(0), *matcher.example_inputs)["params"]
     _, found = _restore(source, workdir, {weights: {tree.OBJECTIVE: params}})
     own = found[weights][tree.OBJECTIVE]
     if matcher.text.scan:
         matcher = matcher.clone(text=matcher.text.clone(scan=False))
         own |= {"text": unstack_layers(own["text"])}
-    return TextSide(matcher, tree.flatten_names(own), files.read, files.paths)
+    paths = kept_tokenizer(workdir, data).paths
+    return TextSide(matcher, tree.flatten_names(own), lambda: tokenizer, paths)
 
 
 def best_step(path: epath.Path, settings: Settings) -> int:

@@ -29,11 +29,12 @@ from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, f
 from vit_jax.data.captions import NAMES, find_captions
 from vit_jax.data.class_names import spell
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
-from vit_jax.data.given_labels import as_labels, count_classes, settle_labels
+from vit_jax.data.given_labels import as_labels, count_classes, labels_matter, settle_labels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.files import split_of
 from vit_jax.data.images.formats import Reading, why_unreadable
 from vit_jax.data.images.given import content_of, file_of
+from vit_jax.data.order import spread
 from vit_jax.data.records import open_in_python, read_one
 from vit_jax.data.retries import retried
 from vit_jax.data.shards import parts_of
@@ -130,11 +131,12 @@ class Split:
             return find_captions(found) if isinstance(found, Mapping) else []
         return []
 
-    @functools.cached_property
-    def has_labels(self) -> bool:
-        """Whether there are labels; an item has one if the first has."""
+    def has_labels(self, request: Request) -> bool:
+        """Whether it is read with labels; an item has one if the first has."""
         if self.labels is None:
             return self.item(0)[1] is not None
+        if request.captions:
+            return labels_matter(self.labels, request.multi_label)
         return self.labels.ndim == 2 or bool((self.labels >= 0).any())
 
     @functools.cached_property
@@ -275,7 +277,7 @@ class Arrays(DataSet):
         split = data.splits[parts[0][0]]
         _check_same(request.name, split)
         rows = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
-        names = _class_names(data, split, request) if split.has_labels else None
+        names = _class_names(data, split, request) if split.has_labels(request) else None
         num_classes, multi_label = len(names or (0,)), request.multi_label
         settled = functools.partial(settle_labels, f"data[{split.name!r}]", num_classes)
         labels = None if names else np.zeros(len(rows), np.int32)
@@ -296,7 +298,8 @@ class Arrays(DataSet):
             shape = [num_classes] if multi_label else []
             how = _open_items(split, rows, label_of, shape, request.reading)
         identity = [*map(list, parts), split.digest, names, multi_label, request.exif]
-        has = request.captions and (split.captions is not None or split.captions_of(0))
+        seen = rows[spread(20, len(rows))].tolist() if request.captions else []
+        has = bool(seen) and (split.captions is not None or any(map(split.captions_of, seen)))
         return Source(
             name=request.name,
             split=request.split,

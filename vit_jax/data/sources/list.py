@@ -11,7 +11,7 @@ split of each image; images with the same text in the column `group` are held ou
 
 The column `caption` says what an image shows. JSON may have several texts there; a CSV has a line
 for each of them. A list that is read for captions may lack labels: they count if each image has
-one.
+one. A CSV with captions has no columns of classes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.data.captions import NAMES, as_captions
 from vit_jax.data.class_names import as_label, places_of, sorted_classes
 from vit_jax.data.contract import DataSet, Request, Source
+from vit_jax.data.given_labels import counts_matter
 from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.sources.folder import check_split, of_classes, own_images, pick, split_files
@@ -168,12 +169,12 @@ class List(DataSet):
         if split not in ("train", "all"):
             divider.warn_of_trained(f"{shown(file)}, {split}", rows)
         class_names: tuple[str, ...] | None = _labels_of(training, divider.class_names)
-        counts = {len(row.labels) for row in (*training.values(), *rows.values())}
-        if request.captions and (counts <= {0} or (multi_label is False and counts != {1})):
+        counts = np.array([len(row.labels) for row in (*training.values(), *rows.values())])
+        if request.captions and not counts_matter(counts, multi_label):
             class_names, multi_label = None, False
         _check_labels(lists, file, class_names, rows)
         if multi_label is None:
-            multi_label = counts != {1}
+            multi_label = bool((counts != 1).any())
         label_of = places_of(class_names or ())
         one_hot = np.eye(len(label_of), dtype=np.float32)
         labels: dict[str, Any] = {}
@@ -310,8 +311,9 @@ def _parse_row(
     labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
     if len(labels) != 1 and multi_label is False:
         raise ValueError(
-            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one. For lists with several, "
-            "or none, use the word multilabel, as in --config=folder:multilabel"
+            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one, as knn and probes do. "
+            "Training and finetune take several, or none, with the word multilabel, as in "
+            "--config=folder:multilabel"
         )
     split = split_of(str(row.get("split") or "").strip())
     if "split" in row and (split is None or only not in (None, split)):
@@ -374,8 +376,8 @@ def _csv_rows(lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     classes = [] if {"label", "labels", "caption"} & {*columns} else others
     if not (columns.keys() - {"file", "split", "group"} or classes) or "file" not in columns:
         raise ValueError(
-            f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and label "
-            "or labels, or a column of 0 and 1 for each class"
+            f"line 1: has the columns {shown(', '.join(names)) or 'none'}; needed: file, and "
+            "label, labels or caption, or a column of 0 and 1 for each class"
         )
     if again := [name for name in (*columns.values(), *classes) if names.count(name) > 1]:
         raise ValueError(f"line 1: has the column {shown(again[0])} twice; keep one of the two")

@@ -363,7 +363,9 @@ def _captions(table: Table, caption: str, row: int) -> list[str | bytes]:
     size = _CAPTION_BYTES * table.rows[group]
     try:
         cells = retried(lambda: _kept.get(where, read, size), table.path)
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException) as e:
+        what = f"the captions of its row group {group} cannot be read: {_line(e)}"
+        warn_once(f"{shown(table.path)}: {what}; copy the file again")
         return []
     return as_captions(cells[place].as_py())
 

@@ -44,9 +44,11 @@ from vit_jax.data.records import (
     stored_labels,
     stored_values,
 )
+from vit_jax.data.retries import raise_failed
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024
+_KEPT = 100_000  # captions of so many records are kept in memory, at most
 _SMALL_BYTES = 1 << 30  # files and pixels up to this size are held in memory by default
 
 ON_DISK = "on_disk"
@@ -351,7 +353,10 @@ def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int]
 
 
 def _make_captions(files: RecordFiles, number: int, name: str, info) -> Callable:
-    """Make `Source.captions`; the first call reads all of them, which are small beside images."""
+    """Make `Source.captions`; of up to `_KEPT` records the first call reads all.
+
+    TFDS stores captions with their images, so that both are read.
+    """
     features, kept = tfds.features.FeaturesDict({name: info.features[name]}), Kept(0)
 
     def texts_of(stored, record_id):
@@ -363,9 +368,16 @@ def _make_captions(files: RecordFiles, number: int, name: str, info) -> Callable
         ids = tf.data.Dataset.range(number).batch(_RECORDS_AT_ONCE)
         for record_id, texts in Elements(stored_values(files, ids, texts_of)):
             found[record_id] = texts.tolist()
+        raise_failed()
         return found
 
-    return lambda record: kept.get(name, read, 0)[record]
+    def captions(record):
+        if number <= _KEPT:
+            return kept.get(name, read, 0)[record]
+        texts = read_now(files, record, texts_of)
+        return [] if texts is None else texts.numpy().tolist()
+
+    return captions
 
 
 def _make_file_names(files: RecordFiles, feature) -> Callable | None:

@@ -150,7 +150,8 @@ class Files(Opener):
     def _open_tokenizer(self, data: Data, sources: dict[SplitKey, Source]) -> Changes:
         """Open the tokenizer of the captions, and give it to the training data."""
         key = config_lib.train_split(data)
-        tokenizer, self.tokenizer = open_tokenizer(data, self._workdir, sources[key])
+        was = stored.resolved.data.tokenizer if (stored := self._before.stored) else None
+        tokenizer, self.tokenizer = open_tokenizer(data, self._workdir, sources[key], was)
         source = dataclasses.replace(sources[key], tokenizer=tokenizer)
         digest, self.caption_faults = look_at(source)
         identity = fingerprint(source.fingerprint, digest)

@@ -91,8 +91,8 @@ class CorruptRecords:
             raise CorruptDataError(
                 f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "
                 f"than data.max_corrupt_fraction={self._max_fraction}; {say_saved(saved)}. The "
-                "warnings above name the records: repair them, or raise "
-                "data.max_corrupt_fraction, and run the same command again"
+                "warnings above name the records: repair them and use a new --workdir, as they are "
+                "other data then; or raise data.max_corrupt_fraction and run the same command again"
             )
 
 

@@ -81,11 +81,12 @@ def read_past(
     seconds["start"] += start_s - choose_s
     seconds["choose"] += choose_s
     unwritten_s = max(train_s - kept.steps_s, 0.0)
-    seconds["restart"] += max(wall_s - start_s - whole.wall_s - unwritten_s, 0.0)
-    if whole.wall_s > kept.wall_s:
+    if whole.wall_s > kept.wall_s:  # then these steps are among those of the lost rows
+        lost_s, unwritten_s = max(lost_s - unwritten_s, 0.0), 0.0
         seconds["lost"] += lost_s
         steps = whole.step - (restored_step or 0)
         logger.info("lost: %d steps, %.1f s; and the steps after the last row", steps, lost_s)
+    seconds["restart"] += max(wall_s - start_s - whole.wall_s - unwritten_s, 0.0)
     return Past(wall_s, kept.seconds["input_wait"], seconds)
 
 
