@@ -146,7 +146,7 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, images, requ
 OF_OBJECTIVES = [("quickstart", "", "debug"), ("deit", "DeiT-B/16", "DeiT-S/16,debug"),
                  ("masked_patches", "ViT-B/16,imagenet2012,small_patch", "debug"),
                  ("mae", "ViT-B/16", "debug"), ("lejepa", "cifar10", "debug"),
-                 ("dinov2", "", "debug")]  # fmt: skip
+                 ("dinov2", "", "debug"), ("siglip", "ViT-B/16", "debug")]  # fmt: skip
 PLANNED_ALWAYS = ("quickstart", "masked_patches")
 
 
@@ -164,7 +164,8 @@ def made_up_batch(experiment, c):
     rng = np.random.default_rng(0)
     batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
              for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
-    batch["mask"] = np.ones_like(batch["mask"])
+    for name in {"mask", "text_mask"} & {*batch}:
+        batch[name] = np.ones_like(batch[name])
     batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)
     if batch["label"].ndim == 2:
         batch["label"] = (batch["label"] < 2).astype(np.float32)

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.mesh import BATCH_AXES
 
 LOSSES = ("sigmoid", "softmax")
+Axes = tuple[str, ...]  # of the mesh
 _NEVER = -1e30  # the logit of a pair that does not count; finite, so that a masked row has no NaN
 
 
@@ -43,9 +44,7 @@ class Features(NamedTuple):
     bias: jax.Array
 
 
-# How rows, and the fields of `Features`, are split over the mesh.
-_ROWS = P(BATCH_AXES)
-_SPECS = Features._make((_ROWS, _ROWS, P(), P()))
+_SPLIT = Features._make((True, True, False, False))  # whether a field is split like rows
 
 
 class Rows(NamedTuple):
@@ -174,34 +173,35 @@ def _sums(loss: PairLoss, features: Features, rows: Rows) -> tuple[jax.Array, Ro
 
 
 def _forward(loss: PairLoss, features: Features, rows: Rows) -> Any:
-    def measure(features: Features, rows: Rows) -> Any:
+    def measure(axes: Axes, features: Features, rows: Rows) -> Any:
         never_R = jnp.full(rows.mask.shape, _NEVER)
         own, text = _Own(features, rows, never_R), _Texts(features.texts, rows, never_R)
         start = (jnp.zeros(()), never_R, never_R, jnp.zeros(rows.mask.shape, bool))
-        found = _go_round(partial(loss.measure, own), text, (start, (never_R, never_R)))
+        found = _go_round(axes, partial(loss.measure, own), text, (start, (never_R, never_R)))
         (total, best_R, norm_R, twice_R), (best_C, norm_C) = found
         images, texts = (x.astype(jnp.float32) for x in features[:2])
         logits_R = features.scale * (images * texts).sum(axis=1) + features.bias
         if loss.name == "softmax":
             total = (rows.mask * ((norm_R + norm_C) / 2 - logits_R)).sum()
         right = (logits_R > best_R, logits_R > best_C, twice_R)
-        return _add_up(total), RowSums(*(rows.mask * x for x in right)), (norm_R, norm_C)
+        total = jax.lax.psum(total, axes)
+        return total, RowSums(*(rows.mask * x for x in right)), (norm_R, norm_C)
 
-    total, of_rows, norms = _on_devices(measure, (P(), _ROWS, _ROWS))(features, rows)
+    total, of_rows, norms = _on_devices(measure, (False, True, True), features, rows)
     return (total, of_rows), (features, rows, norms)
 
 
 def _backward(loss: PairLoss, kept: Any, cotangents: Any) -> tuple[Features, None]:
-    def differentiate(features: Features, rows: Rows, norms: Any) -> Features:
+    def differentiate(axes: Axes, features: Features, rows: Rows, norms: Any) -> Features:
         own, text = _Own(features, rows, norms[0]), _Texts(features.texts, rows, norms[1])
         zeros_RE = jnp.zeros(features.images.shape)
         start = ((zeros_RE, jnp.zeros(())), zeros_RE)
-        (sum_RE, bias), sum_CE = _go_round(partial(loss.differentiate, own), text, start)
+        (sum_RE, bias), sum_CE = _go_round(axes, partial(loss.differentiate, own), text, start)
         scale = (features.images.astype(jnp.float32) * sum_RE).sum()
-        return Features(sum_RE, sum_CE, *_add_up((scale, bias)))
+        return Features(sum_RE, sum_CE, *jax.lax.psum((scale, bias), axes))
 
     features, rows, norms = kept
-    sums = _on_devices(differentiate, _SPECS)(features, rows, norms)
+    sums = _on_devices(differentiate, _SPLIT, features, rows, norms)
     factor, scale = cotangents[0], features.scale
     factors = Features(factor * scale, factor * scale, factor, factor)
     grads = [f * s.astype(x.dtype) for f, s, x in zip(factors, sums, features, strict=True)]
@@ -211,41 +211,42 @@ def _backward(loss: PairLoss, kept: Any, cotangents: Any) -> tuple[Features, Non
 _sums.defvjp(_forward, _backward)
 
 
-def _ways() -> int:
-    """The number of devices that split the batch."""
+def _on_devices(compute: Callable, split: Any, *args: Any) -> Any:
+    """compute(axes, features, rows, ...) on each device's rows, which the mesh splits over `axes`.
+
+    They are none without a mesh, and where each device computes its own rows already.
+
+    Args:
+      split: whether parts of the result are split like rows.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    free = {*mesh.axis_names} - {*mesh.manual_axes}
+    axes = tuple(axis for axis in BATCH_AXES if axis in free)
+    if math.prod(mesh.shape[axis] for axis in axes) == 1:
+        return compute((), *args)
+    in_specs, out_specs = (
+        jax.tree.map(lambda rows: P(axes) if rows else P(), tree)
+        for tree in ((_SPLIT, True, True)[: len(args)], split)
+    )
+    return jax.shard_map(
+        partial(compute, axes),
+        in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False,
+    )(*args)  # fmt: skip
 
 
-def _on_devices(compute: Callable, out_specs: Any) -> Callable:
-    """compute(features, rows, ...) on each device's rows."""
-    if _ways() == 1:
-        return compute
-
-    def on_all(*args: Any) -> Any:
-        specs = {"in_specs": (_SPECS, _ROWS, _ROWS)[: len(args)], "out_specs": out_specs}
-        return jax.shard_map(compute, **specs, check_vma=False)(*args)
-
-    return on_all
-
-
-def _add_up(values: Any) -> Any:
-    return values if _ways() == 1 else jax.lax.psum(values, BATCH_AXES)
-
-
-def _go_round(visit: Callable, text: _Texts, found: tuple[Any, Any]) -> tuple[Any, Any]:
+def _go_round(axes: Axes, visit: Callable, text: _Texts, found: Any) -> tuple[Any, Any]:
     """visit(texts, (of rows, of texts), is_home) at every device, the texts' own one first.
 
     The sums of texts travel one visit behind them, so that no exchange waits for a visit.
     """
-    ways = _ways()
+    ways = jax.lax.axis_size(axes) if axes else 1
     found = visit(text, found, True)
     if ways == 1:
         return found
     order = [(i, (i + 1) % ways) for i in range(ways)]
 
     def move(values: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, BATCH_AXES, order), values)
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, order), values)
 
     def pass_on(carry: Any, _: None) -> tuple[Any, None]:
         text, (of_rows, of_texts) = carry
