@@ -39,7 +39,7 @@ MUTATIONS = [
     # data: host ops
     M("vit_jax/data/host_ops.py", "tf.saturate_cast(tf.round(values), tf.uint8)",
       "tf.cast(values, tf.uint8)", "data/test_host_ops.py::test_resize_rounds"),
-    M("vit_jax/data/host_ops.py", "tf.floor(values + 0.5)", "tf.floor(values)",
+    M("vit_jax/data/host_ops.py", "tf.float32) + 0.5), tf.uint8", "tf.float32)), tf.uint8",
       "data/test_host_ops.py::test_torchvision_resize_agrees_with_pil"),
     M("vit_jax/data/host_ops.py", "spare % 4 == 3", "spare % 4 == 1",
       "data/test_host_ops.py::test_torchvision_crop_rounds_halves_to_even"),
