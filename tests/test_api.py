@@ -344,8 +344,10 @@ def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
             callback(7, state, {"test/top1": 0.5})
         return {"test/top1": 0.5}
 
-    found = {"runs": [], "config": {}, "metrics": {"val/top1": [0.9]}, "rows": [], "best": "",
-             "read_back": 0.0, "memory_bytes": {"fits": True}, "estimate": {"run": {"hours": 1.0}}}  # fmt: skip
+    found = {
+        "runs": [], "config": {}, "metrics": {"val/top1": [0.9]}, "rows": [], "best": "",
+        "read_back": 0.0, "memory_bytes": {"fits": True}, "estimate": {"run": {"hours": 1.0}},
+    }  # fmt: skip
     for name in ("train", "evaluate", "branch", "compare", "plan", "study", "export", "figures"):
         result = {"side_effect": note} if name == "train" else {"return_value": found}
         monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
