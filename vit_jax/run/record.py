@@ -99,7 +99,7 @@ class Record(contextlib.AbstractContextManager):
         )
         self._good_s = self._throughput.steps_s()
 
-    def __exit__(self, kind: type | None, *_) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         """Write the seconds since the last row, unless this process alone has failed."""
         self._results.__exit__()
         if kind is None or issubclass(kind, RaisedByAll):
