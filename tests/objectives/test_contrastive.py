@@ -12,6 +12,7 @@ import pytest
 from at_fault import at_fault
 from finished_run import final_state, rows
 from numpy_vit import random_params
+from pairs import siglip
 from scipy.special import expit, log_softmax
 from started_job import Job
 
@@ -31,6 +32,8 @@ from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.setup import opener
 from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.train import start_state
+from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -172,6 +175,70 @@ def test_words_need_the_run_s_own_tokenizer(run, tmp_path):
     for use in (vit_jax.evaluate, lambda at: vit_jax.predict(pixels, at, labels=["a 3", "a 4"])):
         with pytest.raises(InputError, match="the run began with another tokenizer"):
             use(copy)
+
+
+OF_GOLDEN = {
+    "data.image_size": 64, "model.patch_size": 16, "model.width": 32, "model.depth": 2,
+    "model.mlp_dim": 88, "model.num_heads": 4, "objective.text_width": 48,
+    "objective.text_depth": 2, "objective.text_heads": 3, "objective.text_mlp_dim": 128,
+}  # fmt: skip
+
+
+def begin(source, workdir, **overrides):
+    """(run, its first state) of siglip:debug from `source`."""
+    config = load_config("configs/siglip.py:debug")
+    values = {"init_from": source, **overrides}
+    assert apply_overrides(config, [(key, str(value)) for key, value in values.items()]) == []
+    started = asked.prepare(config, workdir)
+    with jax.set_mesh(started.mesh):
+        return started, start_state(started)[0]
+
+
+def logits(model, matcher, params, images):
+    features = model.apply({"params": params}, images, method="features")
+    own = {"params": params["objective"]}
+    return np.asarray(matcher.apply(own, features, IDS[:3]))
+
+
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, kind):
+    caplog.set_level("INFO", "vit_jax")
+    source, own = run, {"model.scan": False}
+    if kind == "hf":
+        source, own = siglip(golden, tmp_path / "pair"), {"model.scan": True, **OF_GOLDEN}
+    started, state = begin(source, tmp_path / "new", **own)
+    assert f"init_from={source}: both towers are taken" in caplog.text
+    pretrained = read_pretrained(source)
+    side = pretrained.read_text_side()
+    images = RNG.uniform(-1, 1, (2, *pretrained.model.image_size, 3)).astype(np.float32)
+    theirs = tree.unflatten_names(pretrained.params) | {"objective": side.variables["params"]}
+    expected = logits(pretrained.model, side.matcher, theirs, images)
+    model = started.experiment.model
+    part, facts = started.settings.objective, started.train_source.tokenizer.facts
+    params = jax.tree.map(np.asarray, state.params)
+    with jax.set_mesh(started.mesh):
+        found = logits(model, part.make_matcher(model, facts), params, images)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    own = {name for name in tree.flatten_names(params) if not name.startswith("head/")}
+    assert {*started.initial_params} == own
+    assert started.tokenizer == {path.name: path.read_bytes() for path in side.files}
+
+
+def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_path, caplog):
+    source = siglip(golden, tmp_path / "pair")
+    other = {"data.tokenizer": golden / "tokenizer_clip", **OF_GOLDEN}
+    started, state = begin(source, tmp_path / "new", **other)
+    assert "its text tower uses another tokenizer, so the run's starts anew" in caplog.text
+    assert not [name for name in started.initial_params if name.startswith("objective/")]
+    assert state.params["objective"]["logit_bias"] == -10
+    says = r"text_depth=1, but 2, objective.loss='softmax', but 'sigmoid'; set --config.obj.*h=2 --"
+    with pytest.raises(InputError, match=says):
+        wrong = {"objective.text_depth": 1, "objective.loss": "softmax"}
+        begin(source, tmp_path / "other", **OF_GOLDEN | wrong)
+    for file in ("spiece.model", "tokenizer_config.json"):
+        (source / file).unlink()
+    begin(source, tmp_path / "none", **OF_GOLDEN)
+    assert "its text tower has no tokenizer beside its weights, so the run's" in caplog.text
 
 
 def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):
