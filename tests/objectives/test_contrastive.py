@@ -247,6 +247,22 @@ def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):
         vit_jax.export(tmp_path / "run", tmp_path / "pair", "hf_pair")
 
 
+def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
+    keys = {"loss": "softmax", "causal": True, "common_width": 16}
+    changes = {f"objective.{key}": value for key, value in keys.items()}
+    vit_jax.train("siglip:debug", tmp_path / "run", {"duration": "5 steps", **changes})
+    capsys.readouterr()
+    words = [f"--workdir={tmp_path}/run", "--format=hf_pair", f"--output={tmp_path}/pair"]
+    assert main(["export", *words]) == 2
+    assert capsys.readouterr().err == (
+        "error: --format=hf_pair cannot hold this model: 3 faults\n"
+        "  objective.causal=True: the text tower of a SiglipModel needs False\n"
+        "  objective.common_width: a SiglipModel has no projection of images; set it to None\n"
+        "  objective.loss='softmax': a SiglipModel needs 'sigmoid'\n"
+    )
+    assert not (tmp_path / "pair").exists()
+
+
 SHORT = {"duration": "8 steps", "optimizer.eps": "1e-3"}
 
 
