@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from finished_run import final_state, rows
+from jax.flatten_util import ravel_pytree
 from numpy_vit import random_params
 from pairs import siglip
 from scipy.special import expit, log_softmax
@@ -27,6 +28,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.models.block_ops import PLAIN, unconstrained
+from vit_jax.models.contract import with_known
 from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
@@ -261,6 +264,49 @@ def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
         "  objective.loss='softmax': a SiglipModel needs 'sigmoid'\n"
     )
     assert not (tmp_path / "pair").exists()
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip"])
+@pytest.mark.parametrize(
+    ("keys", "bounds"),
+    [
+        ({"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)),
+        ({"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)),
+    ],
+    ids=["tensor", "bfloat16"],
+)
+def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
+    one_device, tmp_path, name, keys, bounds
+):
+    """Bounds of the loss and of the distance of all gradients, both relative."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=one_device))
+        config = load_config(f"configs/{name}.py:debug")
+        assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
+        started = asked.prepare(config, tmp_path)
+    e, part = started.experiment, started.settings.objective
+    with jax.set_mesh(started.mesh):
+        state = e.init()
+        batch = e.parts.transform(next(started.batches(range(1))), jax.random.key(0))
+        of = lambda p: e.objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731
+        found, grads = jax.jit(jax.value_and_grad(of))(state.params)
+    assert "tensor" not in str(keys) or "tensor" in str(jax.tree.map(lambda x: x.sharding, grads))
+    plain = with_known(e.model, dtype=jnp.float32, constrain=unconstrained, ops=PLAIN)
+    matcher = part.make_matcher(plain, started.train_source.tokenizer.facts)
+    images, texts, params = jax.device_get((batch["image"], batch["text"], state.params))
+
+    def whole(params):
+        features = plain.apply({"params": params}, images, method="features")
+        logits = matcher.apply({"params": params["objective"]}, features, texts)
+        if matcher.has_bias:
+            return jax.nn.softplus(jnp.where(jnp.eye(32), -logits, logits)).sum() / 32
+        return -sum(jnp.trace(jax.nn.log_softmax(logits, axis)) for axis in (0, 1)) / 64
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(whole))(params)
+    assert float(found) == pytest.approx(float(expected), rel=bounds[0])
+    both = [ravel_pytree(jax.device_get(each))[0] for each in (grads, expected_grads)]
+    distance = jnp.linalg.norm(both[0] - both[1]) / jnp.linalg.norm(both[1])
+    assert distance < bounds[1]
 
 
 SHORT = {"duration": "8 steps", "optimizer.eps": "1e-3"}
