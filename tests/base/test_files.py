@@ -106,7 +106,7 @@ def test_a_log_is_continued(tmp_path, monkeypatch, kind, before):
 @pytest.mark.parametrize("check", [check_folder, check_output])
 def test_a_folder_that_takes_no_file_is_refused(tmp_path, check):
     """Also /proc, which looks writable to root."""
-    with pytest.raises(InputError, match="^--output=/proc/x: /proc is not writable "):
+    with pytest.raises(InputError, match=r"^--output=/proc/x: /proc is not writable \("):
         check(epath.Path("/proc/x"), "--output")
     check(epath.Path(tmp_path / "x"), "--output")
     assert not [*tmp_path.iterdir()]
