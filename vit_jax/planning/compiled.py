@@ -15,6 +15,7 @@ from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.gpus import peak_flops
 from vit_jax.planning import hlo
+from vit_jax.planning.calculated import scanned
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
@@ -32,7 +33,9 @@ def compile_plan(
     """
     mesh = plan_mesh(settings, target, devices)
     experiment = planned_experiment(settings, mesh)
-    figures = describe(settings, target, mesh, experiment)
+    with jax.set_mesh(mesh):
+        step_flops = experiment.flops_per_step
+    figures = describe(settings, target, mesh, experiment, scanned(settings, mesh), step_flops)
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",
         settings.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
