@@ -289,6 +289,13 @@ def test_exchanges_of_parameters(changes, expected):
     assert 2 * numbers["small"] <= max(rest.values()) <= 4 * numbers["small"]
 
 
+def test_chips_with_whole_parameters_exchange_the_gradients_of_microbatches_once():
+    how = {"mesh.data": 8, "model.scan": True, "topology": "v5e:2x4"}
+    for number in (2, 4):
+        experiment, found = eight_chips(**how, **{"optimizer.accum_steps": number})
+        assert found["all-reduce", "data"] == 4 * experiment.num_params
+
+
 def test_sam_exchanges_gradients_twice_and_updates_once():
     changes = {"mesh.data": 8, "model.depth": 2}
     experiment, once = eight_chips(**changes)

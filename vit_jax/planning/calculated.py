@@ -192,10 +192,12 @@ def _temporaries_of(
     """
     experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
-    splits = choose_exchange(*chosen).splits_params
-    jaxpr = _trace(traced, own_rows=splits)
+    exchange = choose_exchange(*chosen, experiment.parts.accum_steps)
+    splits = exchange.splits_params
+    jaxpr = _trace(traced, own_rows=exchange.join is not None)
     experiment = dataclasses.replace(
         experiment,
+        parts=experiment.parts._replace(join=exchange.join),
         arguments=(
             with_shardings(experiment.abstract_state, mesh, splits),
             experiment.abstract_batch,
@@ -225,7 +227,7 @@ def _temporaries_of(
             whole = of_update
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
-        outputs.append(Leaf(of_update, whole))
+        outputs.append(Leaf(of_update if exchange.join is None else 1.0, whole))
     how = {"tensor": mesh.shape["tensor"], "platform": platform, "scale": scale}
     peak = peak_bytes(jaxpr, arguments, outputs, **how)
     if splits:
