@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import (
     calculated,
+    compiled,
     exchanges,
     hlo,
     plan_figures,
@@ -152,6 +154,14 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
         )
         # The kernel of attention sums the gradients of its biases in float32.
         assert found == pytest.approx(compiled, rel=0.02)
+
+
+def test_a_long_compilation_says_how_long_it_takes(monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr(compiled, "_SAID_EVERY_S", 1e-3)
+    monkeypatch.setattr(compiled.logger, "info", lambda *args: said.set())
+    with compiled.saying_how_long(0.0):
+        assert said.wait(60)
 
 
 def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
