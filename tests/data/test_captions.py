@@ -352,7 +352,7 @@ def test_labels_count_if_each_image_has_one(tmp_path):
         file.write_text("\n".join(map(json.dumps, rows)))
         assert open_source("list", "all", data_dir=str(file)).num_classes == max(labels, 1)
         rows[3].pop("label", None)
-    with pytest.raises(InputError, match="has no labels; needed: one"):
+    with pytest.raises(InputError, match="1 image has no label, or several: line 4"):
         open_source("list", "all", data_dir=str(file), captions=False)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from vit_jax.base.errors import InputError, few, shown
+from vit_jax.base.errors import InputError, shown
 from vit_jax.data.captions import one_by_one
 from vit_jax.data.class_names import (
     as_name,
@@ -27,7 +27,7 @@ from vit_jax.data.class_names import (
     spell,
 )
 from vit_jax.data.contract import Request, Source, fingerprint
-from vit_jax.data.given_labels import counts_matter
+from vit_jax.data.given_labels import counts_matter, say_others
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
@@ -301,9 +301,6 @@ def _number_records(
         return np.zeros(len(counts), np.int32), np.ones_like(counts), False
     others, multi_label = np.flatnonzero(counts != 1), records.request.multi_label
     if len(others) and multi_label is False:
-        raise InputError(
-            f"{where}: {len(others):,} images of {records.request.split} have no label, or "
-            f"several: {few(map(records.name, others.tolist()))}; give each one label, or read "
-            "them with --config.data.multi_label=true --config.loss.name=sigmoid"
-        )
+        names = [*map(records.name, others.tolist())]
+        raise InputError(f"{where}: {say_others(names, f' of {records.request.split}')}")
     return codes, counts, bool(len(others)) if multi_label is None else multi_label
