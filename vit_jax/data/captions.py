@@ -174,7 +174,8 @@ def with_texts(
     assert captions_of is not None and tokenizer is not None
 
     def add(batch: Batch, places: np.ndarray) -> Batch:
-        read = _readers().map(lambda i: captions_of(int(i)) if i >= 0 else (), batch["id"])
+        found = captions_of(batch["id"][batch["id"] >= 0].tolist())
+        read = (next(found) if i >= 0 else () for i in batch["id"])
         usable = (_usable(captions, tokenizer.clean, tokenizer.specials)[0] for captions in read)
         chosen = map(functools.partial(_choose, seed), usable, places.tolist())
         ids = [tokenizer.ids_of(text) for text in chosen]
@@ -235,7 +236,14 @@ def _sample(source: Source, number: int) -> Iterator[tuple[int, Sequence[str | b
     """(record, its captions) of at most `number` records, evenly spaced."""
     records = spread(number, source.num_examples).tolist()
     assert source.captions is not None
-    return zip(records, _readers().map(source.captions, records), strict=True)
+    return zip(records, source.captions(records), strict=True)
+
+
+def one_by_one(
+    captions_of: Callable[[int], Sequence[str | bytes]],
+) -> Callable[[Sequence[int]], Iterator[Sequence[str | bytes]]]:
+    """`Source.captions` by a function of one record, which threads call ahead."""
+    return lambda records: _readers().map(captions_of, records)
 
 
 @functools.cache
