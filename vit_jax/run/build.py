@@ -213,7 +213,7 @@ def prepare(
     opened = Files(workdir, before, choose_layout)
     resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
-    check_unchanged(resolved.config, before, workdir, chosen)
+    check_unchanged(resolved.settings, before, workdir, chosen)
     return build(resolved, opened, workdir)
 
 

@@ -248,7 +248,7 @@ def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> Met
         run.workdir,
         restored_step=restored_step,
         wandb_project=run.settings.log.wandb,
-        config=run.resolved.config.to_dict(),
+        config=run.settings.to_config().to_dict(),
         may_write=lock.is_ours,
         writes=jax.process_index() == 0,
     )
