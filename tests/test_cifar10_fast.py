@@ -1,11 +1,11 @@
 """tools/cifar10_fast.py: the runs that it makes, and their configs; no run is started."""
 
-import csv
 import sys
 
 import notebooks
 import pytest
 from loaded_file import load_module
+from measured_runs import read_rows
 
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.run.setup.validation import find_faults
@@ -32,5 +32,4 @@ def test_each_run_is_made_once(form, first, tmp_path, monkeypatch):
         assert len(started) == seeds * number
     assert [c.seed for c in started] == [0] * number + [1] * number
     assert started[0].duration == (first or load_config("cifar10:fast").duration)
-    with tool.TABLE.open() as file:
-        assert len([*csv.DictReader(file)]) == 2 * number
+    assert len(read_rows(tool.TABLE)) == 2 * number

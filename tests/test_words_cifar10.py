@@ -7,6 +7,7 @@ import notebooks
 import numpy as np
 import pytest
 from loaded_file import load_module
+from measured_runs import read_rows
 
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.words import PROMPTS
@@ -74,5 +75,5 @@ def test_each_run_is_made_once(tool, tmp_path, monkeypatch):
         words = ["words_cifar10.py", str(tmp_path), "--data_dir=DIR", f"--seeds={seeds}"]
         monkeypatch.setattr(sys, "argv", words)
         tool.main()
-        assert len(started) == number == len(tool.read_rows())
+        assert len(started) == number == len(read_rows(tool.TABLE))
     assert [c.objective.loss for c in started[:4]] == ["sigmoid", "softmax"] * 2

@@ -8,21 +8,10 @@ Runs that the CSV has are not run again; one that was stopped begins anew.
 """
 
 import argparse
-import csv
-import io
-import json
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
-from etils import epath
+from measured_runs import ROOT, add_row, has_row, train
 
-from vit_jax.base.files import write_whole
-from vit_jax.insight.tables import as_csv
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/explanation/cifar10_fast.csv"
 WHOLE, OF_PARTS = "the recipe", "fast,held_out"
 # {run: (steps that take as many CPU seconds, its flags)}
@@ -38,19 +27,11 @@ PARTS = {
 
 def run(form: str, flags: list[str], workdir: pathlib.Path) -> dict:
     """Train once: CPU seconds of the whole process, training's PFLOP, and accuracy in per cent."""
-    words = [f"--config=cifar10:{form}", f"--workdir={workdir}", *flags]
-    shutil.rmtree(workdir, ignore_errors=True)  # else the seconds would be of its last part only
-    with open(f"{workdir}.txt", "w") as output:
-        command = [sys.executable, "-m", "vit_jax.main", *words]
-        job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        _, code, used = os.wait4(job.pid, 0)
-    if code:
-        raise SystemExit(f"{' '.join(words)}: see {output.name}")
-    summary = json.loads((workdir / "summary.json").read_text())
+    summary, cpu_s = train([f"--config=cifar10:{form}", *flags], workdir)
     entry = "held_out" if form == OF_PARTS else "test"
     accuracy = {name: 100 * summary[f"{entry}/{name}"] for name in ("top1", "top1_flips")}
-    return {"steps": summary["step"], "cpu_s": used.ru_utime + used.ru_stime,
-            "pflop": 1e3 * summary["exaflops"], **accuracy}  # fmt: skip
+    pflop = 1e3 * summary["exaflops"]
+    return {"steps": summary["step"], "cpu_s": cpu_s, "pflop": pflop, **accuracy}
 
 
 def main() -> None:
@@ -62,21 +43,18 @@ def main() -> None:
     args = parser.parse_args()
     work, data_dir = args.workdir.resolve(), pathlib.Path(args.data_dir).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    rows = [*csv.DictReader(io.StringIO(TABLE.read_text()))] if TABLE.exists() else []
     runs = PARTS if args.form == OF_PARTS else {WHOLE: (0, "")}
     for seed in map(str, range(args.seeds)):
         for name, (steps, keys) in runs.items():
             place = {"form": args.form, "run": name, "seed": seed}
-            if any(place.items() <= row.items() for row in rows):
+            if has_row(TABLE, place):
                 print(f"{place}: {TABLE} has it", flush=True)
                 continue
             keys += f" data.data_dir={data_dir} seed={seed}"
             flags = [f"--config.{key}" for key in keys.split()]
             flags += [f"--config.duration={steps} steps"] * (steps > 0)
             workdir = work / "_".join(place.values()).replace(" ", "_")
-            rows.append(place | run(args.form, flags, workdir))
-            print(rows[-1], flush=True)
-            write_whole(epath.Path(TABLE), as_csv([rows[0], *(row.values() for row in rows)]))
+            add_row(TABLE, place | run(args.form, flags, workdir))
 
 
 if __name__ == "__main__":

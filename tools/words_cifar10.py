@@ -8,25 +8,15 @@ test split once. Runs that the CSV has are not run again; one that was stopped b
 """
 
 import argparse
-import csv
-import io
 import itertools
-import json
-import os
 import pathlib
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import tensorflow_datasets as tfds
-from etils import epath
+from measured_runs import ROOT, add_row, has_row, train
 
-from vit_jax.base.files import write_whole
 from vit_jax.data.words import names_in_words
-from vit_jax.insight.tables import as_csv
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/explanation/words_cifar10.csv"
 PROMPTS = ("this photo shows {}", "here is a picture of {}", "one can see {} here")
 CHANGES = ("red {}", "green {}", "blue {}", "{} upside down", "{} at the top", "{} at the bottom",
@@ -95,22 +85,9 @@ def make_data(data_dir: pathlib.Path, work: pathlib.Path) -> None:
 
 def run(flags: list[str], workdir: pathlib.Path) -> dict:
     """Train once: CPU seconds of the whole process, and accuracies in per cent."""
-    words = ["--config=words:cifar10", f"--workdir={workdir}", *flags]
-    shutil.rmtree(workdir, ignore_errors=True)  # else the seconds would be of its last part only
-    with open(f"{workdir}.txt", "w") as output:
-        command = [sys.executable, "-m", "vit_jax.main", *words]
-        job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        _, code, used = os.wait4(job.pid, 0)
-    if code:
-        raise SystemExit(f"{' '.join(words)}: see {output.name}")
-    summary = json.loads((workdir / "summary.json").read_text())
+    summary, cpu_s = train(["--config=words:cifar10", *flags], workdir)
     accuracy = {name: 100 * summary[f"{name}/top1"] for name in ("test", "pairs")}
-    return {"cpu_s": used.ru_utime + used.ru_stime, **accuracy}
-
-
-def read_rows() -> list[dict]:
-    """The rows of the table; none before the first run."""
-    return [*csv.DictReader(io.StringIO(TABLE.read_text()))] if TABLE.exists() else []
+    return {"cpu_s": cpu_s, **accuracy}
 
 
 def main() -> None:
@@ -128,17 +105,15 @@ def main() -> None:
     for seed, name in itertools.product(range(args.seeds), args.runs):
         loss, captions, most = RUNS[name]
         place = {"run": name, "seed": str(seed), "steps": str(args.steps)}
-        if seed >= most or any(place.items() <= row.items() for row in read_rows()):
+        if seed >= most or has_row(TABLE, place):
             continue
         keys = {"seed": seed, "duration": f"{args.steps} steps", "objective.loss": loss,
                 "data.data_dir": work / f"{captions}.npz",
                 "evals.pairs.data_dir": work / "pairs.npz",
                 "evals.test.data_dir": data_dir}  # fmt: skip
         flags = [f"--config.{key}={value}" for key, value in keys.items()]
-        measured = run(flags, work / "_".join(place.values()).replace(" ", "_"))
-        rows = [*read_rows(), place | measured]  # others may have been added meanwhile
-        print(rows[-1], flush=True)
-        write_whole(epath.Path(TABLE), as_csv([rows[0], *(row.values() for row in rows)]))
+        workdir = work / "_".join(place.values()).replace(" ", "_")
+        add_row(TABLE, place | run(flags, workdir))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,23 @@ def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path
     assert_same_run(tmp_path, uninterrupted)
 
 
+# 20 steps; a row each 5, a save each 10, an evaluation at the end. It trains its tokenizer.
+OF_CAPTIONS = ("startup", "kill:process=0:step=8", "kill:process=0:step=14", "save:1",
+               "evaluation:1")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_with_captions_killed_at_any_moment_ends_bit_identical(tmp_path):
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    complete("words.py:debug", unbroken)
+    for moment in OF_CAPTIONS:
+        kill(moment, "words.py:debug", killed)
+    assert "start: resumed at step" in complete("words.py:debug", killed)
+    assert_same_run(killed, unbroken)
+    for file in (unbroken / "tokenizer").iterdir():
+        assert (killed / "tokenizer" / file.name).read_bytes() == file.read_bytes()
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_75(tmp_path):
     """The run goes on from there as from `stopped:20`, on two processes in test_processes."""

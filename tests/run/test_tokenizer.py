@@ -39,7 +39,7 @@ def make_config(**overrides):
 
 def given(captions=CAPTIONS):
     split = {"image": IMAGES, "label": LABELS, "caption": captions}
-    return arrays.give({"train": split, "test": (IMAGES, LABELS)})
+    return arrays.give({"train": split, "test": split})
 
 
 def run(workdir, captions=CAPTIONS, make=train_and_evaluate, **overrides):
@@ -85,6 +85,8 @@ def test_its_parts_know_the_tokenizer(workdir, golden, monkeypatch):
     assert tokenizer.facts == TextFacts(929, 8, end_id=928, pad_id=928)
     assert {known.text for known in facts} == {tokenizer.facts}
     assert all(each.batch.text == tokenizer.facts for each in made.experiments)
+    (evaluated,) = (each for key, each in made.sources.items() if key.split == "test")
+    assert [*evaluated.captions([5, 0])] == [CAPTIONS[5], CAPTIONS[0]]
     batch = made.experiment.abstract_batch
     size = made.settings.run.global_batch_size
     assert (batch["text"].shape, batch["text_mask"].shape) == ((size, 8), (size,))

@@ -191,6 +191,13 @@ def concatenate(sources: Sequence[Source]) -> Source:
         i = np.searchsorted(first_ids, record, side="right") - 1
         return getattr(sources[i], method)(record - first_ids[i])
 
+    def captions(records):
+        records = np.asarray(records)
+        places = np.searchsorted(first_ids, records, side="right") - 1
+        own = [(records[places == i] - first).tolist() for i, first in enumerate(first_ids)]
+        found = [s.captions(ids) for s, ids in zip(sources, own, strict=True) if s.captions]
+        return (next(found[i]) for i in places)
+
     def read_one(record_id):
         functions = [lambda own_id, s=s: s.read(own_id) for s in sources]
         return _of_part(first_ids, record_id, functions)
@@ -214,7 +221,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
         chunks=next((source.chunks for source in sources if source.chunks), None),
-        captions=first.captions and functools.partial(ask, "captions"),
+        captions=first.captions and captions,
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError, shown
+from vit_jax.data.captions import one_by_one
 from vit_jax.data.class_names import (
     as_name,
     number_labels,
@@ -175,7 +176,7 @@ def open_shards(
         record_files=files,
         file_names=records.file_names,
         multi_label=multi_label,
-        captions=records.captions if records.parts[0].shard.captions else None,
+        captions=one_by_one(records.captions) if records.parts[0].shard.captions else None,
     )
 
 

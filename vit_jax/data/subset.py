@@ -176,7 +176,7 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
         record_files=None,
         file_names=None if names is None else file_names,
         part_sizes=(len(kept),),
-        captions=captions and (lambda record: captions(int(kept[record]))),
+        captions=captions and (lambda records: captions(kept[records].tolist())),
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from vit_jax import checkpoints, data, transfer
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.base.tree import Batch
+from vit_jax.base.tree import OBJECTIVE, Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
@@ -31,6 +31,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.models.contract import about
 from vit_jax.models.variants import Variant
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.matching import compare_reading, find_places, say_other_pixels
@@ -40,7 +41,7 @@ from vit_jax.run.setup.sources import data_fingerprint, training_order
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults
-from vit_jax.transfer.fit import reorder_head
+from vit_jax.transfer.fit import fit_texts, reorder_head
 
 logger = logging.getLogger("vit_jax")
 
@@ -261,9 +262,7 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
-        **_first_weights(
-            settings.run, settings.data, experiment, opened.pretrained, train_source.class_names
-        ),
+        **_first_weights(settings, experiment, opened, train_source.class_names, texts),
     )
 
 
@@ -345,22 +344,29 @@ def describe(run: Run) -> None:
 
 
 def _first_weights(
-    run: sections.Run,
-    data: sections.Data,
+    settings: Settings,
     experiment: Experiment,
-    pretrained: transfer.Pretrained | None,
+    opened: Files,
     class_names: Sequence[str] | None,
+    texts: Callable[[], TextSide] | None,
 ) -> dict[str, Any]:
-    """The fields of `Run` with the weights of `init_from`, fitted to the model."""
+    """The fields of `Run` with the weights of `init_from`, fitted to the model.
+
+    texts: gives the text side that learns; None: there is none.
+    """
+    run, pretrained, side = settings.run, opened.pretrained, opened.text_side
     if pretrained is None:
         return {}
     keep_head = run.init_head == "kept"
     if keep_head:
         pretrained = _match_head(pretrained, class_names)
-    compare_value_ranges(data, pretrained, str(run.init_from))
+    compare_value_ranges(settings.data, pretrained, str(run.init_from))
     params, model_state = transfer.init_variables(
         pretrained, experiment.model, run.init_resize, keep_head=keep_head
     )
+    if side is not None and texts is not None:
+        own = fit_texts(side, texts().matcher, pretrained.source)
+        params |= {f"{OBJECTIVE}/{name}": array for name, array in own.items()}
     return {"initial_params": params, "initial_model_state": model_state}
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
-from vit_jax.data.captions import NAMES, find_captions
+from vit_jax.data.captions import NAMES, find_captions, one_by_one
 from vit_jax.data.class_names import spell
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.given_labels import as_labels, count_classes, labels_matter, settle_labels
@@ -306,7 +306,7 @@ class Arrays(DataSet):
             num_examples=len(rows),
             num_classes=num_classes,
             class_names=names,
-            captions=(lambda record: split.captions_of(int(rows[record]))) if has else None,
+            captions=one_by_one(lambda i: split.captions_of(int(rows[i]))) if has else None,
             fingerprint=fingerprint("arrays", *identity),
             record_name=lambda record: f"item {rows[record]} of {split.name}",
             multi_label=multi_label,

@@ -183,8 +183,9 @@ class List(DataSet):
             labels[path] = one_hot[numbers].sum(axis=0) if multi_label else numbers[0]
         source = own_images(request, lists.root, file.parent, files, labels, class_names, file)
         captions = [row.captions for row in rows.values()]
+        is_read = request.captions and any(captions)
         return dataclasses.replace(
-            source, captions=captions.__getitem__ if request.captions and any(captions) else None
+            source, captions=functools.partial(map, captions.__getitem__) if is_read else None
         )
 
 

@@ -77,6 +77,9 @@ class Synthetic(DataSet):
             label = tf.cast(record_ids % num_classes, tf.int32)
             return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
 
+        def captions(records):
+            return ([f"noise {i % num_classes}"] for i in records)
+
         name, split = request.name, request.split
         return Source(
             name=name,
@@ -87,5 +90,5 @@ class Synthetic(DataSet):
             fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
             record_name=numbered(name, split),
-            captions=(lambda i: [f"noise {i % num_classes}"]) if request.captions else None,
+            captions=captions if request.captions else None,
         )

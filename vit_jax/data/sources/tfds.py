@@ -31,7 +31,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
 from vit_jax.data.captions import NAMES
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint, read_tensors
-from vit_jax.data.dear_values import Kept
 from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import Reading, as_known_format, to_pixels
@@ -44,7 +43,6 @@ from vit_jax.data.records import (
     stored_labels,
     stored_values,
 )
-from vit_jax.data.retries import raise_failed
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024
@@ -353,29 +351,34 @@ def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int]
 
 
 def _make_captions(files: RecordFiles, number: int, name: str, info) -> Callable:
-    """Make `Source.captions`; of up to `_KEPT` records the first call reads all.
+    """Make `Source.captions`; of up to `_KEPT` records the first call reads all, which stay.
 
-    TFDS stores captions with their images, so that both are read.
+    TFDS stores captions with their images, so that both are read, one stretch after the other.
     """
-    features, kept = tfds.features.FeaturesDict({name: info.features[name]}), Kept(0)
+    features = tfds.features.FeaturesDict({name: info.features[name]})
+    kept: list[list[bytes]] = []
 
     def texts_of(stored, record_id):
         found = features.deserialize_example(stored)[name]
         return tf.reshape(found["text"] if isinstance(found, dict) else found, [-1])
 
-    def read():
-        found: list[list[bytes]] = [[] for _ in range(number)]
-        ids = tf.data.Dataset.range(number).batch(_RECORDS_AT_ONCE)
-        for record_id, texts in Elements(stored_values(files, ids, texts_of)):
-            found[record_id] = texts.tolist()
-        raise_failed()
-        return found
+    def read(records):
+        ids = tf.data.Dataset.from_tensor_slices(np.asarray(records, np.int64))
+        elements = Elements(stored_values(files, ids.batch(_RECORDS_AT_ONCE), texts_of))
+        none = -1, np.array([])
+        found, texts = next(elements, none)
+        for record in records:
+            if record != found:  # it is broken, and left out
+                yield []
+                continue
+            yield texts.tolist()
+            found, texts = next(elements, none)
 
-    def captions(record):
-        if number <= _KEPT:
-            return kept.get(name, read, 0)[record]
-        texts = read_now(files, record, texts_of)
-        return [] if texts is None else texts.numpy().tolist()
+    def captions(records):
+        if number > _KEPT:
+            return read(records)
+        kept[:] = kept or [*read(range(number))]
+        return map(kept.__getitem__, records)
 
     return captions
 

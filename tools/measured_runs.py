@@ -1,0 +1,48 @@
+"""Runs measured from outside, and the tables of docs/ that keep their rows; for the tools here."""
+
+import csv
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from etils import epath
+
+from vit_jax.base.files import write_whole
+from vit_jax.insight.tables import as_csv
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def train(words: list[str], workdir: pathlib.Path) -> tuple[dict, float]:
+    """Train from the start: the summary of the run, and CPU seconds of its whole process.
+
+    `workdir` is made anew. The output goes to the file WORKDIR.txt, which a failure names.
+    """
+    shutil.rmtree(workdir, ignore_errors=True)  # else the seconds would be of its last part only
+    command = [sys.executable, "-m", "vit_jax.main", *words, f"--workdir={workdir}"]
+    with open(f"{workdir}.txt", "w") as output:
+        job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        _, code, used = os.wait4(job.pid, 0)
+    if code:
+        raise SystemExit(f"{' '.join(words)}: see {output.name}")
+    return json.loads((workdir / "summary.json").read_text()), used.ru_utime + used.ru_stime
+
+
+def read_rows(table: pathlib.Path) -> list[dict]:
+    """The rows of a CSV file; none where there is no file yet."""
+    return [*csv.DictReader(table.read_text().splitlines())] if table.exists() else []
+
+
+def has_row(table: pathlib.Path, place: dict) -> bool:
+    """Whether a row has all the texts of `place`."""
+    return any(place.items() <= row.items() for row in read_rows(table))
+
+
+def add_row(table: pathlib.Path, row: dict) -> None:
+    """Print a row and add it to those that the file has by now: others may have added some."""
+    print(row, flush=True)
+    rows = [*read_rows(table), row]
+    write_whole(epath.Path(table), as_csv([rows[0], *(row.values() for row in rows)]))
