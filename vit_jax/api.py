@@ -297,6 +297,7 @@ def figures(
         images = open_images(images, pretrained.spec.reading)
     how = {"examples": examples, "shown": shown, "batch_size": batch_size, "progress": progress}
     output = files.absolute(output)
+    files.check_folder(output, "output")
     return draw_figures(pretrained, output, images, names, compare_to=compare_to, **how)
 
 

@@ -10,6 +10,7 @@ import os
 import pathlib
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, Self, cast
 
@@ -46,8 +47,7 @@ def check_output(path: epath.Path, flag: str) -> None:
         raise InputError(f"{flag}={path}: is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise InputError(f"{flag}={path}: the folder {path.parent} does not exist; create it")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{flag}={path}: {path.parent} is not writable; choose another folder")
+    _try_to_write(path.parent, path, flag)
 
 
 def check_folder(path: epath.Path, flag: str) -> None:
@@ -64,8 +64,17 @@ def check_folder(path: epath.Path, flag: str) -> None:
     if not there.is_dir():
         what = "" if there == path else f"{there} "
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{flag}={path}: {there} is not writable; choose another directory")
+    _try_to_write(there, path, flag)
+
+
+def _try_to_write(folder: epath.Path, path: epath.Path, flag: str) -> None:
+    """Raise InputError unless a file can be made in `folder`: to root, /proc looks writable."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # has no name where the disk allows it
+    except OSError as e:
+        raise InputError(
+            f"{flag}={path}: {folder} is not writable ({e.strerror}); choose another folder"
+        ) from None
 
 
 def check_names(path: epath.Path, flag: str) -> None:

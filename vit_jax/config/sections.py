@@ -274,8 +274,8 @@ class Optimizer(Section):
     accum_steps: int = key(
         None,
         "gradient accumulation: microbatches whose gradients are summed before an update; None: "
-        "chosen when the run starts, as 1, or on CPUs so that the activations of a microbatch stay "
-        "in the cache",
+        "chosen when the run starts, as 1, or so that the activations of a microbatch stay in the "
+        "cache of a CPU, or its tokens in the VMEM of a TPU",
         within=POSITIVE,
         decided=True,
     )

@@ -90,7 +90,7 @@ class Distillation(ObjectivePart):
     )  # fmt: skip
     distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
 
-    splits_on_cpus = True
+    splits_unasked = True
 
     @property
     def learns_labels(self):

@@ -15,7 +15,7 @@ class Supervised(ObjectivePart):
     """
 
     learns_labels = True
-    splits_on_cpus = True
+    splits_unasked = True
 
     def bind(self, model, loss, facts):
         def loss_of_batch(params, state, batch, frozen, rng):

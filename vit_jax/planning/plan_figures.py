@@ -57,6 +57,7 @@ def describe(
         "image_size": settings.data.image_size,
         "global_batch_size": settings.run.global_batch_size,
         "images_per_way": settings.run.global_batch_size // ways,
+        "accum_steps": settings.optimizer.accum_steps,
         "total_steps": experiment.total_steps,
         "num_params": experiment.num_params,
         "dropout": getattr(model, "dropout", 0.0),

@@ -92,11 +92,13 @@ def run_table(figures: dict[str, Any]) -> Table:
     hosts = figures["num_hosts"]
     slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
     took = f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""
+    share = f"{figures['images_per_way']:,} per shard"
+    share += f" in {n} microbatches" if (n := figures["accum_steps"]) > 1 else ""
     rows = {
         "chips": f"{figures['num_chips']:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "images": "{} x {} pixels (height x width)".format(*figures["image_size"]),
-        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
+        "batch": f"{figures['global_batch_size']:,}, {share}",
         "layers": describe_layers(figures),
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",

@@ -142,6 +142,7 @@ def mlp(x_RD, params: Params, drawn: Drawn, spec: Spec):
     return _forward(x_RD, params, drawn, spec, keeps=False)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "keeps"))  # traced once for all layers
 def _forward(x_RD, params, drawn, spec, keeps=True):
     """`keeps`: write the hidden units, for the backward pass."""
     (R, D), F = x_RD.shape, params.up_F.size
@@ -159,6 +160,7 @@ def _forward(x_RD, params, drawn, spec, keeps=True):
     return y_RD, (x_RD, params, drawn, hidden)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def _backward(spec, saved, grad_RD):
     x_RD, params, drawn, hidden = saved
     (D, F), of, num_hidden = params.up_DF.shape, spec.blocks.of, _num_hidden(params)

@@ -64,6 +64,7 @@ def project(x_RD, norm_params, layers, spec: Spec):
     return _forward(x_RD, norm_params, layers, spec)[0]
 
 
+@functools.partial(jax.jit, static_argnames="spec")  # traced once for all layers
 def _forward(x_RD, norm_params, layers, spec):
     D, of = x_RD.shape[1], spec.blocks.of
     kernels, biases_3D = _split(layers)
@@ -79,6 +80,7 @@ def _forward(x_RD, norm_params, layers, spec):
     return (*qkv, x_RD), (x_RD, norm_params, layers)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def _backward(spec, saved, grads):
     x_RD, norm_params, layers = saved
     D, of = x_RD.shape[1], spec.blocks.of

@@ -74,6 +74,7 @@ def attention(qkv, biases, turns_BKN, sizes: Sizes):
     return _forward(qkv, biases, turns_BKN, sizes)[0]
 
 
+@functools.partial(jax.jit, static_argnames="sizes")  # traced once for all layers
 def _forward(qkv, biases, turns_BKN, sizes):
     qkv = tuple(x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
     layout, turns = _Layout.of(qkv[0], sizes), _listed(turns_BKN)
@@ -90,6 +91,7 @@ def _forward(qkv, biases, turns_BKN, sizes):
     return out_BNW, (qkv, turns_BKN)
 
 
+@functools.partial(jax.jit, static_argnames="sizes")
 def _backward(sizes, saved, grad_BNW):
     qkv, turns_BKN = saved
     layout, turns = _Layout.of(grad_BNW, sizes), _listed(turns_BKN)

@@ -216,8 +216,6 @@ class Files(Opener):
             has_scan = "scan" in fields_of(config.model.name)
             if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
-        parts = config.optimizer.accum_steps or 1  # as long as they are open
-        config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(Settings.read(config), self.mesh)
         self.mesh = check_mesh(chosen)
