@@ -353,11 +353,14 @@ class Group(NamedTuple):
 
 
 def group_seeds(runs: Sequence[Run]) -> list[Group]:
-    """Group the runs, with the last values of each metric."""
-    by_config: dict[str, list[Run]] = {}
+    """Group the runs, with the last values of each metric; no seed comes twice in a group."""
+    by_config: dict[tuple[str, int], list[Run]] = {}
+    times = collections.Counter[str]()
     for run in runs:
         config = {key: value for key, value in run.config.items() if key != "seed"}
-        by_config.setdefault(json.dumps(config, default=str), []).append(run)
+        whole = json.dumps(run.config, default=str)
+        by_config.setdefault((json.dumps(config, default=str), times[whole]), []).append(run)
+        times[whole] += 1
     groups = []
     for members in by_config.values():
         name = members[0].name
