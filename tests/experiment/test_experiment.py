@@ -306,7 +306,10 @@ def test_sizes_that_the_tensor_axis_does_not_divide_are_named(caplog):
         ("ViT-L/16", "tpu", 64, 1),
         ("ViT-L/16", "tpu", 256, 4),
         ("ViT-B/16", "tpu", 256, 4),
-        ("ViT-B/16", "tpu", 64, 1),
+        ("ViT-L/16", "tpu", 128, 2),
+        ("ViT-B/16", "tpu", 128, 1),
+        ("ViT-S/16", "tpu", 256, 1),
+        ("ViT-H/14", "tpu", 64, 1),
         ("ViT-L/16", "tpu", 131, 1),  # only parts of one row
         ("BiT-R50x1", "tpu", 256, 1),
     ],

@@ -12,6 +12,7 @@ import pytest
 from at_fault import at_fault
 from finished_run import final_state, rows
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
 from pairs import siglip
 from scipy.special import expit, log_softmax
@@ -291,6 +292,8 @@ def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
         of = lambda p: e.objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731
         found, grads = jax.jit(jax.value_and_grad(of))(state.params)
     assert "tensor" not in str(keys) or "tensor" in str(jax.tree.map(lambda x: x.sharding, grads))
+    tokens = state.params["objective"]["text"]["token_embedding"]["embedding"]
+    assert tokens.sharding.spec == P(None, "fsdp")
     plain = with_known(e.model, dtype=jnp.float32, constrain=unconstrained, ops=PLAIN)
     matcher = part.make_matcher(plain, started.train_source.tokenizer.facts)
     images, texts, params = jax.device_get((batch["image"], batch["text"], state.params))

@@ -23,6 +23,7 @@ from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.models.variants import Variant
 from vit_jax.run.build import compare_value_ranges, describe
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.sources import (
@@ -105,6 +106,20 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     )
     for key in ("exif=false", "pixel_range=0,4095"):
         assert f"set --config.data.{key}" in caplog.text
+
+
+def test_sizes_that_stay_although_the_model_is_named_are_said(tmp_path, caplog):
+    config = load_config("configs/quickstart.py:debug")
+    config.model.name, config.model.width = "ViT-B/4", None
+    for by_user in (
+        {"model.name"},
+        {"model.name", *(f"model.{key}" for key in Variant._fields)},
+        (),
+    ):
+        describe(prepare(config, tmp_path / "run", by_user=by_user))
+    said = [record.message for record in caplog.records if "model.name" in record.message]
+    assert len(said) == 1
+    assert "--config.model.depth=None" in said[0] and "width" not in said[0]
 
 
 def test_the_value_range_of_other_channels_is_said(caplog):

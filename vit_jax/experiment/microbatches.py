@@ -17,8 +17,9 @@ from vit_jax.objectives.contract import ObjectivePart
 
 # Bytes of a part: of its hidden units and attention weights in one layer, in float32.
 _CPU_BYTES = 5 << 20
-# Of its tokens in the dtype of the model: 64 images of ViT-L/16.
-_TPU_BYTES = 25 << 20
+# Of its tokens in the dtype of the model: 64 images of ViT-L/16. Fewer bytes than the second stay
+# whole, as 256 images of ViT-S/16 take less time than 2 parts of 128.
+_TPU_BYTES, _TPU_WHOLE = 25 << 20, 45 << 20
 
 
 def settle_microbatches(
@@ -40,8 +41,8 @@ def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share
     """The fewest microbatches of `share` rows a device whose activations stay in its cache or VMEM.
 
     1 on GPUs, for objectives that do not allow it, and for models whose batch statistics parts
-    would change. On TPUs also if `share` divides only into parts of less than half of VMEM's rows,
-    in which the layers' weights would take more time than their tokens.
+    would change. On TPUs also for a small batch, and if `share` divides only into parts of less
+    than half the rows, in which the layers' weights would take more time than their tokens.
     """
     platform = mesh.devices.flat[0].platform
     if not objective.splits_unasked or model.block_bytes is None or model.has_batch_statistics:
@@ -53,7 +54,8 @@ def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share
         of_row = model.num_tokens_in_training * model.width * jnp.dtype(model.dtype).itemsize
         rows = max(_TPU_BYTES // of_row, 1)
         parts = _fewest_parts(share, rows)
-        return parts if 2 * share >= rows * parts else 1
+        is_worth = share * of_row > _TPU_WHOLE and 2 * share >= rows * parts
+        return parts if is_worth else 1
     return 1
 
 

@@ -66,7 +66,8 @@ class Contrastive(ObjectivePart):
 
     learns_texts = True
     split_params = (
-        (r"token_embedding/embedding", (None, None)),
+        # Each device looks up its part of the width: tokens are exchanged, and no whole gradient.
+        (r"token_embedding/embedding", (None, "fsdp")),
         (r"image_head/kernel", ("fsdp", None)),
     )
 

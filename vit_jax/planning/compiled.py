@@ -25,7 +25,7 @@ from vit_jax.run.teachers import planned_experiment
 
 logger = logging.getLogger("vit_jax")
 
-_SAID_EVERY_S = 20
+_SAID_EVERY_S = 30
 
 
 def compile_plan(

@@ -30,6 +30,7 @@ from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.models.contract import about
+from vit_jax.models.variants import Variant
 from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
@@ -265,6 +266,18 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     )
 
 
+def _warn_of_sizes(resolved: Resolved) -> None:
+    """Warn if the user names a model, and the config keeps sizes of another."""
+    model, by = resolved.config.model, resolved.decided_by
+    kept = [key for key in Variant._fields if by.get(f"model.{key}") == "recipe"]
+    if by["model.name"] == "user" and kept:
+        logger.warning(
+            "model.name=%r: the config sets %s too, and they stay; for the sizes of that name set "
+            "%s", model.name, ", ".join(f"{key} {model[key]}" for key in kept),
+            " ".join(f"--config.model.{key}=None" for key in kept),
+        )  # fmt: skip
+
+
 def describe(run: Run) -> None:
     """Log the devices, batch, data and model of a run."""
     devices = run.mesh.devices.flatten()
@@ -285,8 +298,9 @@ def describe(run: Run) -> None:
         for key, source in run.sources.items()
     )
     logger.info(
-        "data: %s, %d classes, examples: %s; %s steps",
-        d.name, d.num_classes, splits, f"{e.total_steps:,}",
+        "data: %s%s, examples: %s; %s steps", d.name,
+        "" if d.name == "unlabelled" else f", {d.num_classes} classes", splits,
+        f"{e.total_steps:,}",
     )  # fmt: skip
     if run.caption_faults:
         logger.warning("captions: %s", run.caption_faults)
@@ -319,6 +333,7 @@ def describe(run: Run) -> None:
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
+    _warn_of_sizes(run.resolved)
     for stage, each in zip(run.settings.stages, run.experiments, strict=True):
         if run.earlier:
             logger.info(

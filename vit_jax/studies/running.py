@@ -380,7 +380,7 @@ def _say_winner(winner: Mapping[str, Any]) -> list[str]:
     near = [", ".join(f"{key} {value}" for key, value in other.items()
                       if value not in ("", winner["place"].get(key)))
             for other in winner["near"]]  # fmt: skip
-    tied = [f"Not clearly best: within one standard deviation are {'; '.join(near[:5])}"]
+    tied = [f"Not clearly best; within one standard deviation of it: {'; '.join(near[:5])}"]
     tied *= bool(near)
     workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
     best = f"Best: {place}: {readable(winner['values'])}"
