@@ -35,12 +35,12 @@ class LiteralPath(type(epath.Path())):  # type: ignore[misc]
 def absolute(path: epath.PathLike) -> epath.Path:
     """`path` made absolute, with `~` expanded; addresses such as gs://bucket stay as they are."""
     path = epath.Path(path)
-    return path if _is_object(path) else path.expanduser().resolve()
+    return path if is_object(path) else path.expanduser().resolve()
 
 
 def check_output(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless a file can be written at `path`."""
-    if _is_object(path):
+    if is_object(path):
         return
     check_names(path, flag)
     if path.is_dir():
@@ -53,7 +53,7 @@ def check_output(path: epath.Path, flag: str) -> None:
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
     check_names(path, flag)
-    if _is_object(path):
+    if is_object(path):
         return
     there = next(p for p in [path, *path.parents] if p.exists() or os.path.islink(p))
     if not there.exists():
@@ -171,7 +171,7 @@ def cache_folder(kind: str) -> pathlib.Path:
 @contextlib.contextmanager
 def whole_folder(path: epath.Path) -> Iterator[None]:
     """A folder to fill: an error in the block removes it, if it was not there before."""
-    folders = [] if _is_object(path) else [path, *path.parents]
+    folders = [] if is_object(path) else [path, *path.parents]
     made = [folder for folder in folders if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -216,10 +216,11 @@ def open_for_append(
     The result has `write(bytes)`, `flush()`, which makes all writes durable, `close()`, and
     `abandon()`, which closes it without flushing.
     """
-    return (StoredObject if _is_object(path) else LocalFile)(path, parts)
+    return (StoredObject if is_object(path) else LocalFile)(path, parts)
 
 
-def _is_object(path: epath.Path) -> bool:
+def is_object(path: epath.Path) -> bool:
+    """Whether `path` is in an object store."""
     return "://" in os.fspath(path)
 
 
