@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.objective import texts_that_learn
@@ -34,6 +36,7 @@ from vit_jax.models.contract import with_known
 from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
+from vit_jax.run.build import describe
 from vit_jax.run.setup import opener
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.train import start_state
@@ -310,6 +313,19 @@ def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
     both = [ravel_pytree(jax.device_get(each))[0] for each in (grads, expected_grads)]
     distance = jnp.linalg.norm(both[0] - both[1]) / jnp.linalg.norm(both[1])
     assert distance < bounds[1]
+
+
+def test_the_log_counts_no_classes_of_images_without_labels(tmp_path, caplog):
+    pixels = RNG.integers(0, 256, (32, 32, 32, 3), np.uint8)
+    config = load_config("configs/siglip.py:debug")
+    unknown = {"data.num_classes": None, "data.num_examples": None, "data.ops": "resize"}
+    with arrays.give({"train": {"image": pixels, "caption": ["a dog"] * 32}}) as chosen:
+        changes = [(key, str(value)) for key, value in (chosen | unknown).items()]
+        assert apply_overrides(config, changes) == []
+        started = asked.prepare(config, tmp_path)
+    caplog.set_level("INFO", "vit_jax")
+    describe(started)
+    assert re.search(r"data: arrays\S+, examples: train 32", caplog.text)
 
 
 SHORT = {"duration": "8 steps", "optimizer.eps": "1e-3"}

@@ -1,5 +1,6 @@
 """A run with captions: its tokenizer, which it keeps, and what its parts know of it."""
 
+import re
 import shutil
 
 import jax
@@ -130,7 +131,11 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
         run(again, make=prepare)
     run(again, make=prepare, **where)
     wrong = [*CAPTIONS[:-1], [b"\xff"]]
+    caplog.set_level("INFO", "vit_jax")
     run(tmp_path / "new", wrong)
+    assert re.search(
+        rf"captions: 8 tokens each, of the \d+ in {tmp_path}/new/tokenizer", caplog.text
+    )
     assert caplog.text.count(" train: 1 not UTF-8 (item 63 of train); images") == 1
 
 

@@ -85,7 +85,7 @@ class Source:
     captions: Callable[[Sequence[int]], Iterator[Sequence[str | bytes]]] | None = None
     tokenizer: Tokenizer | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.part_sizes:
             object.__setattr__(self, "part_sizes", (self.num_examples,))
 
@@ -171,7 +171,7 @@ class DataSet(Part):
         raise NotImplementedError
 
 
-def fingerprint(*identity) -> str:
+def fingerprint(*identity: Any) -> str:
     """The digest (32 hex digits) of a data set's identity: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
@@ -227,7 +227,8 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     them either. A record whose label cannot be read gets the label -1.
     """
 
-    def label_of(record_ids):  # in the map that reads, so that TensorFlow prunes the image
+    def label_of(record_ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # In the map that reads, so that TensorFlow prunes the image.
         return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)

@@ -135,7 +135,7 @@ def open_shards(
     vector_size = len(names) if multi_label else None
     label_of = _read_labels(codes, counts, vector_size)
 
-    def parse(stored, record_id):
+    def parse(stored: tf.Tensor, record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         label = label_of(record_id)
         with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(label >= 0), [label])]):
             label = tf.identity(label)
@@ -144,7 +144,7 @@ def open_shards(
 
     files = dataclasses.replace(open_parts(records.parts), parse=parse, knows_labels=True)
 
-    def why(record):
+    def why(record: int) -> str:
         if not np.all(label_of(tf.constant(record, tf.int64)) >= 0):
             return "its label cannot be read; write it again"
         shard, place = records.find(record)
@@ -234,7 +234,7 @@ def _read_labels(
         return lambda record_id: tf.gather(codes_tensor, record_id)
     ends = tf.constant(np.append(0, np.cumsum(counts)))
 
-    def label_of(record_id):
+    def label_of(record_id: tf.Tensor) -> tf.Tensor:
         start, stop = tf.unstack(tf.gather(ends, tf.stack([record_id, record_id + 1])))
         own = codes_tensor[start:stop]
         shown_C = tf.reduce_sum(tf.one_hot(own, vector_size), 0)

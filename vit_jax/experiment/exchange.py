@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,8 +29,9 @@ from vit_jax.base.tree import PyTree
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.accumulation import Sums
+from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import AttentionShape, Model, about
-from vit_jax.objectives.contract import Objective
+from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 
 class Exchange(NamedTuple):
@@ -128,7 +129,9 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
     axes = {name: spec.index("data") if "data" in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
-    def add(state, batch, key):
+    def add(
+        state: TrainState, batch: tree.Batch, key: jax.Array
+    ) -> tuple[tree.Params, ObjectiveOutput]:
         shares = tree.flatten_names(state.params)
         params = {name: _gather(shares[name], axes[name], sent_as[name]) for name in axes}
         own_key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
@@ -168,7 +171,7 @@ def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Arr
     return functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
 
 
-def _add_up(grads_and_out):
+def _add_up(grads_and_out: tuple[PyTree, ObjectiveOutput]) -> tuple[PyTree, ObjectiveOutput]:
     """The sums of all devices' gradients and objective's sums, in one exchange."""
     grads, out = grads_and_out
     out = out._replace(model_state={}, objective_state={})
@@ -182,14 +185,19 @@ def _on_rows(add: Sums, params: PyTree, mesh: Mesh) -> Sums:
     The states of the model and of the objective stay as they are.
     """
 
-    def joined(state, batch, key):
+    def joined(
+        state: TrainState, batch: tree.Batch, key: jax.Array
+    ) -> tuple[tree.Params, ObjectiveOutput]:
         of_state = jax.tree.map(lambda _: P(), state.replace(params=(), opt_state=(), ema={}))
         specs = (of_state.replace(params=params), P(BATCH_AXES), P())
         added = jax.shard_map(
             add, mesh=mesh, in_specs=specs, out_specs=(params, P()), check_vma=False
         )
         grads, out = added(state.replace(opt_state=(), ema={}), batch, key)
-        kept = {"model_state": state.model_state, "objective_state": state.objective_state}
+        kept: dict[str, Any] = {
+            "model_state": state.model_state,
+            "objective_state": state.objective_state,
+        }
         return grads, out._replace(**kept)
 
     return joined

@@ -283,7 +283,7 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     experiment = _experiment_of(alone)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
-    def gradients(*args):
+    def gradients(*args: Any) -> Any:
         return experiment.step_with(watched(experiment.tx))(*args)[0].opt_state[0]
 
     if own_rows:

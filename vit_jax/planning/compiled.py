@@ -86,7 +86,7 @@ def saying_how_long(since: float) -> Iterator[None]:
     """Log the seconds since then, by `time.perf_counter`, as long as the body runs."""
     done = threading.Event()
 
-    def say():
+    def say() -> None:
         while not done.wait(_SAID_EVERY_S):
             logger.info("compiling since %.0f s", time.perf_counter() - since)
 

@@ -142,7 +142,7 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
 def _exported(eqn: JaxprEqn) -> bytes:
     """The kernel call of `eqn` as a program of its own, for TPUs."""
 
-    def call(*args):
+    def call(*args: jax.Array) -> Any:
         return eqn.primitive.bind(*args, **eqn.params)
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]

@@ -123,7 +123,7 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
     devices = set(next(iter(by_host.values())))
 
     @functools.cache
-    def count_parts(shape, sharding):
+    def count_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> int:
         indices = sharding.devices_indices_map(shape)
         return len({str(index) for device, index in indices.items() if device in devices})
 

@@ -16,6 +16,7 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.base.tree import OBJECTIVE, Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
+from vit_jax.data.captions import TOKENIZER
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
@@ -214,7 +215,7 @@ def prepare(
     opened = Files(workdir, before, choose_layout)
     resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
-    check_unchanged(resolved.config, before, workdir, chosen)
+    check_unchanged(resolved.settings, before, workdir, chosen)
     return build(resolved, opened, workdir)
 
 
@@ -292,25 +293,7 @@ def describe(run: Run) -> None:
     e, d = run.experiment, run.settings.data
     logger.info("batch: %d globally, %d per host, %d per device; images: %d x %d (height x width)",
                 size, rows, size // ways, *d.image_size)  # fmt: skip
-    splits = ", ".join(
-        f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
-        f"{source.num_examples:,}"
-        for key, source in run.sources.items()
-    )
-    logger.info(
-        "data: %s%s, examples: %s; %s steps", d.name,
-        "" if d.name == "unlabelled" else f", {d.num_classes} classes", splits,
-        f"{e.total_steps:,}",
-    )  # fmt: skip
-    if run.caption_faults:
-        logger.warning("captions: %s", run.caption_faults)
-    if fault := unused_bits_of(run.train_source):
-        logger.warning("data: %s; %s", *fault)
-    if size > d.num_examples:
-        logger.warning(
-            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
-            size, d.num_examples,
-        )  # fmt: skip
+    _describe_data(run)
     o, schedule = run.settings.optimizer, run.settings.schedule
     ends = np.minimum([schedule.start + schedule.warmup, e.total_steps - 1], e.total_steps - 1)
     risen, last = np.asarray(e.schedule(ends)).tolist()
@@ -341,6 +324,30 @@ def describe(run: Run) -> None:
                 "per image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
                 about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
             )  # fmt: skip
+
+
+def _describe_data(run: Run) -> None:
+    e, d, size = run.experiment, run.settings.data, run.settings.run.global_batch_size
+    splits = ", ".join(
+        f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
+        f"{source.num_examples:,}"
+        for key, source in run.sources.items()
+    )
+    has_classes = d.num_classes > 1 or run.train_source.class_names is not None
+    classes = f", {d.num_classes} classes" * has_classes
+    logger.info("data: %s%s, examples: %s; %s steps", d.name, classes, splits, f"{e.total_steps:,}")
+    if d.text_length is not None:
+        logger.info("captions: %d tokens each, of the %s in %s",
+                    d.text_length, f"{d.vocabulary:,}", run.workdir / TOKENIZER)  # fmt: skip
+    if run.caption_faults:
+        logger.warning("captions: %s", run.caption_faults)
+    if fault := unused_bits_of(run.train_source):
+        logger.warning("data: %s; %s", *fault)
+    if size > d.num_examples:
+        logger.warning(
+            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
+            size, d.num_examples,
+        )  # fmt: skip
 
 
 def _first_weights(

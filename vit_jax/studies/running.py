@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
     command = [reveal(word) for word in command]
     process, received = None, set()
 
-    def note(number, _):
+    def note(number: int, _: types.FrameType | None) -> None:
         received.add(number)
         if number == signal.SIGTERM and process is not None:
             process.terminate()
