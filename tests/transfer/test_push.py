@@ -103,4 +103,8 @@ def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
     assert "evaluate --workdir=" in text
     results = ModelCard(text).data.eval_results
     (top1,) = [r for r in results if r.metric_name == "test/top1"]
-    assert (top1.metric_type, top1.dataset_name, top1.dataset_split) == ("accuracy", "digits", "test")
+    assert (top1.metric_type, top1.dataset_name, top1.dataset_split) == (
+        "accuracy",
+        "digits",
+        "test",
+    )
