@@ -8,13 +8,15 @@ MODEL is ViT-B/16, ViT-L/16 or another ViT; its text tower has the same width, d
 is a folder of tar files with images and captions, NAME.jpg and NAME.txt. Without
 --config.data.tokenizer the run trains one on them.
 
-From the paper and its released models: batches of 32,768, 224 px, attention pooling, no projection
-of images, texts of 64 tokens by SentencePiece with 32,000 ids, a scale that starts at 10 and a bias
-that starts at -10, b2 0.95. From SigLIP 2 (arXiv:2502.14786), which states more: Adam at 1e-3 with
-weight decay 1e-4, clipping at norm 1, 20,000 steps of warm-up, a cosine, 40 billion pairs. Our
-choices: the whole image, resized, without other augmentation; decay of kernels only; bfloat16.
+From the paper: batches of 32,768; b2 0.95, as a public replication quotes it. From its released
+models (SigLIP_demo.ipynb of big_vision): 224 px, attention pooling, no projection of images, texts
+of 64 tokens by SentencePiece with 32,000 ids, a scale that starts at 10, a bias that starts at -10.
+From SigLIP 2 (arXiv:2502.14786), which states more: Adam at 1e-3 with weight decay 1e-4, clipping
+at norm 1, 20,000 steps of warm-up, a cosine, 40 billion pairs. Our choices: the whole image,
+resized, without other augmentation; decay of kernels only; bfloat16.
 
-Zero-shot on ImageNet: --config.evals.zeroshot.data_dir=DIR, with DIR/imagenet2012. A plan needs no
+Zero-shot on ImageNet: --config.evals.zeroshot.data_dir=DIR, with DIR/imagenet2012. SigLIP 2's
+README states 78.2 % top-1 for B/16 at 224 px, with other losses too and other data. A plan needs no
 data: --config.data.num_classes=1 --config.data.num_examples=1000000000
 """
 

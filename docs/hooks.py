@@ -301,13 +301,15 @@ def notebook() -> str:
 
 def flags_of_others() -> str:
     """A table of the flags of other libraries and the keys that do the same."""
-    from vit_jax.config.other_words import FLAGS, LIBRARIES
+    from vit_jax.config.other_words import FLAGS, LIBRARIES, WITHOUT_KEY
 
     def cell(names: str) -> str:
         return " ".join(f"`{name}`" for name in names.split())
 
     rows = [(cell(f.key), *(cell(getattr(f, name)) for name in LIBRARIES), f.note) for f in FLAGS]
-    return _table(("key", *LIBRARIES.values(), "differs"), rows)
+    table = _table(("key", *LIBRARIES.values(), "differs"), rows)
+    without = _table(("no key", "do"), [(cell(names), do) for do, names in WITHOUT_KEY.items()])
+    return f"{table}\n\n{without}"
 
 
 def recipe_costs() -> str:

@@ -175,8 +175,8 @@ def experiments_made_once():
     """Make one experiment for all runs with equal settings: most runs of a file.
 
     A run that is resumed then starts as it does otherwise, but JAX has compiled its step. Processes
-    of their own, in tests marked slow, show that a compiled step is the same whenever it is
-    compiled.
+    of their own, in the slow tests of run/test_resume.py, show that a compiled step is the same
+    whenever it is compiled, of a later size too.
     """
     from vit_jax.experiment import stages
     from vit_jax.run import build

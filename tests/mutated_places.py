@@ -361,6 +361,14 @@ MUTATIONS = [
       "experiment/test_exchange.py::test_joined_gradients_are_those_of_the_batch_in_one_exchange"),
     M("vit_jax/experiment/exchange.py", "return Exchange() if model.is_random else", "return",
       "experiment/test_exchange.py::test_when_processes_join_their_gradients"),
+    M("vit_jax/experiment/exchange.py", "jax.lax.psum(large, BATCH_AXES)", "large",
+      "experiment/test_exchange.py::"
+      "test_whole_gradients_of_microbatches_are_exchanged_once_a_step"),
+    M("vit_jax/experiment/exchange.py", "Exchange(join) if accum_steps > 1 else Exchange()",
+      "Exchange()", "experiment/test_exchange.py::"
+      "test_when_chips_add_the_gradients_of_all_microbatches_once"),
+    M("vit_jax/experiment/microbatches.py", "share * of_row > _TPU_WHOLE", "True",
+      "experiment/test_experiment.py::test_parts_of_a_batch_stay_in_cache_or_in_vmem"),
     M("vit_jax/experiment/exchange.py", "return grads, out._replace(**kept)", "return grads, out",
       "experiment/test_exchange.py::test_joined_gradients_are_those_of_the_batch_in_one_exchange"),
     M("vit_jax/models/block_ops.py", "return jnp.dot(x, kernel_CF), (x, kernel_CF)",

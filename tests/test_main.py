@@ -399,6 +399,10 @@ def test_keys_by_the_words_of_other_libraries(refused, capsys):
     assert "did you mean --config.model.stochastic_depth?" in err
     err = refused(QUICKSTART, "--workdir=runs/x", "--config.reprob=0.1")
     assert "did you mean data.ops?" in err
+    err = refused(QUICKSTART, "--workdir=runs/x", "--pin-mem", "--mixup-off-epoch=200")
+    assert "--pin-mem: no such flag of train; nothing to set: " in err
+    assert "--mixup-off-epoch=200: no such flag of train; not there" in err
+    assert "val-split: no key; an evaluator has it: " in refused("keys", "val-split")
 
 
 def test_list_of_models(refused, capsys):

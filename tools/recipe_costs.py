@@ -81,6 +81,7 @@ def row(recipe: str, topology: str, figures: dict) -> dict[str, str]:
     layers = "scan" if figures["scan"] else "unrolled"
     layers += "" if figures["remat"] == "none" else f", {figures['remat']} remat"
     layers += "" if figures["remat_layers"] is None else f" of {figures['remat_layers']}"
+    layers += f", {n} microbatches" if (n := figures["accum_steps"]) > 1 else ""
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures["mesh"].items() if size > 1)
     cpu_s = cpus / (run["images_per_s"] / figures["num_chips"] * chips)
     return {

@@ -16,6 +16,7 @@ Importing this package touches no device, parses no flag and does not import Ten
 import importlib
 import platform
 import sys
+from typing import Any
 
 if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
     raise SystemExit(
@@ -46,7 +47,7 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vit_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

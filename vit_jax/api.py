@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vit_jax.run.build import Callback
     from vit_jax.transfer import Pretrained
 
-ConfigLike = ConfigDict | str | os.PathLike
+ConfigLike: TypeAlias = ConfigDict | str | os.PathLike
 
 
 def train(
@@ -297,6 +297,7 @@ def figures(
         images = open_images(images, pretrained.spec.reading)
     how = {"examples": examples, "shown": shown, "batch_size": batch_size, "progress": progress}
     output = files.absolute(output)
+    files.check_folder(output, "output")
     return draw_figures(pretrained, output, images, names, compare_to=compare_to, **how)
 
 

@@ -114,6 +114,7 @@ def _say_flag(given: str, parser: argparse.ArgumentParser, command: str) -> str:
     if "--config" in known and word.startswith("--"):
         from vit_jax.config import base_config, flatten
         from vit_jax.config.node import keys_named
+        from vit_jax.config.other_words import say_without_key
 
         config, name = base_config(), word.removeprefix("--")
         if "." in name and name.partition(".")[0] in config:
@@ -123,6 +124,8 @@ def _say_flag(given: str, parser: argparse.ArgumentParser, command: str) -> str:
                 if command == "study" or not key.startswith("study.")]  # fmt: skip
         if keys:
             return f"did you mean {' or '.join(f'--config.{key}' for key in keys)}?"
+        if said := say_without_key(name):
+            return said
     formats = re.search(r"--format \{(.*?)\}", parser.format_usage())
     if word == "--output" and formats is not None:
         return f"the result is printed; write --format={formats[1].split(',')[-1]} > FILE"

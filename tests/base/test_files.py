@@ -6,7 +6,14 @@ from etils import epath
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.base.files import LiteralPath, cache_folder, check_folder, replaced, write_whole
+from vit_jax.base.files import (
+    LiteralPath,
+    cache_folder,
+    check_folder,
+    check_output,
+    replaced,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +101,12 @@ def test_a_log_is_continued(tmp_path, monkeypatch, kind, before):
     log.write(b"new\n")
     log.close()
     assert path.read_bytes() == before + b"new\n"
+
+
+@pytest.mark.parametrize("check", [check_folder, check_output])
+def test_a_folder_that_takes_no_file_is_refused(tmp_path, check):
+    """Also /proc, which looks writable to root."""
+    with pytest.raises(InputError, match=r"^--output=/proc/x: /proc is not writable \("):
+        check(epath.Path("/proc/x"), "--output")
+    check(epath.Path(tmp_path / "x"), "--output")
+    assert not [*tmp_path.iterdir()]

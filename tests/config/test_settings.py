@@ -119,10 +119,10 @@ def test_configs_are_taken_where_they_are_asked_for_and_resolved_only():
 
 
 def test_rooms_below_run_take_sections():
-    """Few functions take all of `Settings`."""
+    """Few functions take all of `Settings`; a method of an interface counts once."""
     found = dict(functions_of(BELOW_RUN))
     assert len(found) > 1000
-    whole = [name for name, types in found.items() if "Settings" in types]
+    whole = {name.partition(":")[2] for name, types in found.items() if "Settings" in types}
     assert 0 < len(whole) <= 12, whole
 
 

@@ -14,7 +14,7 @@ from etils import epath
 from fake_hub import COMMITS, served
 from images import encode, smooth_image
 from PIL import Image
-from prepared import prepare
+from prepared import flip_a_byte, prepare
 from table_files import make_table, save_to_disk, write_parquet
 from tar_files import write_tar
 
@@ -270,11 +270,11 @@ def test_other_captions_have_another_digest(tmp_path):
 def test_parts_and_mixtures_keep_captions_and_all_must_have_some(tmp_path):
     whole = of_columns(None, CAPTIONS)
     part = keep_subset(whole, "5")
-    assert [part.captions(i) for i in range(5)] == [
+    assert [*part.captions([*range(5)])] == [
         CAPTIONS[int(part.record_name(i).split()[1])] for i in range(5)
     ]
     mixed = concatenate([whole, part])
-    assert mixed.captions(12) == part.captions(0) and mixed.captions(3) == CAPTIONS[3]
+    assert [*mixed.captions([12, 3])] == [*part.captions([0]), CAPTIONS[3]]
     with refused("data.mix", "arrays and arrays differ in whether images have captions"):
         concatenate([whole, given({"image": PIXELS})])
     with refused("data.text_length", "has no captions"):
@@ -300,13 +300,16 @@ def test_few_labels_beside_captions_do_not_count():
         open_source("arrays", captions=False)
 
 
-def test_many_records_of_tfds_are_read_one_by_one(tmp_path, monkeypatch):
+def test_captions_of_tfds_stay_unless_they_are_too_many(tmp_path, monkeypatch):
     source = of_tfds("offsets", nested=True)(tmp_path, CAPTIONS)
-    known = [source.captions(i) for i in range(12)]
+    flip_a_byte(tmp_path / "told/1.0.0/told-train.tfrecord-00000", 3)
+    expected = [[text.encode() for text in CAPTIONS[i]] * (i != 3) for i in (3, 3, 9, 4, 9)]
+    assert [*source.captions([3, 3, 9, 4, 9])] == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(tfds_data, "stored_values", None)  # they stay
+        assert [*source.captions([9, 3])] == [expected[2], []]
     monkeypatch.setattr(tfds_data, "_KEPT", 11)
-    monkeypatch.setattr(tfds_data, "stored_values", pytest.fail)
-    assert [source.captions(i) for i in range(12)] == known
-    assert known[1] == [CAPTIONS[1][0].encode()]
+    assert [*source.captions([3, 3, 9, 4, 9])] == expected
 
 
 def test_a_damaged_group_of_captions_is_named(tmp_path, monkeypatch, caplog):
@@ -314,7 +317,7 @@ def test_a_damaged_group_of_captions_is_named(tmp_path, monkeypatch, caplog):
 
     broken = Mock(side_effect=OSError("not Parquet"))
     monkeypatch.setattr(tables._kept, "get", broken)
-    assert source.captions(6) == source.captions(7) == []
+    assert [*source.captions([6, 7])] == [[], []]
     said = "train.parquet: the captions of its row group 1 cannot be read: not Parquet; copy"
     assert caplog.text.count(said) == 1
 
@@ -326,7 +329,7 @@ def test_a_text_of_a_tar_file_is_a_label_only_where_captions_are_not_read(tmp_pa
     labelled = open_source("tar", data_dir=str(tmp_path), captions=False)
     assert labelled.class_names == ("cat", "dog") and labelled.captions is None
     told = open_source("tar", data_dir=str(tmp_path))
-    assert told.class_names is None and told.captions(3) == [b"cat"]
+    assert told.class_names is None and [*told.captions([3])] == [[b"cat"]]
     # Indexes of earlier versions have no captions.
     index = tmp_path / ".vit_jax/train.tar.index"
     head, rest = index.read_bytes().split(b"\n", 1)
@@ -338,7 +341,7 @@ def test_a_text_of_a_tar_file_is_a_label_only_where_captions_are_not_read(tmp_pa
     written = index.read_bytes()
     assert open_source("tar", data_dir=str(tmp_path), captions=False).class_names == ("cat", "dog")
     assert index.read_bytes() == written
-    assert open_source("tar", data_dir=str(tmp_path)).captions(3) == [b"cat"]
+    assert [*open_source("tar", data_dir=str(tmp_path)).captions([3])] == [[b"cat"]]
 
 
 def test_labels_count_if_each_image_has_one(tmp_path):
@@ -349,7 +352,7 @@ def test_labels_count_if_each_image_has_one(tmp_path):
         file.write_text("\n".join(map(json.dumps, rows)))
         assert open_source("list", "all", data_dir=str(file)).num_classes == max(labels, 1)
         rows[3].pop("label", None)
-    with pytest.raises(InputError, match="has no labels; needed: one"):
+    with pytest.raises(InputError, match="1 image has no label, or several: line 4"):
         open_source("list", "all", data_dir=str(file), captions=False)
 
 
@@ -369,7 +372,7 @@ def test_bytes_that_are_no_text_in_a_column_of_text(tmp_path):
     table = make_table(FILES, pa.array([0] * 12)).append_column("caption", wrong)
     write_parquet(table, tmp_path / "train.parquet")
     source = open_source("parquet", data_dir=str(tmp_path))
-    assert [source.captions(i) for i in (1, 2)] == [[b"a"], [b"\xff"]]
+    assert [*source.captions([1, 2])] == [[b"a"], [b"\xff"]]
 
 
 def test_a_run_goes_on_only_with_its_own_tokenizer(tmp_path, golden):
@@ -445,11 +448,11 @@ def test_an_image_without_a_caption_comes_first():
              for i, file in enumerate(FILES)]  # fmt: skip
     items[0] = {"img": FILES[0], "caption": None}
     source = given(items)
-    assert [source.captions(i) for i in range(3)] == [[], ["a dog"], ["a dog"]]
+    assert [*source.captions(range(3))] == [[], ["a dog"], ["a dog"]]
 
 
 def test_pillow_images_with_captions():
     items = [{"image": Image.fromarray(image), "text": "a"} for image in PIXELS]
-    assert given(items).captions(11) == ["a"]
+    assert [*given(items).captions([11])] == [["a"]]
     with refused("data['train']", "12 images and 11 captions"):
         given({"image": PIXELS, "caption": ["a"] * 11})

@@ -84,7 +84,7 @@ def test_several_labels_each(root, suffix):
     assert both(path, multi_label=True) == {
         "a.jpg": [1, 0], "sub/b.png": [1, 1], "c.jpg": [0, 0],
     }  # fmt: skip
-    refused(path, "sub/b.png has 2 labels", "--config=folder:multilabel")
+    refused(path, "no label, or several", ": sub/b.png", "--config=folder:multilabel")
     assert both(path, multi_label=None) == both(path, multi_label=True)
     none = "file,label\na.jpg,cat\nsub/b.png,-1\nc.jpg,dog\n"  # as in tar and Parquet files
     if suffix == "jsonl":
@@ -95,7 +95,7 @@ def test_several_labels_each(root, suffix):
         none = "".join(json.dumps(row) + "\n" for row in rows)
     path = write(root, none, f"none.{suffix}")
     assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 0], "c.jpg": [0, 1]}
-    refused(path, "sub/b.png has no labels", "--config=folder:multilabel")
+    refused(path, "no label, or several", ": sub/b.png", "--config=folder:multilabel")
     one_each = write(root, CSV, "one_each.csv")
     assert both(one_each, multi_label=None) == both(one_each)
 
@@ -187,7 +187,7 @@ def test_a_list_for_each_split(root):
         ("file,labels\na.jpg,cat,dog\n", ["line 2: has 1 more values", "as cat;dog"]),
         ("file,label\n./a.jpg,cat\nsub/../a.jpg,dog\n", ["line 3: a.jpg is listed twice"]),
         ("file,label,split\na.jpg,cat,dev\n", ["'dev'; needed: train, val or test"]),
-        ("file,label\na.jpg,cat;dog\n", ["a.jpg has 2 labels"]),
+        ("file,label\na.jpg,cat;dog\n", ["1 image has no label, or several: line 2: a.jpg"]),
         ("file,label\na.jpg,cat\na.jpg,dog\n", ["line 3", "listed twice", "`labels`"]),
         ("file,label\n" + "a.jpg,\n" * 9, ["line 2", "4 lines more"]),
         ("file,label\n", ["no labels"]),
@@ -276,7 +276,7 @@ def test_an_empty_cell_means_no_label(root, name, line):
         text = '{"file": "a.jpg", "label": "cat"}\n{"file": "sub/b.png", "label": "dog"}\n'
     path = write(root, text + line, name)
     assert both(path, multi_label=True) == {"a.jpg": [1, 0], "sub/b.png": [0, 1], "c.jpg": [0, 0]}
-    refused(path, "line", "c.jpg has no labels", "folder:multilabel")
+    refused(path, "1 image has no label, or several: line", "c.jpg; ", "folder:multilabel")
 
 
 def test_columns_say_the_split_and_other_columns_are_named(root, caplog):

@@ -27,6 +27,7 @@ from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, Term
 from vit_jax.objectives.supervised import Supervised
+from vit_jax.planning import hlo
 from vit_jax.run.watch.layer_norms import watched
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -113,6 +114,20 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     assert state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
+@pytest.mark.parametrize(("joins", "exchanges"), [(True, 1), (False, 2)])
+def test_whole_gradients_of_microbatches_are_exchanged_once_a_step(joins, exchanges):
+    mesh = make_mesh(replica=2, data=4, fsdp=1, tensor=1)
+    shardings = dict.fromkeys(WEIGHTS, NamedSharding(mesh, P()))
+    join = functools.partial(share_gradients, shardings=shardings, model=Model())
+    (grads, metrics, _), program = gradients_of(mesh, 2, join if joins else None)
+    (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
+    for name, value in expected.items():
+        np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+    sums = [each for each in hlo.Program(program).collectives() if each.kind == "all-reduce"]
+    assert sum(each.count * (each.size >= 4 * 12) for each in sums) == exchanges
+
+
 def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
     def drawn(params, model_state, batch, rng):
         value = jax.random.uniform(rng)
@@ -133,8 +148,9 @@ def test_chips_do_not_share_the_gradients_of_a_tiny_model(monkeypatch):
     assert choose_exchange(vit, SUPERVISED, processes("tpu")) == Exchange()
 
 
-def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
-    """Its parameters and moments are split by rows, those that its head uses in float32 too."""
+@pytest.mark.parametrize(("accum_steps", "splits"), [(1, True), (2, True), (2, False)])
+def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(accum_steps, splits, monkeypatch):
+    """Split parameters and moments are so by rows, those that its head uses in float32 too."""
     config = base_config()
     config.global_batch_size, config.duration = 16, "2 steps"
     config.model.name, config.model.pool, config.model.dtype = "ViT-mu/4", "gap", "bfloat16"
@@ -149,9 +165,10 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
     config.optimizer.peak_lr, config.optimizer.grad_clip_norm = 1e-3, 1.0
     mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
     vit = create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
-    exchange = Exchange(functools.partial(share_gradients, model=vit), splits_params=True)
+    exchange = Exchange(functools.partial(share_gradients, model=vit), splits_params=splits)
     norms, states = [], []
-    for chosen in (Exchange(), exchange):
+    for chosen, parts in ((Exchange(), 1), (exchange, accum_steps)):
+        config.optimizer.accum_steps = parts
         monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)
         made = experiment.make_experiment(settings_of(config), mesh)
         rng = np.random.default_rng(0)
@@ -173,6 +190,7 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
         error = np.linalg.norm(np.subtract(shared[name], value).ravel())
         assert error <= 2e-2 * np.linalg.norm(np.ravel(value)), name
         is_split = name.endswith("/kernel")
+        is_split &= splits or name.startswith("opt_state/")
         ways = value.size // math.prod(shared[name].sharding.shard_shape(value.shape))
         assert ways == (8 if is_split else 1), name
 
@@ -213,6 +231,27 @@ def test_when_chips_share_their_gradients(shares, mesh, model):
     assert (exchange.join is not None) == exchange.splits_params == shares
     frozen = choose_exchange(vit, SUPERVISED, processes("tpu", **mesh), freeze="head")
     assert frozen == Exchange()
+
+
+@pytest.mark.parametrize(
+    ("joins", "mesh", "model"),
+    [
+        (True, {}, {"remat": "full", "scan": True}),
+        (True, {}, {"stochastic_depth": 0.1}),
+        (True, {"replica": 2, "data": 1}, {}),
+        (True, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
+        (False, {"platform": "gpu"}, {}),
+        (False, {}, {"head_batch_norm": True}),
+        (False, {"data": 1, "fsdp": 2}, {}),
+        (False, {"indices": (0,)}, {}),
+    ],
+)
+def test_when_chips_add_the_gradients_of_all_microbatches_once(joins, mesh, model):
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, **model})
+    devices = processes(**{"platform": "tpu"} | mesh)
+    exchange = choose_exchange(vit, SUPERVISED, devices, accum_steps=2)
+    assert (exchange.join is not None) == joins and not exchange.splits_params
+    assert choose_exchange(vit, SUPERVISED, devices, "head", 2) == Exchange()
 
 
 def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):

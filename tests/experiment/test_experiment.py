@@ -302,12 +302,21 @@ def test_sizes_that_the_tensor_axis_does_not_divide_are_named(caplog):
         ("ViT-L/16", "cpu", 4, 4),
         ("ViT-mu/16", "cpu", 8, 1),
         ("BiT-R50x1", "cpu", 32, 1),
-        ("ViT-S/16", "tpu", 16, 1),
+        ("ViT-S/16", "gpu", 16, 1),
+        ("ViT-L/16", "tpu", 64, 1),
+        ("ViT-L/16", "tpu", 256, 4),
+        ("ViT-B/16", "tpu", 256, 4),
+        ("ViT-L/16", "tpu", 128, 2),
+        ("ViT-B/16", "tpu", 128, 1),
+        ("ViT-S/16", "tpu", 256, 1),
+        ("ViT-H/14", "tpu", 64, 1),
+        ("ViT-L/16", "tpu", 131, 1),  # only parts of one row
+        ("BiT-R50x1", "tpu", 256, 1),
     ],
 )
-def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen, monkeypatch):
+def test_parts_of_a_batch_stay_in_cache_or_in_vmem(name, platform, rows, chosen, monkeypatch):
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
-    config.model.name, config.data.image_size = name, 224
+    config.model.name, config.data.image_size, config.model.dtype = name, 224, "bfloat16"
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
 
     def choose():

@@ -183,6 +183,21 @@ def test_the_multilabel_evaluator_follows_the_loss_of_the_model(published):
     assert complete_by_source(Settings.of(by_user), of_softmax, {"loss.name"}).data.multi_label
 
 
+def test_features_are_judged_by_one_label_an_image_whatever_the_loss(published, tmp_path):
+    pixels = np.random.default_rng(0).integers(256, size=(6, 8, 8, 3), dtype=np.uint8)
+    labels = [[0, 1], 0, [0], [1], 1, 0]
+    np.savez(tmp_path / "d.npz", **{
+        f"{split}_{what}": value for split in ("train", "test") for what, value in
+        {"images": pixels, "labels": np.float32([np.isin([0, 1], row) for row in labels])}.items()
+    })  # fmt: skip
+    given = {"data__name": "arrays", "data__data_dir": str(tmp_path / "d.npz")}
+    config = evaluation_config("knn,probe,debug", **given, data__multi_label="true")
+    with pytest.raises(InputError) as error:
+        evaluate_model(config, read_pretrained(published))
+    assert len(error.value.faults) == 2
+    assert all("finetune:multilabel,head_only" in fault for fault in error.value.faults)
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [("data.channels", "1"), ("data.num_classes", "3"), ("data.ops", "decode|flip")],

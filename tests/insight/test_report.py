@@ -202,6 +202,8 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     assert len({color for color, _ in plots.styles([group]).values()}) == 1
     (group,) = runs.group_seeds(read[2:])
     assert (group.steps, group.values) == ([], {})
+    again = runs.group_seeds([*read, read[0]])  # the same seed is no new one
+    assert [len(group.runs) for group in again] == [3, 1]
 
 
 def test_features_are_shown_beside_step_0_the_pixels_and_the_last_pictures(tmp_path):

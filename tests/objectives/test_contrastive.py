@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 from at_fault import at_fault
 from finished_run import final_state, rows
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
+from pairs import siglip
 from scipy.special import expit, log_softmax
 from started_job import Job
 
@@ -21,16 +25,22 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.tree import flatten_names
 from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.models.block_ops import PLAIN, unconstrained
+from vit_jax.models.contract import with_known
 from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
+from vit_jax.run.build import describe
 from vit_jax.run.setup import opener
 from vit_jax.run.setup.validation import find_faults
+from vit_jax.run.train import start_state
+from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -174,10 +184,148 @@ def test_words_need_the_run_s_own_tokenizer(run, tmp_path):
             use(copy)
 
 
+OF_GOLDEN = {
+    "data.image_size": 64, "model.patch_size": 16, "model.width": 32, "model.depth": 2,
+    "model.mlp_dim": 88, "model.num_heads": 4, "objective.text_width": 48,
+    "objective.text_depth": 2, "objective.text_heads": 3, "objective.text_mlp_dim": 128,
+}  # fmt: skip
+
+
+def begin(source, workdir, **overrides):
+    """(run, its first state) of siglip:debug from `source`."""
+    config = load_config("configs/siglip.py:debug")
+    values = {"init_from": source, **overrides}
+    assert apply_overrides(config, [(key, str(value)) for key, value in values.items()]) == []
+    started = asked.prepare(config, workdir)
+    with jax.set_mesh(started.mesh):
+        return started, start_state(started)[0]
+
+
+def logits(model, matcher, params, images):
+    features = model.apply({"params": params}, images, method="features")
+    own = {"params": params["objective"]}
+    return np.asarray(matcher.apply(own, features, IDS[:3]))
+
+
+@pytest.mark.parametrize("kind", ["hf", "run"])
+def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, kind):
+    caplog.set_level("INFO", "vit_jax")
+    source, own = run, {"model.scan": False}
+    if kind == "hf":
+        source, own = siglip(golden, tmp_path / "pair"), {"model.scan": True, **OF_GOLDEN}
+    started, state = begin(source, tmp_path / "new", **own)
+    assert f"init_from={source}: both towers are taken" in caplog.text
+    pretrained = read_pretrained(source)
+    side = pretrained.read_text_side()
+    images = RNG.uniform(-1, 1, (2, *pretrained.model.image_size, 3)).astype(np.float32)
+    theirs = tree.unflatten_names(pretrained.params) | {"objective": side.variables["params"]}
+    expected = logits(pretrained.model, side.matcher, theirs, images)
+    model = started.experiment.model
+    part, facts = started.settings.objective, started.train_source.tokenizer.facts
+    params = jax.tree.map(np.asarray, state.params)
+    with jax.set_mesh(started.mesh):
+        found = logits(model, part.make_matcher(model, facts), params, images)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    own = {name for name in tree.flatten_names(params) if not name.startswith("head/")}
+    assert {*started.initial_params} == own
+    assert started.tokenizer == {path.name: path.read_bytes() for path in side.files}
+
+
+def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_path, caplog):
+    source = siglip(golden, tmp_path / "pair")
+    other = {"data.tokenizer": golden / "tokenizer_clip", **OF_GOLDEN}
+    started, state = begin(source, tmp_path / "new", **other)
+    assert "its text tower uses another tokenizer, so the run's starts anew" in caplog.text
+    assert not [name for name in started.initial_params if name.startswith("objective/")]
+    assert state.params["objective"]["logit_bias"] == -10
+    says = r"text_depth=1, but 2, objective.loss='softmax', but 'sigmoid'; set --config.obj.*h=2 --"
+    with pytest.raises(InputError, match=says):
+        wrong = {"objective.text_depth": 1, "objective.loss": "softmax"}
+        begin(source, tmp_path / "other", **OF_GOLDEN | wrong)
+    for file in ("spiece.model", "tokenizer_config.json"):
+        (source / file).unlink()
+    begin(source, tmp_path / "none", **OF_GOLDEN)
+    assert "its text tower has no tokenizer beside its weights, so the run's" in caplog.text
+
+
 def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):
     vit_jax.train("siglip:debug", tmp_path / "run", {"model.pool": "gap"})
     with pytest.raises(InputError, match="its image tower is not CLIP's or SigLIP's"):
         vit_jax.export(tmp_path / "run", tmp_path / "pair", "hf_pair")
+
+
+def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
+    keys = {"loss": "softmax", "causal": True, "common_width": 16}
+    changes = {f"objective.{key}": value for key, value in keys.items()}
+    vit_jax.train("siglip:debug", tmp_path / "run", {"duration": "5 steps", **changes})
+    capsys.readouterr()
+    words = [f"--workdir={tmp_path}/run", "--format=hf_pair", f"--output={tmp_path}/pair"]
+    assert main(["export", *words]) == 2
+    assert capsys.readouterr().err == (
+        "error: --format=hf_pair cannot hold this model: 3 faults\n"
+        "  objective.causal=True: the text tower of a SiglipModel needs False\n"
+        "  objective.common_width: a SiglipModel has no projection of images; set it to None\n"
+        "  objective.loss='softmax': a SiglipModel needs 'sigmoid'\n"
+    )
+    assert not (tmp_path / "pair").exists()
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip"])
+@pytest.mark.parametrize(
+    ("keys", "bounds"),
+    [
+        ({"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)),
+        ({"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)),
+    ],
+    ids=["tensor", "bfloat16"],
+)
+def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
+    one_device, tmp_path, name, keys, bounds
+):
+    """Bounds of the loss and of the distance of all gradients, both relative."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=one_device))
+        config = load_config(f"configs/{name}.py:debug")
+        assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
+        started = asked.prepare(config, tmp_path)
+    e, part = started.experiment, started.settings.objective
+    with jax.set_mesh(started.mesh):
+        state = e.init()
+        batch = e.parts.transform(next(started.batches(range(1))), jax.random.key(0))
+        of = lambda p: e.objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731
+        found, grads = jax.jit(jax.value_and_grad(of))(state.params)
+    assert "tensor" not in str(keys) or "tensor" in str(jax.tree.map(lambda x: x.sharding, grads))
+    tokens = state.params["objective"]["text"]["token_embedding"]["embedding"]
+    assert tokens.sharding.spec == P(None, "fsdp")
+    plain = with_known(e.model, dtype=jnp.float32, constrain=unconstrained, ops=PLAIN)
+    matcher = part.make_matcher(plain, started.train_source.tokenizer.facts)
+    images, texts, params = jax.device_get((batch["image"], batch["text"], state.params))
+
+    def whole(params):
+        features = plain.apply({"params": params}, images, method="features")
+        logits = matcher.apply({"params": params["objective"]}, features, texts)
+        if matcher.has_bias:
+            return jax.nn.softplus(jnp.where(jnp.eye(32), -logits, logits)).sum() / 32
+        return -sum(jnp.trace(jax.nn.log_softmax(logits, axis)) for axis in (0, 1)) / 64
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(whole))(params)
+    assert float(found) == pytest.approx(float(expected), rel=bounds[0])
+    both = [ravel_pytree(jax.device_get(each))[0] for each in (grads, expected_grads)]
+    distance = jnp.linalg.norm(both[0] - both[1]) / jnp.linalg.norm(both[1])
+    assert distance < bounds[1]
+
+
+def test_the_log_counts_no_classes_of_images_without_labels(tmp_path, caplog):
+    pixels = RNG.integers(0, 256, (32, 32, 32, 3), np.uint8)
+    config = load_config("configs/siglip.py:debug")
+    unknown = {"data.num_classes": None, "data.num_examples": None, "data.ops": "resize"}
+    with arrays.give({"train": {"image": pixels, "caption": ["a dog"] * 32}}) as chosen:
+        changes = [(key, str(value)) for key, value in (chosen | unknown).items()]
+        assert apply_overrides(config, changes) == []
+        started = asked.prepare(config, tmp_path)
+    caplog.set_level("INFO", "vit_jax")
+    describe(started)
+    assert re.search(r"data: arrays\S+, examples: train 32", caplog.text)
 
 
 SHORT = {"duration": "8 steps", "optimizer.eps": "1e-3"}

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import (
     calculated,
+    compiled,
     exchanges,
     hlo,
     plan_figures,
@@ -152,6 +154,14 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
         )
         # The kernel of attention sums the gradients of its biases in float32.
         assert found == pytest.approx(compiled, rel=0.02)
+
+
+def test_a_long_compilation_says_how_long_it_takes(monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr(compiled, "_SAID_EVERY_S", 1e-3)
+    monkeypatch.setattr(compiled.logger, "info", lambda *args: said.set())
+    with compiled.saying_how_long(0.0):
+        assert said.wait(60)
 
 
 def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
@@ -287,6 +297,13 @@ def test_exchanges_of_parameters(changes, expected):
     # Biases, norms and positions are reduced whole, and nothing else is exchanged.
     assert not any(number for (kind, _), number in rest.items() if kind != "all-reduce")
     assert 2 * numbers["small"] <= max(rest.values()) <= 4 * numbers["small"]
+
+
+def test_chips_with_whole_parameters_exchange_the_gradients_of_microbatches_once():
+    how = {"mesh.data": 8, "model.scan": True, "topology": "v5e:2x4"}
+    for number in (2, 4):
+        experiment, found = eight_chips(**how, **{"optimizer.accum_steps": number})
+        assert found["all-reduce", "data"] == 4 * experiment.num_params
 
 
 def test_sam_exchanges_gradients_twice_and_updates_once():
@@ -475,6 +492,15 @@ def test_budget_lists_recipes(tmp_path, capsys, monkeypatch):
     assert code == 0 and [(row["recipe"], row["hours"], row["cost"]) for row in found] == [
         ("c", 1.0, 32.0), ("a", 10.0, 320.0)
     ]  # fmt: skip
+    assert main(["plan", "--budget=320", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "calculated at 40 % of the chips' peak" in shown
+    assert "stage" not in shown
+    table.write_text(table.read_text().replace(",c,", ',"mae:c",') + (
+        'calculation,v5e:4x4,"mae:c,finetune",yes,16\n'
+    ))  # fmt: skip
+    assert main(["plan", "--budget=320", *words]) == 0
+    assert "Without the stage that follows: mae:c (finetune)." in capsys.readouterr().out
     assert main(["plan", "--budget=31", *words]) == 3
     assert main(["plan", "--budget=320", "--topology=v4:2x2x1", "--price_per_chip_hour=2"]) == 2
     assert "no costs are known for its chips; v5e:4x4, H100:8 are" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from opened import with_known_facts
 from read_settings import settings_of
 
 from vit_jax import planning
-from vit_jax.config import base_config, flatten, with_values
+from vit_jax.config import Settings, base_config, flatten, with_values
 from vit_jax.config.stored import StoredConfig
 from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
@@ -28,7 +28,13 @@ from vit_jax.planning.search import (
     find_remedies,
     rank_layouts,
 )
-from vit_jax.planning.targets import DescribedDevice, Target, describe_devices, target_of
+from vit_jax.planning.targets import (
+    DescribedDevice,
+    Target,
+    describe_devices,
+    settle,
+    target_of,
+)
 from vit_jax.run.setup.opener import Files
 from vit_jax.run.setup.resolve import continue_run
 from vit_jax.run.setup.workdir import read_run
@@ -235,6 +241,21 @@ def test_the_stage_that_needs_most_memory_decides(planned):
         layouts.append([describe_layout(layout) for layout in rank_layouts(settings, SIXTEEN)])
         remedies.append(find_remedies(settings, SIXTEEN, figures, calculate=True))
     assert layouts[0] == layouts[1] and remedies[0] == remedies[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "chip", "number"), [(None, "v5e", 4), (2, "v5e", 2), (None, "H100", 1)]
+)
+def test_a_large_batch_has_microbatches_on_tpus_unless_the_config_says_how_many(
+    asked, chip, number
+):
+    large = {"data.image_size": 224, "model.dtype": "bfloat16", "global_batch_size": 4096}
+    config = with_values(config_of(**large), {"optimizer.accum_steps": asked})
+    target = SIXTEEN if chip == "v5e" else Target(Slice("H100:16", "H100", 16, 2))
+    settled = settle(Settings.of(config), target)
+    assert settled.optimizer.accum_steps == number
+    said = f"--config.optimizer.accum_steps={number}"
+    assert describe_layout(settled).endswith(said) == (number > 1)
 
 
 @pytest.mark.parametrize(("lost", "first"), [(1.9, 16), (2.1, 1)])

@@ -23,6 +23,7 @@ from vit_jax.data.images.files import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.data.sources import arrays
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.models.variants import Variant
 from vit_jax.run.build import compare_value_ranges, describe
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.sources import (
@@ -105,6 +106,20 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     )
     for key in ("exif=false", "pixel_range=0,4095"):
         assert f"set --config.data.{key}" in caplog.text
+
+
+def test_sizes_that_stay_although_the_model_is_named_are_said(tmp_path, caplog):
+    config = load_config("configs/quickstart.py:debug")
+    config.model.name, config.model.width = "ViT-B/4", None
+    for by_user in (
+        {"model.name"},
+        {"model.name", *(f"model.{key}" for key in Variant._fields)},
+        (),
+    ):
+        describe(prepare(config, tmp_path / "run", by_user=by_user))
+    said = [record.message for record in caplog.records if "model.name" in record.message]
+    assert len(said) == 1
+    assert "--config.model.depth=None" in said[0] and "width" not in said[0]
 
 
 def test_the_value_range_of_other_channels_is_said(caplog):
@@ -250,24 +265,24 @@ def test_the_folders_of_a_mixture_may_move_while_a_run_is_stopped(tmp_path):
 
     (tmp_path / "config.json").write_text(config_json(config := mixed(data_dir="old")))
     run, moved = read_run(epath.Path(tmp_path)), mixed(data_dir="new")
-    check_unchanged(moved, run, tmp_path)
+    check_unchanged(settings_of(moved), run, tmp_path)
     source = data.make_source("digits", split="train", image_size=(8, 8))
     both = settings_of(moved), settings_of(config)
     assert data_fingerprint(both[0], source) == data_fingerprint(both[1], source)
     with at_fault("data.mix"):
-        check_unchanged(mixed(weight=0.5), run, tmp_path)
+        check_unchanged(settings_of(mixed(weight=0.5)), run, tmp_path)
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     config = decided(make_config(test=check(ops="resize"), other=check()))
     (tmp_path / "config.json").write_text(config_json(config))
     run = read_run(epath.Path(tmp_path))
-    check_unchanged(config, run, tmp_path)
+    check_unchanged(settings_of(config), run, tmp_path)
     assert not caplog.records
 
     changed = decided(make_config(test=check(ops="resize(8)"), new=check()))
     changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
-    check_unchanged(changed, run, tmp_path)
+    check_unchanged(settings_of(changed), run, tmp_path)
     (record,) = caplog.records
     assert (
         "evals.test.ops: was 'resize', now 'resize(8)'; keep the old value with "
@@ -278,12 +293,12 @@ def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     changed.data.split, changed.data.ops, changed.model.hidden_head = "train[:99%]", "flip", True
     changed.data.mean = (0.0, 0.0, 0.0)
     with pytest.raises(InputError) as error:
-        check_unchanged(changed, run, tmp_path)
+        check_unchanged(settings_of(changed), run, tmp_path)
     flags = [fault.partition("; keep the old value with ")[2] for fault in error.value.faults]
     words = [word.removeprefix("--config.").split("=", 1) for flag in flags
              for word in shlex.split(flag)]  # fmt: skip
     assert apply_overrides(changed, words) == [] and len(words) == 4
-    check_unchanged(changed, run, tmp_path)
+    check_unchanged(settings_of(changed), run, tmp_path)
 
 
 @pytest.mark.usefixtures("without_checks")

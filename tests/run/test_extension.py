@@ -119,8 +119,9 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
     (workdir / "config.json").write_text(config_json(make_config()))
     begun = read_run(workdir)
     run = begun._replace(saved_steps=(40, 30))
+    longer = settings_of(make_config(duration="80 steps"))
     with pytest.raises(InputError) as e:
-        check_unchanged(make_config(duration="80 steps"), run, workdir)
+        check_unchanged(longer, run, workdir)
     assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
     assert str(e.value).endswith(
         "; keep the old value with '--config.duration=40 steps'; or train on in a new workdir: "
@@ -128,10 +129,10 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
         "--rule=cosine --config.optimizer.peak_lr=0.0015 '--config.schedule.warmup=2 steps'"
     )
     with pytest.raises(InputError, match=r"'--config\.duration=80 steps' --rule=constant$"):
-        check_unchanged(make_config(duration="80 steps"), run._replace(saved_steps=(30,)), workdir)
+        check_unchanged(longer, run._replace(saved_steps=(30,)), workdir)
     with at_fault("seed") as e:
-        check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)
-    check_unchanged(make_config(duration="80 steps"), begun, workdir)
+        check_unchanged(settings_of(make_config(duration="80 steps", seed=1)), run, workdir)
+    check_unchanged(longer, begun, workdir)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,9 @@ def finish(program, *words):
         return code, output.read()
 
 
-def kill(moment, config, workdir):
+def kill(moment, config, workdir, *more):
     """Train until the moment of killed_run.py, or the fault of `job.inject`; return the output."""
-    words = arguments(config, workdir)
+    words = (*arguments(config, workdir), *more)
     if ":process=" in moment:
         code, output = finish(MAIN, *words, f"--config.job.inject={moment}")
     else:
@@ -45,8 +45,8 @@ def arguments(config, workdir):
     return f"--config=configs/{config}", f"--workdir={workdir}"
 
 
-def complete(config, workdir):
-    code, output = finish(MAIN, *arguments(config, workdir))
+def complete(config, workdir, *more):
+    code, output = finish(MAIN, *arguments(config, workdir), *more)
     assert code == 0, output
     return output
 
@@ -102,6 +102,31 @@ def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path
     if "damage" in moments[0]:
         assert re.search(r"checkpoints/[23]0 is invalid", output), output
     assert_same_run(tmp_path, uninterrupted)
+
+
+OTHER_RUNS = {
+    # 20 steps, a save each 10, an evaluation at the end. It trains its tokenizer.
+    "captions": (("words.py:debug",), ("startup", "kill:process=0:step=8",
+                 "kill:process=0:step=14", "save:1", "evaluation:1")),
+    # Steps 21 to 40 have images of another size.
+    "sizes": (("quickstart.py:debug", "--config.model.patch_size=2", "--config.data.ops=resize",
+               "--config.evals.test.ops=resize", "--config.data.image_size=4, 8 at 50 %"),
+              ("kill:process=0:step=14", "kill:process=0:step=33")),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_RUNS)
+def test_another_run_killed_at_any_moment_ends_bit_identical(tmp_path, name):
+    (config, *more), moments = OTHER_RUNS[name]
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    complete(config, unbroken, *more)
+    for moment in moments:
+        kill(moment, config, killed, *more)
+    assert "start: resumed at step" in complete(config, killed, *more)
+    assert_same_run(killed, unbroken)
+    for file in unbroken.glob("tokenizer/*"):
+        assert (killed / "tokenizer" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow

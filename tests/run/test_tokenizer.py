@@ -1,5 +1,6 @@
 """A run with captions: its tokenizer, which it keeps, and what its parts know of it."""
 
+import re
 import shutil
 
 import jax
@@ -39,7 +40,7 @@ def make_config(**overrides):
 
 def given(captions=CAPTIONS):
     split = {"image": IMAGES, "label": LABELS, "caption": captions}
-    return arrays.give({"train": split, "test": (IMAGES, LABELS)})
+    return arrays.give({"train": split, "test": split})
 
 
 def run(workdir, captions=CAPTIONS, make=train_and_evaluate, **overrides):
@@ -85,6 +86,8 @@ def test_its_parts_know_the_tokenizer(workdir, golden, monkeypatch):
     assert tokenizer.facts == TextFacts(929, 8, end_id=928, pad_id=928)
     assert {known.text for known in facts} == {tokenizer.facts}
     assert all(each.batch.text == tokenizer.facts for each in made.experiments)
+    (evaluated,) = (each for key, each in made.sources.items() if key.split == "test")
+    assert [*evaluated.captions([5, 0])] == [CAPTIONS[5], CAPTIONS[0]]
     batch = made.experiment.abstract_batch
     size = made.settings.run.global_batch_size
     assert (batch["text"].shape, batch["text_mask"].shape) == ((size, 8), (size,))
@@ -128,7 +131,11 @@ def test_it_goes_on_only_with_its_tokenizer_and_its_captions(workdir, tmp_path, 
         run(again, make=prepare)
     run(again, make=prepare, **where)
     wrong = [*CAPTIONS[:-1], [b"\xff"]]
+    caplog.set_level("INFO", "vit_jax")
     run(tmp_path / "new", wrong)
+    assert re.search(
+        rf"captions: 8 tokens each, of the \d+ in {tmp_path}/new/tokenizer", caplog.text
+    )
     assert caplog.text.count(" train: 1 not UTF-8 (item 63 of train); images") == 1
 
 

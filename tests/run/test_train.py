@@ -1,6 +1,7 @@
 """Whole runs in this process."""
 
 import copy
+import dataclasses
 import json
 import logging
 import pathlib
@@ -716,6 +717,15 @@ def test_a_loss_that_did_not_fall_is_the_last_word(finished, monkeypatch, caplog
     monkeypatch.setattr("vit_jax.run.summary.read_history", lambda _: rows)
     write_summary(run)
     assert caplog.messages[-1].endswith("train/loss is 2.5 at step 10 and was 2 at step 5")
+    objective = dataclasses.replace(run.experiment.objective, needs=("image",))
+    run = dataclasses.replace(
+        run, experiment=dataclasses.replace(run.experiment, objective=objective)
+    )
+    write_summary(run)  # of a run whose evaluator has labels
+    assert "what the features are worth" not in caplog.text
+    settings = dataclasses.replace(run.settings, evals={})
+    write_summary(dataclasses.replace(run, settings=settings))
+    assert "evaluate --init_from=" in caplog.messages[-1]
 
 
 def test_a_state_that_does_not_fit_is_said_before_it_is_made(tmp_path, monkeypatch, caplog):

@@ -243,7 +243,7 @@ def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
     for error, raised in ((OSError("no space left"), InputError), (KeyboardInterrupt(), None)):
 
         def full(number, error=error):
-            if "/a/b/.model.safetensors" in os.readlink(f"/proc/self/fd/{number}"):
+            if "/b/.model.safetensors" in os.readlink(f"/proc/self/fd/{number}"):
                 raise error
             fsync(number)
 

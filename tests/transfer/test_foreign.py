@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import mmap
 import re
 import shutil
 
@@ -22,7 +23,13 @@ from vit_jax.config import POSITIONS
 from vit_jax.models.deit import DeiT
 from vit_jax.models.gelu import GELU
 from vit_jax.models.position import NoPositions
-from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
+from vit_jax.transfer import (
+    load_pretrained,
+    pretrained_spec,
+    read_pretrained,
+    save_pretrained,
+    tensors,
+)
 from vit_jax.transfer.pretrained import ops_for
 
 METHODS = {"logits": "__call__", "features": "features", "tokens": "tokens", "pooled": "pre_logits"}
@@ -224,6 +231,55 @@ def test_a_folder_of_shards(golden, tmp_path):
     model, variables = load_pretrained(tmp_path)
     assert model == expected[0]
     jax.tree.map(np.testing.assert_array_equal, variables, expected[1])
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+def test_large_weights_are_written_in_shards(tmp_path, monkeypatch, format):
+    model, variables = random_model("ViT-mu/4", gelu="exact")
+    save_pretrained(tmp_path / "whole", model, variables, format)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", most := 20_000)
+    files = save_pretrained(tmp_path / "shards", model, variables, format)
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    index = json.loads((tmp_path / "shards/model.safetensors.index.json").read_text())
+    shards = [name for name in files if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    assert {*shards} == {*index["weight_map"].values()}
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in whole.values())
+    for shard in shards:
+        part = load_file(tmp_path / "shards" / shard)  # the library's own reader
+        assert len(part) == 1 or sum(array.nbytes for array in part.values()) <= most
+        for name, array in part.items():
+            assert index["weight_map"][name] == shard
+            np.testing.assert_array_equal(whole.pop(name), array, strict=True)
+    assert not whole
+    _, found = load_pretrained(tmp_path / "shards")
+    _, expected = load_pretrained(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    monkeypatch.undo()
+    file = tmp_path / "whole/model.safetensors"
+    written = file.read_bytes()
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    assert file.read_bytes() == written  # the bytes of the library's own writer
+
+
+def test_arrays_are_read_when_they_are_used(golden):
+    """From the file itself: no memory of this process holds them."""
+    found = read_pretrained(golden / "hf_vit")
+    for name, array in found.params.items():
+        if name == "embedding/kernel":  # whose axes are merged
+            continue
+        while isinstance(array, np.ndarray):
+            array = array.base
+        assert isinstance(array.obj, mmap.mmap), name
+
+
+def test_a_distributed_checkpoint_is_named(tmp_path):
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    (tmp_path / ".metadata").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "__0_0.distcp"):
+        with pytest.raises(InputError, match="a distributed checkpoint of PyTorch"):
+            load_pretrained(path)
 
 
 @pytest.mark.parametrize("format", ["hf", "timm"])

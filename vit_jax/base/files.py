@@ -10,6 +10,7 @@ import os
 import pathlib
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, Self, cast
 
@@ -34,26 +35,25 @@ class LiteralPath(type(epath.Path())):  # type: ignore[misc]
 def absolute(path: epath.PathLike) -> epath.Path:
     """`path` made absolute, with `~` expanded; addresses such as gs://bucket stay as they are."""
     path = epath.Path(path)
-    return path if _is_object(path) else path.expanduser().resolve()
+    return path if is_object(path) else path.expanduser().resolve()
 
 
 def check_output(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless a file can be written at `path`."""
-    if _is_object(path):
+    if is_object(path):
         return
     check_names(path, flag)
     if path.is_dir():
         raise InputError(f"{flag}={path}: is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise InputError(f"{flag}={path}: the folder {path.parent} does not exist; create it")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{flag}={path}: {path.parent} is not writable; choose another folder")
+    _try_to_write(path.parent, path, flag)
 
 
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
     check_names(path, flag)
-    if _is_object(path):
+    if is_object(path):
         return
     there = next(p for p in [path, *path.parents] if p.exists() or os.path.islink(p))
     if not there.exists():
@@ -64,8 +64,17 @@ def check_folder(path: epath.Path, flag: str) -> None:
     if not there.is_dir():
         what = "" if there == path else f"{there} "
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{flag}={path}: {there} is not writable; choose another directory")
+    _try_to_write(there, path, flag)
+
+
+def _try_to_write(folder: epath.Path, path: epath.Path, flag: str) -> None:
+    """Raise InputError unless a file can be made in `folder`: to root, /proc looks writable."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # has no name where the disk allows it
+    except OSError as e:
+        raise InputError(
+            f"{flag}={path}: {folder} is not writable ({e.strerror}); choose another folder"
+        ) from None
 
 
 def check_names(path: epath.Path, flag: str) -> None:
@@ -162,7 +171,7 @@ def cache_folder(kind: str) -> pathlib.Path:
 @contextlib.contextmanager
 def whole_folder(path: epath.Path) -> Iterator[None]:
     """A folder to fill: an error in the block removes it, if it was not there before."""
-    folders = [] if _is_object(path) else [path, *path.parents]
+    folders = [] if is_object(path) else [path, *path.parents]
     made = [folder for folder in folders if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -207,10 +216,11 @@ def open_for_append(
     The result has `write(bytes)`, `flush()`, which makes all writes durable, `close()`, and
     `abandon()`, which closes it without flushing.
     """
-    return (StoredObject if _is_object(path) else LocalFile)(path, parts)
+    return (StoredObject if is_object(path) else LocalFile)(path, parts)
 
 
-def _is_object(path: epath.Path) -> bool:
+def is_object(path: epath.Path) -> bool:
+    """Whether `path` is in an object store."""
     return "://" in os.fspath(path)
 
 

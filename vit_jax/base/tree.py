@@ -69,7 +69,7 @@ def map_layers(function: Callable[[str], Any], tree: PyTree) -> PyTree:
     which broadcasts against the leaf.
     """
 
-    def value(name, leaf):
+    def value(name: str, leaf: Any) -> Any:
         values = [function(unrolled) for unrolled in unrolled_names(name, leaf)]
         if not is_stacked(name):
             return values[0]
@@ -122,7 +122,7 @@ def parts(tree: PyTree) -> list[str]:
         for unrolled in unrolled_names(name, leaf)
     }
 
-    def place(part):
+    def place(part: str) -> tuple[int, str, int]:
         if part in ("embedding", "head"):
             return (0 if part == "embedding" else 2), "", 0
         above, _, number = part.rpartition("_")

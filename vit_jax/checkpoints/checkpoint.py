@@ -12,8 +12,8 @@ commit.
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -49,7 +49,7 @@ class _Best(NamedTuple):
 
     best_step: Callable[[], int | None]
 
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         best = self.best_step()
         return [info.step == best for info in checkpoints]

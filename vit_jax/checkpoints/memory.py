@@ -241,7 +241,9 @@ def _place(
         nothing = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         devices = _by_process(leaf.sharding.mesh)[jax.process_index()]
 
-        def make(shards, leaf=leaf, devices=devices):
+        def make(
+            shards: Sequence[np.ndarray], leaf: Any = leaf, devices: Sequence[jax.Device] = devices
+        ) -> jax.Array:
             return jax.make_array_from_single_device_arrays(
                 leaf.shape, leaf.sharding, list(map(jax.device_put, shards, devices))
             )
@@ -301,7 +303,9 @@ def _move(leaf: jax.Array, to: Mapping[int, int]) -> jax.Array:
 
 
 @functools.cache
-def _mover(mesh: Mesh, spec: P, to: tuple[tuple[int, int], ...]):
+def _mover(
+    mesh: Mesh, spec: P, to: tuple[tuple[int, int], ...]
+) -> Callable[[jax.Array], jax.Array]:
     devices, place = _by_process(mesh), {d: i for i, d in enumerate(mesh.devices.flat)}
     pairs = [
         (place[a], place[b])
@@ -309,7 +313,7 @@ def _mover(mesh: Mesh, spec: P, to: tuple[tuple[int, int], ...]):
         for a, b in zip(devices[source], devices[target], strict=True)
     ]
 
-    def move(shard):
+    def move(shard: jax.Array) -> jax.Array:
         return jax.lax.ppermute(shard, mesh.axis_names, pairs)
 
     return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

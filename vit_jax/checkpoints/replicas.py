@@ -75,7 +75,7 @@ def _differing(mesh: Mesh, specs: Sequence[P], checksums: np.ndarray) -> list[in
 def _make_checksums(mesh: Mesh, specs: tuple[P, ...]) -> Callable:
     """Make leaves sharded by `specs` -> uint32 (devices of the mesh, leaves), on every device."""
 
-    def own_checksums(leaves):
+    def own_checksums(leaves: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(leaf) for leaf in leaves])[None]
 
     by_device = jax.shard_map(

@@ -66,7 +66,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
       InvalidError: orbax or a check found it damaged on any process.
     """
 
-    def read_sealed_meta():
+    def read_sealed_meta() -> dict:
         if jax.process_index() == 0:  # it reads every small file, so one process is enough
             check_seal(step_dir)
         return read_meta(step_dir)

@@ -16,7 +16,7 @@ augmentations: a PNG, written to --output, of training images before and after a
 import argparse
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -158,7 +158,7 @@ def as_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def _rows(figures: Mapping[str, Any], prefix: str = ""):
+def _rows(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Pairs of name and value; the names of nested figures are joined as `outer.inner`."""
     for name, value in figures.items():
         if isinstance(value, dict) and "median" not in value:

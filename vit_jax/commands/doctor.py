@@ -12,6 +12,7 @@ The exit code is 1 if a check has failed.
 
 import argparse
 import json
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -69,7 +70,7 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.FAILED if failed else exit_codes.DONE
 
 
-def as_table(findings) -> Table:
+def as_table(findings: Iterable[tuple[str, str, str, str]]) -> Table:
     """A row for each finding; the remedy stands below what was found."""
     table = Table("check", "state", Column("found", overflow="fold"))
     for subject, state, found, remedy in findings:

@@ -154,7 +154,7 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
       InputError: there are none; names the nearest.
     """
     from vit_jax.config import FAMILIES
-    from vit_jax.config.other_words import flags_named
+    from vit_jax.config.other_words import flags_named, say_without_key
 
     lower = word.lower()
     if "-" in word and (own := FAMILIES.chosen_keys(word)):  # a model
@@ -175,6 +175,8 @@ def _find(word: str, keys: dict[str, Row], names: list[str], parts: _Declared) -
     ):
         if found := [row for row in rows if fits(row)]:
             return found
+    if said := say_without_key(word):
+        raise InputError(f"{word}: no key; {said}")
     names += [name for row in rows for name in (*row.key.split("."), row.key)]
     names = [*dict.fromkeys(names)]
     raise InputError(f"{word}: no part, section, key or meaning has it; {nearest(word, names)}")

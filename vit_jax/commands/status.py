@@ -15,6 +15,8 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -24,6 +26,9 @@ from rich.text import Text
 from vit_jax.base.errors import shown
 from vit_jax.commands.flags import define_format_flag
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.insight.status import Status
 
 _WATCH_S = 5.0
 _WIDE = 10_000  # columns of a pipe, which cuts nothing
@@ -61,7 +66,7 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _table(found) -> Table:
+def _table(found: Iterable["Status"]) -> Table:
     table = Table(*(Column(name, overflow="fold") for name in _COLUMNS))
     for status in found:
         cells = status.cells()

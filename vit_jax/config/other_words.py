@@ -24,6 +24,19 @@ class Flag(NamedTuple):
         return self.key.partition("=")[0]
 
 
+# Flags, mostly of timm, that are no key here: {what to do: its names there}.
+WITHOUT_KEY = {
+    "give --workdir=DIR; the same command goes on with a run":
+        "output output_dir experiment resume start_epoch",
+    "an evaluator has it: --config.evals.NAME.split, .every, .ops or .batch_size":
+        "val_split val_interval interpolation validation_batch_size",
+    "nothing to set: threads, memory layout, compilation and statistics over all devices are as "
+    "the machine needs": "workers num_workers pin_mem channels_last torchcompile torchscript "
+        "no_prefetcher sync_bn dist_bn local_rank device use_multi_epochs_loader",
+    "not there": "mixup_off_epoch mixup_mode cutmix_minmax bce_target_thresh bce_sum drop_block "
+        "jsd_loss aug_splits split_bn clip_mode lr_noise lr_cycle_mul lr_cycle_limit lr_k_decay",
+}  # fmt: skip
+
 LIBRARIES = {"timm": "timm", "deit": "DeiT", "mae": "MAE", "big_vision": "big_vision"}
 # fmt: off
 FLAGS = (
@@ -73,13 +86,16 @@ FLAGS = (
          "color_jitter(1, 0.4, 0.4, 0.4, 0) in data.ops for 0.4; timm leaves it out if aa is set"),
     Flag("data.ops=vertical_flip", "vflip", "", "", "", "vertical_flip in data.ops flips half "
          "of the images"),
+    Flag("data.ops=blur", "gaussian_blur_prob", "", "", ""),
+    Flag("data.ops=greyscale", "grayscale_prob", "", "", ""),
     Flag("data.ops=three_augment", "", "ThreeAugment", "", ""),
     Flag("data.repeats", "aug_repeats", "repeated_aug", "", ""),
     Flag("loss.name", "bce_loss", "bce_loss", "", "loss", "sigmoid for binary cross-entropy"),
     Flag("loss.label_smoothing", "smoothing", "smoothing", "smoothing", ""),
     Flag("optimizer.name", "opt", "opt", "", "optax_name"),
     Flag("optimizer.peak_lr", "lr lr_base", "lr", "lr blr", "lr",
-         "for the whole batch; MAE's blr counts 256 images: lr = blr * batch / 256"),
+         "for the whole batch; MAE's blr and timm's lr_base count 256 images: lr = blr * batch / "
+         "256 (in timm, for Adam, LAMB and the like, the square root of batch / 256)"),
     Flag("optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "wd",
          "as in timm, DeiT and MAE; it is big_vision's wd divided by its lr"),
     Flag("optimizer.grad_clip_norm", "clip_grad", "clip_grad", "clip_grad", "grad_clip_norm"),
@@ -87,8 +103,8 @@ FLAGS = (
     Flag("optimizer.eps", "opt_eps", "opt_eps", "", ""),
     Flag("optimizer.b2", "opt_betas", "opt_betas", "", "", "b1 and b2, a key for each"),
     Flag("optimizer.momentum", "momentum", "momentum", "", ""),
-    Flag("optimizer.ema_decay", "model_ema model_ema_decay", "model_ema model_ema_decay", "",
-         "", "smaller in the first steps"),
+    Flag("optimizer.ema_decay", "model_ema model_ema_decay model_ema_warmup",
+         "model_ema model_ema_decay", "", "", "smaller in the first steps"),
     Flag("schedule.name", "sched", "sched", "", "schedule"),
     Flag("schedule.warmup", "warmup_epochs warmup_lr", "warmup_epochs warmup_lr",
          "warmup_epochs", "warmup_steps warmup_epochs",
@@ -112,6 +128,12 @@ FLAGS = (
     Flag("log.wandb", "log_wandb", "", "", "", "a project's name"),
 )
 # fmt: on
+
+
+def say_without_key(word: str) -> str:
+    """What to do with a flag of another library that is no key here; "" if it is none of them."""
+    word = word.lower().replace("-", "_")
+    return next((say for say, names in WITHOUT_KEY.items() if word in names.split()), "")
 
 
 def flags_named(word: str) -> list[Flag]:

@@ -174,7 +174,7 @@ def key(
 class Section:
     """Keys that belong together, declared as fields by `key`; every subclass is a dataclass."""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 

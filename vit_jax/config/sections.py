@@ -197,7 +197,7 @@ class Data(OpenSection):
     text_length: int | None = key(None, "tokens of a caption; None: none are read", within=POSITIVE)
     tokenizer: str | None = key(
         None, "of captions: a folder, its spiece.model or tokenizer.json, or hf:OWNER/NAME; None: "
-        "the run trains one"
+        "that of the text tower in init_from, or the run trains one"
     )  # fmt: skip
     vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")
@@ -274,8 +274,8 @@ class Optimizer(Section):
     accum_steps: int = key(
         None,
         "gradient accumulation: microbatches whose gradients are summed before an update; None: "
-        "chosen when the run starts, as 1, or on CPUs so that the activations of a microbatch stay "
-        "in the cache",
+        "chosen when the run starts, as 1, or so that the activations of a microbatch stay in the "
+        "cache of a CPU, or its tokens in the VMEM of a TPU",
         within=POSITIVE,
         decided=True,
     )

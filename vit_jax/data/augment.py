@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from vit_jax.data.host_tf import tf
 
@@ -107,7 +108,7 @@ def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     The smoothing kernel is 3 x 3: 5 in the centre, 1 elsewhere, divided by 13.
     """
 
-    def sharpen():
+    def sharpen() -> tf.Tensor:
         rows = _rows(image)
         values = tf.cast(rows, tf.float32)
         sums = values[:-2] + values[1:-1] + values[2:]
@@ -220,7 +221,7 @@ def random_operations(
       layers, magnitude, magnitude_std, published_contrast: see `host_ops.randaugment`.
     """
 
-    def layer(image, draw):
+    def layer(image: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
         sign = tf.where(draw[1] < 0.5, 1.0, -1.0)
         strength = magnitude
         if magnitude_std:
@@ -283,7 +284,7 @@ def autoaugment_pair(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     rows = [[(names.index(name), *how) for name, *how in pair] for pair in AUTOAUGMENT_V0]
     table = tf.constant(rows, tf.float32)
 
-    def one_of_pair(image, steps):
+    def one_of_pair(image: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         operation, rate, magnitude, draw, direction = tf.unstack(steps)
         sign = tf.where(direction < 0.5, 1.0, -1.0)
         branches = [functools.partial(operate, name, image, magnitude, sign) for name in names]
@@ -298,21 +299,21 @@ def autoaugment_pair(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(tf.foldl(one_of_pair, steps, image), image.shape)
 
 
-def _sides(image):
+def _sides(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     shape = tf.shape(image)
     return shape[0], shape[1]
 
 
-def _whole(value, least, most):
+def _whole(value: tf.Tensor, least: int, most: int) -> tf.Tensor:
     return tf.clip_by_value(tf.cast(value, tf.int32), least, most)
 
 
-def _rows(image):
+def _rows(image: tf.Tensor) -> tf.Tensor:
     """(h, w, 3) -> (h, 3 w)."""
     return tf.reshape(image, [tf.shape(image)[0], -1])
 
 
-def _luma(image, copies):
+def _luma(image: tf.Tensor, copies: int) -> tf.Tensor:
     """The grey image, float32 (h, w, copies) of whole numbers, by PIL's weights and rounding.
 
     float32 holds all intermediate values exactly.
@@ -323,13 +324,17 @@ def _luma(image, copies):
     return tf.reshape(luma, [*_sides(image), copies])
 
 
-def _blend(degenerate, image, factor):
+def _blend(degenerate: float | tf.Tensor, image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
     """degenerate + factor * (image - degenerate), clipped to [0, 255] and truncated."""
     blended = degenerate + factor * (tf.cast(image, tf.float32) - degenerate)
     return tf.saturate_cast(blended, tf.uint8)
 
 
-def _affine(image, x_row=(1.0, 0.0, 0.0), y_row=(0.0, 1.0, 0.0)):
+def _affine(
+    image: tf.Tensor,
+    x_row: Sequence[float | tf.Tensor] = (1.0, 0.0, 0.0),
+    y_row: Sequence[float | tf.Tensor] = (0.0, 1.0, 0.0),
+) -> tf.Tensor:
     """Set pixel (x, y) to the pixel at (a (x + 1/2) + b (y + 1/2) + c, ...), rounded down.
 
     `x_row` and `y_row` hold (a, b, c). As in PIL, the computation is in fixed point; this decides
@@ -338,7 +343,7 @@ def _affine(image, x_row=(1.0, 0.0, 0.0), y_row=(0.0, 1.0, 0.0)):
     height, width = _sides(image)
     y, x = tf.range(height)[:, None], tf.range(width)[None]
 
-    def source(row, side):
+    def source(row: Sequence[float | tf.Tensor], side: tf.Tensor) -> tf.Tensor:
         a, b, c = (tf.cast(value, tf.float64) for value in row)
         a, b, c = (
             tf.cast(tf.floor(value * 2**_FIXED_POINT + 0.5), tf.int32)

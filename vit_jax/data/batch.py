@@ -7,7 +7,7 @@ The input, the training step and its plans share this description. A record give
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -110,7 +110,7 @@ class BatchSpec:
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """{key: the shape and dtype of its array}, with `sharding` if it is given."""
 
-        def array(dtype, *shape):
+        def array(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.size, *shape), dtype, sharding=sharding)
 
         crops = self.crops.items()
@@ -158,7 +158,7 @@ def make_all(
     }
 
 
-def _apply(host_ops, image, key, first):
+def _apply(host_ops: Iterable[HostOp], image: tf.Tensor, key: tf.Tensor, first: int) -> tf.Tensor:
     for i, op in enumerate(host_ops, first):
         image = op(image, order.fold_in(key, i))
     return image

@@ -13,6 +13,7 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,15 +80,21 @@ def keep_tokenizer(workdir: epath.Path, contents: Mapping[str, bytes]) -> None:
 
 
 def open_tokenizer(
-    data: Data, workdir: epath.Path, source: Source, was: str | None = None
-) -> tuple[Tokenizer, dict[str, bytes]]:
+    data: Data,
+    workdir: epath.Path,
+    source: Source,
+    was: str | None = None,
+    of_weights: Mapping[str, bytes] = types.MappingProxyType({}),
+) -> tuple[Tokenizer, Mapping[str, bytes]]:
     """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
 
     A run that goes on takes the one in its workdir, and needs `data.tokenizer` only if that is lost
-    or the user names another than before. Without a name, a new run trains a tokenizer on the
-    captions of `source`, of at most 200,000 images; every process trains the same.
+    or the user names another than before. Without a name, a new run takes that of its weights, or
+    trains one on the captions of `source`, of at most 200,000 images; every process trains the
+    same.
 
     was: `data.tokenizer` of the run that goes on.
+    of_weights: {name: content} of the tokenizer of `init_from`; {}: it has none.
 
     Raises: InputError if there are no captions, the tokenizer cannot be read, or a run that goes on
       had another one.
@@ -97,7 +104,7 @@ def open_tokenizer(
         raise InputError(f"{where} has no captions; add them, or set it to None")
     found = kept_tokenizer(workdir, data)
     # A run that was killed before config.json had the digest leaves files that nobody has checked.
-    contents = found.contents if data.vocabulary_digest is not None else {}
+    contents: Mapping[str, bytes] = found.contents if data.vocabulary_digest is not None else {}
     is_own = digest_of(contents) == data.vocabulary_digest
     if data.tokenizer is not None and not (is_own and data.tokenizer == was):
         found = find_tokenizer(data.tokenizer, found.length)
@@ -107,7 +114,8 @@ def open_tokenizer(
             lost = "the tokenizer that the run began with is missing; restore it"
             raise InputError(f"data.tokenizer=None: {found.folder}: {lost}")
         texts = (_usable(captions, canonical)[0] for _, captions in _sample(source, _TAUGHT))
-        contents = train_tokenizer(itertools.chain.from_iterable(texts), data.vocabulary or SIZE)
+        size = data.vocabulary or SIZE
+        contents = of_weights or train_tokenizer(itertools.chain.from_iterable(texts), size)
     tokenizer = _read_checked(found, contents, data)
     if tokenizer.room < 1:
         raise InputError(f"data.text_length={found.length}: has no room for words; set it to 16")
@@ -166,7 +174,8 @@ def with_texts(
     assert captions_of is not None and tokenizer is not None
 
     def add(batch: Batch, places: np.ndarray) -> Batch:
-        read = _readers().map(lambda i: captions_of(int(i)) if i >= 0 else (), batch["id"])
+        found = captions_of(batch["id"][batch["id"] >= 0].tolist())
+        read = (next(found) if i >= 0 else () for i in batch["id"])
         usable = (_usable(captions, tokenizer.clean, tokenizer.specials)[0] for captions in read)
         chosen = map(functools.partial(_choose, seed), usable, places.tolist())
         ids = [tokenizer.ids_of(text) for text in chosen]
@@ -227,7 +236,14 @@ def _sample(source: Source, number: int) -> Iterator[tuple[int, Sequence[str | b
     """(record, its captions) of at most `number` records, evenly spaced."""
     records = spread(number, source.num_examples).tolist()
     assert source.captions is not None
-    return zip(records, _readers().map(source.captions, records), strict=True)
+    return zip(records, source.captions(records), strict=True)
+
+
+def one_by_one(
+    captions_of: Callable[[int], Sequence[str | bytes]],
+) -> Callable[[Sequence[int]], Iterator[Sequence[str | bytes]]]:
+    """`Source.captions` by a function of one record, which threads call ahead."""
+    return lambda records: _readers().map(captions_of, records)
 
 
 @functools.cache

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
-from vit_jax.data.ops import PROBABILITY, DeviceOp
+from vit_jax.data.ops import PROBABILITY, DeviceOp, Pairs
 
 GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue, as Pillow's (ITU-R BT.601)
 _BLUR_REACH = 4  # pixels on each side; DINOv2's kernel of 9
@@ -30,7 +31,7 @@ class ColourOp(DeviceOp):
         """The next image: float32 (H, W, 3) -> float32 (H, W, 3)."""
         raise NotImplementedError
 
-    def __call__(self, batch, keys, pairs):
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
         images = batch["image"].astype(jnp.float32)
         return batch | {"image": jax.vmap(self.change)(images, keys)}
 
@@ -51,7 +52,7 @@ class ColorJitter(ColourOp):
     saturation: float = key(..., "strength", within=_FROM_0)
     hue: float = key(..., "share of the colour circle", within="[0, 0.5]")
 
-    def change(self, image, key):
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
         factor_key, order_key, chosen_key = jax.random.split(key, 3)
         draws = jax.random.uniform(factor_key, (4,), minval=-1.0)
         strengths = (self.brightness, self.contrast, self.saturation)
@@ -75,7 +76,7 @@ class Greyscale(ColourOp):
 
     of_colours = True
 
-    def change(self, image, key):
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
         grey = jnp.broadcast_to(to_grey(_planes(image))[..., None], image.shape)
         return jnp.where(jax.random.uniform(key) < self.probability, grey, image)
 
@@ -91,7 +92,7 @@ class Blur(ColourOp):
     sigma_min: float = key(0.1, "smallest deviation, in pixels", within=_POSITIVE)
     sigma_max: float = key(2.0, "largest deviation, in pixels", within=_POSITIVE)
 
-    def change(self, image, key):
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
         sigma_key, chosen_key = jax.random.split(key)
         sigma = jax.random.uniform(sigma_key, minval=self.sigma_min, maxval=self.sigma_max)
         rows, columns = (_blur_matrix(side, sigma) for side in image.shape[:2])
@@ -108,7 +109,7 @@ class Solarize(ColourOp):
 
     threshold: float = key(128, "the least value that is inverted", within="[0, 256]")
 
-    def change(self, image, key):
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
         inverted = jnp.where(image >= self.threshold, 255 - image, image)
         return jnp.where(jax.random.uniform(key) < self.probability, inverted, image)
 
@@ -122,7 +123,7 @@ class ThreeAugment(ColourOp):
     of_colours = True
     probability: float = key(1.0, PROBABILITY, within="[0, 1]")
 
-    def change(self, image, key):
+    def change(self, image: jax.Array, key: jax.Array) -> jax.Array:
         choice_key, own_key, chosen_key = jax.random.split(key, 3)
         ops = (
             Greyscale(probability=1.0),
@@ -134,7 +135,7 @@ class ThreeAugment(ColourOp):
         return jnp.where(jax.random.uniform(chosen_key) < self.probability, changed, image)
 
 
-def _planes(image):
+def _planes(image: jax.Array) -> list[jax.Array]:
     """(..., 3) -> three of (...): TPUs and CPUs are slow with a last axis of 3."""
     return [image[..., channel] for channel in range(3)]
 
@@ -158,18 +159,18 @@ def turn_hue(planes: Sequence[jax.Array], turn: jax.Array) -> list[jax.Array]:
     of_others = jnp.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
     hue = jnp.where(value == red, of_red, of_others) + 6 * turn  # in sixths of the circle
 
-    def channel(n):
+    def channel(n: int) -> jax.Array:
         k = jnp.mod(n + hue, 6)
         return value - span * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
 
     return [channel(5), channel(3), channel(1)]
 
 
-def _blur_matrix(side, sigma):
+def _blur_matrix(side: int, sigma: jax.Array) -> jax.Array:
     """(side, side): its product with a line of pixels, mirrored at both ends, blurs the line."""
     i, j = jnp.arange(side)[:, None], jnp.arange(side)[None]
 
-    def weights(distance):
+    def weights(distance: jax.Array) -> jax.Array:
         return jnp.where(distance <= _BLUR_REACH, jnp.exp(-0.5 * (distance / sigma) ** 2), 0)
 
     mirrored = jnp.where(j > 0, weights(i + j), 0)  # an end pixel is the mirror

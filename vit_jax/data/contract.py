@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,8 +58,8 @@ class Source:
       soft_labels: whether labels are float32 (C,), the probabilities of the classes.
       part_sizes: number of records of each data set of a mixture; one number for a single data set.
       chunks: how to read records that are stored together; None: in any order.
-      captions: index -> the captions of the record's image, text or its bytes, as many as there
-        are; None: there are none, or they were not asked for.
+      captions: indices -> the captions of each record's image in turn, text or its bytes, as many
+        as there are; None: there are none, or they were not asked for.
       tokenizer: of the captions; None: they are not read.
     """
 
@@ -82,10 +82,10 @@ class Source:
     soft_labels: bool = False
     part_sizes: tuple[int, ...] = ()
     chunks: Chunks | None = None
-    captions: Callable[[int], Sequence[str | bytes]] | None = None
+    captions: Callable[[Sequence[int]], Iterator[Sequence[str | bytes]]] | None = None
     tokenizer: Tokenizer | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.part_sizes:
             object.__setattr__(self, "part_sizes", (self.num_examples,))
 
@@ -171,7 +171,7 @@ class DataSet(Part):
         raise NotImplementedError
 
 
-def fingerprint(*identity) -> str:
+def fingerprint(*identity: Any) -> str:
     """The digest (32 hex digits) of a data set's identity: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
@@ -227,7 +227,8 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     them either. A record whose label cannot be read gets the label -1.
     """
 
-    def label_of(record_ids):  # in the map that reads, so that TensorFlow prunes the image
+    def label_of(record_ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # In the map that reads, so that TensorFlow prunes the image.
         return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)

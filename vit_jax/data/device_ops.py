@@ -33,7 +33,7 @@ class Flip(DeviceOp):
 
     axis: ClassVar[int] = 2
 
-    def __call__(self, batch, keys, pairs):
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
         images = batch["image"]
         flipped = jax.vmap(jax.random.bernoulli)(keys)
         flipped = flipped[:, None, None, None]
@@ -52,7 +52,7 @@ class Rotate90(DeviceOp):
     Images that are not square are turned by 0 or 180 degrees, each with probability 1/2.
     """
 
-    def __call__(self, batch, keys, pairs):
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
         images = batch["image"]
         turns = jax.vmap(lambda key: jax.random.randint(key, (), 0, 4))(keys)[:, None, None, None]
         if images.shape[1] == images.shape[2]:
@@ -75,12 +75,14 @@ class Erase(DeviceOp):
     area_min: float = key(0.02, "smallest share of the image", within="(0, 1]")
     area_max: float = key(0.4, "largest share of the image", within="(0, 1]")
 
-    def __call__(self, batch, keys, pairs):
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
         images = batch["image"]
         box, noise = jax.vmap(lambda key: self._draw(key, *images.shape[1:]))(keys)
         return batch | {"image": jnp.where(box[..., None], noise.astype(images.dtype), images)}
 
-    def _draw(self, key, height, width, channels):
+    def _draw(
+        self, key: jax.Array, height: int, width: int, channels: int
+    ) -> tuple[jax.Array, jax.Array]:
         """(whether each pixel is erased, bool (H, W); its noise, uint8 (H, W, channels))."""
         box_key, noise_key = jax.random.split(key)
         chosen, area, aspect, top, left = jax.random.uniform(box_key, (5,))
@@ -107,7 +109,7 @@ class Mixing(DeviceOp):
         """MixUp's and CutMix's alpha; None: without."""
         raise NotImplementedError
 
-    def __call__(self, batch, keys, pairs):
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
         images, labels, mask = batch["image"], batch["label"], batch["mask"]
         _, height, width, _ = images.shape
         sides = jnp.array([[height, width]], jnp.float32)
@@ -130,7 +132,7 @@ class Mixing(DeviceOp):
             "label": share[:, None] * labels + (1 - share[:, None]) * pairs.swapped(labels),
         }
 
-    def _draw(self, key):
+    def _draw(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(whether the pair is cut, its lambda, the centre of the box (2,))."""
         mixup, cutmix = self.alphas()
         alphas = [alpha for alpha in (mixup, cutmix) if alpha is not None]
@@ -153,7 +155,7 @@ class MixUp(Mixing):
 
     alpha: float = key(..., _BETA, within=_POSITIVE)
 
-    def alphas(self):
+    def alphas(self) -> tuple[float | None, float | None]:
         return self.alpha, None
 
 
@@ -169,7 +171,7 @@ class CutMix(Mixing):
 
     alpha: float = key(..., _BETA, within=_POSITIVE)
 
-    def alphas(self):
+    def alphas(self) -> tuple[float | None, float | None]:
         return None, self.alpha
 
 
@@ -182,7 +184,7 @@ class MixUpOrCutMix(Mixing):
     mixup: float = key(..., f"{_BETA} of mixup", within=_POSITIVE)
     cutmix: float = key(..., f"{_BETA} of cutmix", within=_POSITIVE)
 
-    def alphas(self):
+    def alphas(self) -> tuple[float | None, float | None]:
         return self.mixup, self.cutmix
 
 
@@ -202,7 +204,12 @@ def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
     return 0.5 + 0.5 * jnp.sign(cos) * jnp.sqrt(1 / (1 + 1 / odds))
 
 
-def _box(height, width, corner, opposite):
+def _box(
+    height: int,
+    width: int,
+    corner: jax.Array | Sequence[jax.Array],
+    opposite: jax.Array | Sequence[jax.Array],
+) -> jax.Array:
     """The box from `corner` (included) to `opposite` (excluded), each (2,): bool (H, W)."""
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None]
     rows = (y >= corner[0]) & (y < opposite[0])

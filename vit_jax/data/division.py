@@ -190,7 +190,7 @@ class Divider:
     def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
         """Warns if `known` may have the same images from another folder on."""
 
-        def tail(name):  # from the last folder on
+        def tail(name: str) -> tuple[str, ...]:  # from the last folder on
             return tuple(name.split("/")[-2:])
 
         splits = self._known.splits

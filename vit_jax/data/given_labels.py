@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,20 @@ def counts_matter(counts: np.ndarray, multi_label: bool | None) -> bool:
     return bool((counts == 1).all() if multi_label is False else counts.any())
 
 
+ONE_LABEL = (  # what a user with other images can do
+    "knn and linear probes need one label an image; training takes several, or none, with "
+    "--config.data.multi_label=true --config.loss.name=sigmoid, and of a list with the word "
+    "multilabel: --config=folder:multilabel, or finetune:multilabel,head_only, which trains only "
+    "the head, as a probe"
+)
+
+
+def say_others(names: Sequence[str], of: str = "") -> str:
+    """The fault of the images `names`, which have no label, or several, where one is needed."""
+    have = f"{len(names):,} image{of} has" if len(names) == 1 else f"{len(names):,} images{of} have"
+    return f"{have} no label, or several: {few(names)}; {ONE_LABEL}"
+
+
 def settle_labels(
     where: str,
     num_classes: int,
@@ -82,11 +97,8 @@ def settle_labels(
         raise InputError(f"{where}: has the label {found - 1}; needed: 0 to {num_classes - 1}")
     others = np.flatnonzero(_count(labels) != 1)
     if multi_label is False and len(others):
-        items = few(f"item {i}" for i in (others if rows is None else rows[others]))
-        raise InputError(
-            f"{where}: {len(others):,} images have no label, or several: {items}; give each one "
-            "label, or read them with data.multi_label=True and loss.name='sigmoid'"
-        )
+        items = [f"item {i}" for i in (others if rows is None else rows[others])]
+        raise InputError(f"{where}: {say_others(items)}")
     if not (multi_label or len(others)):
         return labels.argmax(1).astype(np.int32) if labels.ndim == 2 else labels
     shows = np.zeros((len(labels), num_classes), np.float32)

@@ -19,7 +19,7 @@ from vit_jax.config.parts import key
 from vit_jax.data import augment
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import decode_jpeg, decode_window, scaled_for, to_pixels
-from vit_jax.data.ops import HostOp, Hw, SizedOp
+from vit_jax.data.ops import HostOp, Hw, Op, SizedOp
 from vit_jax.data.order import fold_in
 
 _COUNT = "[1, 65535]"
@@ -35,7 +35,7 @@ class Decode(HostOp):
 
     takes_encoded = decodes = True
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         return to_pixels(image)
 
 
@@ -58,11 +58,11 @@ class ScaledDecode(SizedOp):
     def decodes_for(self) -> Hw:
         return _before_crop(self.hw, self.crop)
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         if image.dtype != tf.string:
             return image
 
-        def scaled():
+        def scaled() -> tf.Tensor:
             shape = tf.image.extract_jpeg_shape(image)
             sides = shape[0], shape[1]
             return scaled_for(self.decodes_for, sides, lambda r: decode_jpeg(image, ratio=r))
@@ -84,15 +84,15 @@ class InceptionCrop(SizedOp):
     antialias: bool = key(False, _ANTIALIAS)
     takes_encoded, cuts = True, True
 
-    def __call__(self, image, seed):
-        def crop_pixels(pixels):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        def crop_pixels(pixels: tf.Tensor) -> tf.Tensor:
             return tf.image.crop_to_bounding_box(pixels, *self._window(tf.shape(pixels), seed))
 
-        def crop_jpeg():
+        def crop_jpeg() -> tf.Tensor:
             shape = tf.image.extract_jpeg_shape(image)
             window = self._window(shape, seed)
 
-            def decoded(ratio):
+            def decoded(ratio: int) -> tf.Tensor:
                 return decode_window(image, shape, window, ratio)
 
             return scaled_for(self.hw, window[2:], decoded) if self.full_size else decoded(1)
@@ -104,7 +104,9 @@ class InceptionCrop(SizedOp):
             image = crop_pixels(image)
         return _bilinear(image, self.hw, self.antialias)
 
-    def _window(self, shape, seed):
+    def _window(
+        self, shape: tf.Tensor, seed: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
             shape,
             tf.zeros([1, 0, 4]),
@@ -136,20 +138,20 @@ class CoveringResize(SizedOp):
 
     cut: ClassVar[Crop | None] = None  # the crop after it
 
-    def before(self, after):
+    def before(self, after: Op) -> Op:
         if not isinstance(after, Crop):
             return self
         own = copy.copy(self)
         object.__setattr__(own, "cut", after)
         return own
 
-    def _first_kept(self, resized, seed):
+    def _first_kept(self, resized: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """The first pixel that `cut` keeps of an image of the size `resized`; `seed`: of self."""
         assert self.cut is not None
         own_seed = fold_in(seed, 1) if isinstance(self.cut, RandomCrop) else None  # of the next op
         return self.cut._begin(resized - self.cut.hw, own_seed)
 
-    def _is_thin(self, sides, resized):
+    def _is_thin(self, sides: tf.Tensor, resized: tf.Tensor) -> tf.Tensor:
         """Whether an image is enlarged, and `cut` keeps a small part of it."""
         assert self.cut is not None
         kept = self.cut.hw
@@ -167,7 +169,7 @@ class Resize(SizedOp):
     def gives(self) -> Hw:
         return _before_crop(self.hw, self.crop)
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         return _bilinear(image, self.gives, self.antialias)
 
 
@@ -177,20 +179,20 @@ class ResizeSmall(CoveringResize, Resize):
     An int `size` gives the shorter side. The longer side is rounded to the nearest pixel.
     """
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         sides, size = tf.shape(image)[:2], self.gives
         # The larger of the two scales size[i] / sides[i] covers both sides.
         i = tf.cast(size[1] * sides[0] > size[0] * sides[1], tf.int32)
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
         resized, cut = (sides * wanted + side // 2) // side, self.cut
 
-        def whole():
+        def whole() -> tf.Tensor:
             return _bilinear(image, resized, self.antialias)
 
         if cut is None:
             return whole()
 
-        def window():
+        def window() -> tf.Tensor:
             return _enlarged_window(image, resized, self._first_kept(resized, seed), cut.hw)
 
         return tf.cond(self._is_thin(sides, resized), window, whole)
@@ -216,19 +218,19 @@ class TorchvisionResize(CoveringResize):
     def gives(self) -> Hw:
         return _before_crop(self.hw, self.crop)
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         sides = tf.shape(image)[:2]
         size = self._result(sides)
         # Pillow rounds and clips between the two passes; sharp edges show the difference.
         wide, cut = self._resized(image, tf.stack([sides[0], size[1]])), self.cut
 
-        def whole():
+        def whole() -> tf.Tensor:
             return self._resized(wide, size)
 
         if cut is None:
             return whole()
 
-        def window():
+        def window() -> tf.Tensor:
             top, left = tf.unstack(self._first_kept(size, seed))
             rows = top + tf.range(cut.hw[0])
             columns = wide[:, left : left + cut.hw[1]]
@@ -236,7 +238,7 @@ class TorchvisionResize(CoveringResize):
 
         return tf.cond(self._is_thin(sides, size), window, whole)
 
-    def _result(self, sides):
+    def _result(self, sides: tf.Tensor) -> tf.Tensor:
         height, width = self.gives
         if self.cover:
             sides = tf.cast(sides, tf.float64)
@@ -245,7 +247,7 @@ class TorchvisionResize(CoveringResize):
         of_shorter = isinstance(self.size, int)
         return sides * height // tf.reduce_min(sides) if of_shorter else tf.constant(self.gives)
 
-    def _resized(self, image, size):
+    def _resized(self, image: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         return _halves_up(tf.image.resize(image, size, self.filter, antialias=True))
 
 
@@ -258,12 +260,12 @@ class Crop(SizedOp):
     def needs(self) -> Hw | None:
         return self.hw
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         begin = self._begin(tf.shape(image)[:2] - self.hw, seed)
         shape = (*self.hw, image.shape[-1])  # an image that is too small raises an error
         return tf.ensure_shape(tf.slice(image, tf.concat([begin, [0]], 0), shape), shape)
 
-    def _begin(self, spare, seed):
+    def _begin(self, spare: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         return spare // 2
 
 
@@ -274,7 +276,7 @@ class TorchvisionCrop(Crop):
     transformers does.
     """
 
-    def _begin(self, spare, seed):
+    def _begin(self, spare: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         return spare // 2 + tf.cast(spare % 4 == 3, tf.int32)
 
 
@@ -287,7 +289,7 @@ class CentralCrop(Crop):
     def needs(self) -> Hw | None:
         return None if self.pad else self.hw
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         if self.pad:
             sides = tf.maximum(tf.shape(image)[:2], self.hw)
             image = tf.image.resize_with_crop_or_pad(image, sides[0], sides[1])
@@ -297,7 +299,7 @@ class CentralCrop(Crop):
 class RandomCrop(CentralCrop):
     """Crop a random window of `size`, uniform over all positions."""
 
-    def _begin(self, spare, seed):
+    def _begin(self, spare: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         share = tf.random.stateless_uniform([2], seed, alg="philox")
         return tf.cast(share * tf.cast(spare + 1, tf.float32), tf.int32)
 
@@ -310,7 +312,7 @@ class PadCrop(HostOp):
 
     padding: int = key(..., "pixels on every side", within=_COUNT)
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         padding = self.padding
         padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
         begin = tf.random.stateless_uniform(
@@ -341,7 +343,7 @@ class RandAugment(HostOp):
         False, "Contrast blends with the release's grey, which is pixels / 256, at most 255"
     )
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         # The function uses only TensorFlow's control flow; skipping autograph's conversion of
         # Python's builds the graph in a fraction of the time.
         as_it_is = tf.autograph.experimental.do_not_convert(augment.random_operations)
@@ -360,7 +362,7 @@ class AutoAugment(HostOp):
 
     of_colours = True
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         as_it_is = tf.autograph.experimental.do_not_convert(augment.autoaugment_pair)
         return as_it_is(image, seed)
 
@@ -377,7 +379,7 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kep
     """
     sides = tf.shape(image)[:2]
 
-    def neighbours(axis):
+    def neighbours(axis: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         scale = tf.cast(sides[axis], tf.float32) / tf.cast(resized[axis], tf.float32)
         at = (tf.cast(begin[axis] + tf.range(kept[axis]), tf.float32) + 0.5) * scale - 0.5
         below, above = (tf.cast(round_(at), tf.int32) for round_ in (tf.floor, tf.math.ceil))
@@ -386,7 +388,7 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kep
     (top, bottom, down), (left, right, along) = neighbours(0), neighbours(1)
     columns = [tf.cast(tf.gather(image, x, axis=1), tf.float32) for x in (left, right)]
 
-    def rows(y):
+    def rows(y: tf.Tensor) -> tf.Tensor:
         first, second = (tf.gather(column, y) for column in columns)
         return first + (second - first) * along[:, None]
 

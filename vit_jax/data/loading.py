@@ -55,7 +55,7 @@ def local_batches(
     # All functions use TensorFlow's control flow. AutoGraph would convert each of them, which took
     # a fifth of a short run's CPU time.
     @tf.autograph.experimental.do_not_convert
-    def make(steps, *, careful):
+    def make(steps: range, *, careful: bool) -> tuple[tf.data.Dataset, dict[str, tf.TensorShape]]:
         arranged = tf.data.Dataset.range(steps.start, steps.stop).map(arrange)
         if source.encoded:
             examples, shapes = _load_encoded(source, crops, arranged, careful)
@@ -73,7 +73,7 @@ def local_batches(
         crop.check_made(shapes[name], source.channels)
     elements = Elements(batches)
 
-    def read():
+    def read() -> Iterator[Batch]:
         # The careful pipeline costs a quarter more, so it takes over only at the batch with the
         # first broken record. A batch depends only on its step, so all others stay the same.
         for num_read in range(len(steps)):
@@ -88,7 +88,9 @@ def local_batches(
     return _name_broken(read(), source, all_ops, refuse_small)
 
 
-def _load_few(source, crops, record_ids, keys):
+def _load_few(
+    source: Source, crops: Mapping[str, Crops], record_ids: tf.Tensor, keys: tf.Tensor
+) -> Batch:
     """The batch of these records, read one after another without a pipeline."""
     rows = []
     for record_id, key in zip(record_ids, keys, strict=True):
@@ -101,7 +103,9 @@ def _load_few(source, crops, record_ids, keys):
     return {name: np.stack([row[name].numpy() for row in rows]) for name in rows[0]}
 
 
-def _load_one(source, crops, record_id, key):
+def _load_one(
+    source: Source, crops: Mapping[str, Crops], record_id: tf.Tensor, key: tf.Tensor
+) -> dict[str, tf.Tensor] | None:
     """The example of a record; None if it is wrong, which is an error of any type here."""
     try:
         with sure_reads():
@@ -115,7 +119,9 @@ def _load_one(source, crops, record_id, key):
         raise_failed()
 
 
-def _masked(source, crops, record_id):
+def _masked(
+    source: Source, crops: Mapping[str, Crops], record_id: tf.Tensor
+) -> dict[str, tf.Tensor]:
     """A row without a readable record."""
     images = {name: tf.zeros(crop.shape(source.channels), tf.uint8) for name, crop in crops.items()}
     label = tf.zeros(source.num_classes) if source.has_label_vectors else tf.constant(0)
@@ -127,13 +133,15 @@ def _masked(source, crops, record_id):
     }
 
 
-def _load_pixels(source, crops, arranged):
+def _load_pixels(
+    source: Source, crops: Mapping[str, Crops], arranged: tf.data.Dataset
+) -> tuple[tf.data.Dataset, dict[str, tf.TensorShape]]:
     """Batches, and {key: static shape of the images of a record}.
 
     Whole batches cost half as much as examples.
     """
 
-    def make(images, keys):
+    def make(images: tf.Tensor, keys: tf.Tensor) -> dict[str, tf.Tensor]:
         if [*crops] == ["image"] and not any(crops["image"].host_ops):
             return {"image": images}
         types = dict.fromkeys(crops, tf.uint8)
@@ -141,7 +149,7 @@ def _load_pixels(source, crops, arranged):
             lambda row: make_all(crops, source, *row), (images, keys), fn_output_signature=types
         )
 
-    def load(record_ids, keys):
+    def load(record_ids: tf.Tensor, keys: tf.Tensor) -> dict[str, tf.Tensor]:
         example = source.read(tf.maximum(record_ids, 0))
         mask = example["mask"] * tf.cast(record_ids >= 0, tf.float32)
         made = make(example["image"], keys)
@@ -158,7 +166,9 @@ def _load_pixels(source, crops, arranged):
     return batches, {name: batches.element_spec[name].shape[1:] for name in crops}
 
 
-def _load_encoded(source, crops, arranged, careful):
+def _load_encoded(
+    source: Source, crops: Mapping[str, Crops], arranged: tf.data.Dataset, careful: bool
+) -> tuple[tf.data.Dataset, dict[str, tf.TensorShape]]:
     """Examples, and {key: static shape of the images of a record}.
 
     With `careful`, failed reads are tried again, and an example with an error is masked; otherwise
@@ -173,7 +183,7 @@ def _load_encoded(source, crops, arranged, careful):
 
     shapes = []  # one from each trace of `load`, since tracing it takes long
 
-    def load(record_id, key, stored):
+    def load(record_id: tf.Tensor, key: tf.Tensor, stored: tf.Tensor) -> dict[str, tf.Tensor]:
         with sure_reads() if careful else contextlib.nullcontext():
             example = files.parse(stored, record_id) if files else source.read(record_id)
         made = make_all(crops, source, example.pop("image"), key)
@@ -182,12 +192,16 @@ def _load_encoded(source, crops, arranged, careful):
 
     masked = functools.partial(_masked, source, crops)
 
-    def load_or_pad(record_id, key, stored):
+    def load_or_pad(
+        record_id: tf.Tensor, key: tf.Tensor, stored: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
         return tf.cond(
             record_id >= 0, lambda: load(record_id, key, stored), lambda: masked(record_id)
         )
 
-    def load_or_mask(record_id, key, stored):
+    def load_or_mask(
+        record_id: tf.Tensor, key: tf.Tensor, stored: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
         # A data set of one example confines its error; ignoring errors in the whole data set would
         # shift the examples that follow.
         one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,11 +187,18 @@ def concatenate(sources: Sequence[Source]) -> Source:
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 
-    def ask(method, record):
-        i = np.searchsorted(first_ids, record, side="right") - 1
+    def ask(method: str, record: int) -> Any:
+        i = int(np.searchsorted(first_ids, record, side="right")) - 1
         return getattr(sources[i], method)(record - first_ids[i])
 
-    def read_one(record_id):
+    def captions(records: Sequence[int]) -> Iterator[Sequence[str | bytes]]:
+        ids = np.asarray(records)
+        places = np.searchsorted(first_ids, ids, side="right") - 1
+        own = [(ids[places == i] - first).tolist() for i, first in enumerate(first_ids)]
+        found = [s.captions(its) for s, its in zip(sources, own, strict=True) if s.captions]
+        return (next(found[i]) for i in places)
+
+    def read_one(record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         functions = [lambda own_id, s=s: s.read(own_id) for s in sources]
         return _of_part(first_ids, record_id, functions)
 
@@ -214,7 +221,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
         chunks=next((source.chunks for source in sources if source.chunks), None),
-        captions=first.captions and functools.partial(ask, "captions"),
+        captions=first.captions and captions,
     )
 
 
@@ -225,7 +232,7 @@ def _has_labels(source: Source) -> bool:
 def _without_labels(source: Source) -> Source:
     """`source` with the labels of data that have none."""
 
-    def unlabelled(example):
+    def unlabelled(example: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         return example | {"label": tf.zeros_like(example["label"])}
 
     files = source.record_files
@@ -240,7 +247,7 @@ def _without_labels(source: Source) -> Source:
 
 
 def _check_alike(first: Source, other: Source) -> None:
-    def names(source):
+    def names(source: Source) -> tuple[str, ...]:
         return source.class_names or tuple(map(str, range(source.num_classes)))
 
     if names(first) != names(other) and not _takes_names(first, other):
@@ -274,10 +281,12 @@ def held_alike(sources: Sequence[Source]) -> bool:
     return len({None if source.encoded else source.image_shape for source in sources}) == 1
 
 
-def _read_many(sources, first_ids):
+def _read_many(
+    sources: Sequence[Source], first_ids: np.ndarray
+) -> Callable[[tf.Tensor], dict[str, tf.Tensor]]:
     """`Source.read` for a mixture of pixel sources; takes ids of any shape and any part."""
 
-    def read(record_ids):
+    def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
         result = sources[0].read(tf.minimum(record_ids, sources[0].num_examples - 1))
         for source, first_id in zip(sources[1:], first_ids[1:], strict=True):
             own_ids = tf.clip_by_value(record_ids - first_id, 0, source.num_examples - 1)
@@ -292,7 +301,7 @@ def _read_many(sources, first_ids):
     return read
 
 
-def _of_part(first_ids, record_id, functions):
+def _of_part(first_ids: np.ndarray, record_id: tf.Tensor, functions: Sequence[Callable]) -> Any:
     """Call the function of the part that holds the record, with the record's id in that part."""
     firsts = tf.constant(first_ids, tf.int64)
     part = tf.searchsorted(firsts, record_id[None], side="right")[0] - 1
@@ -300,7 +309,7 @@ def _of_part(first_ids, record_id, functions):
     return tf.switch_case(part, [lambda f=f: f(own_id) for f in functions])
 
 
-def _concatenate_files(sources, first_ids) -> RecordFiles | None:
+def _concatenate_files(sources: Sequence[Source], first_ids: np.ndarray) -> RecordFiles | None:
     """The record files of all sources; None if none has any.
 
     Sources without record files yield empty strings and are read in `parse`.
@@ -310,17 +319,17 @@ def _concatenate_files(sources, first_ids) -> RecordFiles | None:
         return None
     spec = tf.TensorSpec([], tf.string)
 
-    def open_part(files, own_id, count):
+    def open_part(files: RecordFiles | None, own_id: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         empty = tf.data.Dataset.from_tensors("").repeat(count)
         records = empty if files is None else files.open(own_id, count)
         return tf.data.experimental.to_variant(records)
 
-    def open_stretch(first, count):
+    def open_stretch(first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
         functions = [lambda own_id, f=f: open_part(f, own_id, count) for f in files_of]
         return tf.data.experimental.from_variant(_of_part(first_ids, first, functions), spec)
 
-    def parse(stored, record_id):
-        def parse_part(source, own_id):
+    def parse(stored: tf.Tensor, record_id: tf.Tensor) -> dict[str, tf.Tensor]:
+        def parse_part(source: Source, own_id: tf.Tensor) -> dict[str, tf.Tensor]:
             files = source.record_files
             return source.read(own_id) if files is None else files.parse(stored, own_id)
 

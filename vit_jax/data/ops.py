@@ -24,6 +24,7 @@ from vit_jax.base.tree import Batch
 from vit_jax.config import image_hw
 from vit_jax.config.parts import Part, find_wrong, key
 from vit_jax.config.registries import OPS
+from vit_jax.data.host_tf import tf
 
 Size = int | tuple[int, int] | None
 Hw = tuple[int, int]
@@ -83,7 +84,7 @@ class HostOp(Op):
     cuts: ClassVar[bool] = False
     full_size: ClassVar[str] = ""
 
-    def __call__(self, image, seed):
+    def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         """The next image: uint8 pixels (h, w, 3) of such pixels; results are rounded and clipped.
 
         AutoGraph is off: what depends on a tensor's value needs `tf.cond`, not Python's `if`.
@@ -154,7 +155,7 @@ class Pairs:
         blocks = self._blocks(x)
         return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
 
-    def _blocks(self, x):
+    def _blocks(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, 2, self.distance, *x.shape[1:])
 
 

@@ -196,7 +196,7 @@ def record_order(num_records: int, seed: int) -> Order:
       seed: 0 <= seed < 2**32.
     """
 
-    def order(positions):
+    def order(positions: tf.Tensor) -> tf.Tensor:
         return _permuted(positions % num_records, positions // num_records, num_records, seed)
 
     return order
@@ -228,10 +228,10 @@ def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, c
     per_cycle = cycle // streams
     num_full, tail = divmod(num_records, chunk_size)
 
-    def before(stream, x):
+    def before(stream: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
         return x // cycle * (stream * per_cycle) + tf.minimum(x % cycle, stream * per_cycle)
 
-    def order(positions):
+    def order(positions: tf.Tensor) -> tf.Tensor:
         epochs = positions // num_records
         start = epochs * num_records
         stream = positions % cycle // per_cycle
@@ -279,7 +279,7 @@ def mixed_order(
     units = weight_units(weights)
     first_ids = np.cumsum([0, *part_sizes])
 
-    def order(positions):
+    def order(positions: tf.Tensor) -> tf.Tensor:
         ids, undecided, left = tf.zeros_like(positions), tf.ones_like(positions, tf.bool), units
         for i, part_order in enumerate(orders):
             whole = sum(left)
@@ -308,7 +308,9 @@ def _share(x: tf.Tensor, part: int, whole: int) -> tf.Tensor:
     return x // whole * part + x % whole * part // whole
 
 
-def _permuted(index, epochs, size: int, seed: int, salt: int = 0) -> tf.Tensor:
+def _permuted(
+    index: tf.Tensor, epochs: tf.Tensor, size: int, seed: int, salt: int = 0
+) -> tf.Tensor:
     """The image of each index in [0, size) under a permutation drawn by (seed, epoch, salt)."""
     seeds = [tf.fill(tf.shape(epochs), tf.cast(seed, tf.int64)), epochs, 0 * epochs + salt]
     return tf.raw_ops.RandomIndexShuffle(

@@ -93,7 +93,7 @@ def host_batches(
     local_rows = tf.constant(rows + (first - steps.start * spec.size), tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
-    def arrange(step):
+    def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         positions = step * spec.size + local_rows
         return data_order(positions), order.keys(positions, seed)
 
@@ -124,7 +124,7 @@ def host_eval_batches(
     num_records = source.num_examples if record_ids is None else len(record_ids)
     chosen = None if record_ids is None else tf.constant(record_ids, tf.int64)
 
-    def arrange(step):
+    def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         positions = ids = step * spec.size + local_rows
         if chosen is not None:
             ids = tf.gather(chosen, positions % num_records)

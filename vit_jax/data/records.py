@@ -115,7 +115,7 @@ def read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
     """
     record_id, one = tf.constant(record, tf.int64), tf.constant(1, tf.int64)
 
-    def read():
+    def read() -> Any:
         stored = untuned(files.open(record_id, one)).get_single_element()
         return parse(stored, record_id)
 
@@ -130,7 +130,7 @@ def read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
 def _open_surely(files: RecordFiles, record_id: tf.Tensor) -> tf.data.Dataset:
     """One stored record, read again in Python if that fails; the empty string if it is broken."""
 
-    def read(record):
+    def read(record: int) -> np.ndarray:
         stored = read_now(files, record, lambda stored, _: stored.numpy())
         return np.array(stored or b"", object)
 
@@ -153,7 +153,7 @@ def _whole(make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
 def digest_records(files: RecordFiles, num_examples: int) -> list[str]:
     """Digests of the first, middle and last record; they change if the order of records does."""
 
-    def digest(stored, record_id):
+    def digest(stored: tf.Tensor, record_id: tf.Tensor) -> str:
         example = files.parse(stored, record_id)
         image, label = example["image"], example["label"].numpy()
         if image.dtype == tf.string and tf.io.is_jpeg(image):  # decoders differ in its pixels
@@ -200,7 +200,7 @@ def _read_stretch(files: RecordFiles, ids: tf.Tensor) -> tf.Tensor:
     return tf.gather(untuned(either).get_single_element(), tf.maximum(ids, 0) - first)
 
 
-def open_files(file_format: str, parts, parse: Callable) -> RecordFiles:
+def open_files(file_format: str, parts: Sequence[Any], parse: Callable) -> RecordFiles:
     """The record files of TFDS's file instructions `parts`; `parse` becomes `RecordFiles.parse`.
 
     Raises: InputError if a file is damaged or its number of records is wrong.
@@ -211,7 +211,7 @@ def open_files(file_format: str, parts, parse: Callable) -> RecordFiles:
     return RecordFiles(segments, opened, parse)
 
 
-def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
+def _open_tfrecord(parts: Sequence[Any], segments: np.ndarray) -> Callable:
     """Make `RecordFiles.open` for TFRecord files."""
     files = sorted({part.filename for part in parts})
     offsets_of = dict(zip(files, record_offsets(files), strict=True))
@@ -226,7 +226,7 @@ def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
     boundaries = tf.constant(np.concatenate(ends))  # for each part one more than its records
     paths, firsts = tf.constant([part.filename for part in parts]), tf.constant(segments)
 
-    def open_stretch(first, count):
+    def open_stretch(first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
         part = tf.searchsorted(firsts, first[None], side="right", out_type=tf.int64)[0] - 1
         begin, end = tf.unstack(tf.gather(boundaries, first + part + [0, count]))
         variant = tf.raw_ops.TFRecordDatasetV2(
@@ -241,13 +241,13 @@ def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
     return open_stretch
 
 
-def _open_array_record(parts) -> Callable:
+def _open_array_record(parts: Sequence[Any]) -> Callable:
     """Make `RecordFiles.open` for array_record files."""
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
     records = ArrayRecordDataSource(list(parts))
 
-    def read(first, count):
+    def read(first: int, count: int) -> np.ndarray:
         try:
             return np.array(records.__getitems__(range(first, first + count)), dtype=object)
         except RuntimeError as e:  # damage, which is permanent, or a failing store, which is not
@@ -255,7 +255,7 @@ def _open_array_record(parts) -> Callable:
                 raise ValueError(str(e)) from e  # TensorFlow's InvalidArgumentError
             raise
 
-    def open_stretch(first, count):
+    def open_stretch(first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
         at_once = tf.data.Dataset.from_tensors((first, count)).map(
             lambda first, count: tf.ensure_shape(
                 tf.numpy_function(read, [first, count], tf.string, stateful=False), [None]
@@ -276,11 +276,11 @@ def open_in_python(
       read_rows: as `RecordFiles.read`, of arrays.
     """
 
-    def read(ids):
+    def read(ids: tf.Tensor) -> tf.Tensor:
         found = read_in_python(lambda ids: np.array(read_rows(ids), object), ids)
         return tf.ensure_shape(found, ids.shape)
 
-    def open_stretch(first, count):
+    def open_stretch(first: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors(tf.range(first, first + count)).map(read).unbatch()
 
     return RecordFiles(segments, open_stretch, read=read, **fields)

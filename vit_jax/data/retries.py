@@ -85,7 +85,7 @@ def read_if_there(path: str | os.PathLike) -> bytes:
 def read_in_python(read: Callable[..., Any], *args: tf.Tensor) -> tf.Tensor:
     """read(*args), text; `raise_failed` raises its ReadErrors, which data sets may ignore."""
 
-    def noted(*args):
+    def noted(*args: Any) -> Any:
         try:
             return read(*args)
         except ReadError as e:

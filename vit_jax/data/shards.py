@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from vit_jax.base.errors import InputError, few, shown
+from vit_jax.base.errors import InputError, shown
+from vit_jax.data.captions import one_by_one
 from vit_jax.data.class_names import (
     as_name,
     number_labels,
@@ -26,7 +27,7 @@ from vit_jax.data.class_names import (
     spell,
 )
 from vit_jax.data.contract import Request, Source, fingerprint
-from vit_jax.data.given_labels import counts_matter
+from vit_jax.data.given_labels import counts_matter, say_others
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import as_known_format, turn_of, why_unreadable
 from vit_jax.data.records import RecordFiles, digest_records, read_now, read_one
@@ -134,7 +135,7 @@ def open_shards(
     vector_size = len(names) if multi_label else None
     label_of = _read_labels(codes, counts, vector_size)
 
-    def parse(stored, record_id):
+    def parse(stored: tf.Tensor, record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         label = label_of(record_id)
         with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(label >= 0), [label])]):
             label = tf.identity(label)
@@ -143,7 +144,7 @@ def open_shards(
 
     files = dataclasses.replace(open_parts(records.parts), parse=parse, knows_labels=True)
 
-    def why(record):
+    def why(record: int) -> str:
         if not np.all(label_of(tf.constant(record, tf.int64)) >= 0):
             return "its label cannot be read; write it again"
         shard, place = records.find(record)
@@ -175,7 +176,7 @@ def open_shards(
         record_files=files,
         file_names=records.file_names,
         multi_label=multi_label,
-        captions=records.captions if records.parts[0].shard.captions else None,
+        captions=one_by_one(records.captions) if records.parts[0].shard.captions else None,
     )
 
 
@@ -233,7 +234,7 @@ def _read_labels(
         return lambda record_id: tf.gather(codes_tensor, record_id)
     ends = tf.constant(np.append(0, np.cumsum(counts)))
 
-    def label_of(record_id):
+    def label_of(record_id: tf.Tensor) -> tf.Tensor:
         start, stop = tf.unstack(tf.gather(ends, tf.stack([record_id, record_id + 1])))
         own = codes_tensor[start:stop]
         shown_C = tf.reduce_sum(tf.one_hot(own, vector_size), 0)
@@ -300,9 +301,6 @@ def _number_records(
         return np.zeros(len(counts), np.int32), np.ones_like(counts), False
     others, multi_label = np.flatnonzero(counts != 1), records.request.multi_label
     if len(others) and multi_label is False:
-        raise InputError(
-            f"{where}: {len(others):,} images of {records.request.split} have no label, or "
-            f"several: {few(map(records.name, others.tolist()))}; give each one label, or read "
-            "them with --config.data.multi_label=true --config.loss.name=sigmoid"
-        )
+        names = [*map(records.name, others.tolist())]
+        raise InputError(f"{where}: {say_others(names, f' of {records.request.split}')}")
     return codes, counts, bool(len(others)) if multi_label is None else multi_label

@@ -44,7 +44,7 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
     new_labels = tf.constant([names.index(name) for name in old_names], tf.int32)
     columns = [old_names.index(name) if name in old_names else len(old_names) for name in names]
 
-    def new_label(label):
+    def new_label(label: tf.Tensor) -> tf.Tensor:
         if source.multi_label:
             return tf.gather([*tf.unstack(label), 0.0], columns)
         return tf.gather(new_labels, label)
@@ -155,10 +155,10 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
     kept_tensor, names = tf.constant(kept, tf.int64), source.file_names
     captions = source.captions
 
-    def read(record_ids):
+    def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
         return source.read(tf.gather(kept_tensor, record_ids))
 
-    def file_names(start, stop):
+    def file_names(start: int, stop: int) -> Sequence[str]:
         wanted = kept[start:stop]
         if not len(wanted):
             return []
@@ -176,7 +176,7 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
         record_files=None,
         file_names=None if names is None else file_names,
         part_sizes=(len(kept),),
-        captions=captions and (lambda record: captions(int(kept[record]))),
+        captions=captions and (lambda records: captions(kept[records].tolist())),
     )
 
 
@@ -194,7 +194,7 @@ def give_channels(source: Source, channels: int) -> Source:
         needed = " or ".join(map(str, possible))
         raise InputError(f"data.channels={channels}: {source.name} needs {needed}")
 
-    def read(record_ids):
+    def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
         example = source.read(record_ids)
         return example | {"image": with_channels(example["image"], channels)}
 
@@ -221,7 +221,7 @@ def _relabelled(
 ) -> Source:
     """`source` with new labels, however its records are read."""
 
-    def change(example):
+    def change(example: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         return example | {"label": new_label(example["label"])}
 
     files = source.record_files

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
+
 from vit_jax.base.errors import InputError
 
 GIB, GB = 2**30, 10**9
@@ -161,7 +163,7 @@ def count_chips(devices: Iterable[Any]) -> int:
     chip. Every other device is one chip.
     """
 
-    def find_chip(device):
+    def find_chip(device: jax.Device) -> Any:
         if device.platform != "tpu":
             return device.id
         return getattr(device, "slice_index", None), *device.coords  # a single slice has no index

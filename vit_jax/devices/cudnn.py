@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 
 @jax.custom_vjp
-def described_attention(q_BNHK, k_BMHK, v_BMHK):
+def described_attention(q_BNHK: jax.Array, k_BMHK: jax.Array, v_BMHK: jax.Array) -> jax.Array:
     """The operands and results of the functions that XLA calls; it cannot be compiled."""
     return _forward(q_BNHK, k_BMHK, v_BMHK)[0]
 
 
-def _forward(q_BNHK, k_BMHK, v_BMHK):
+def _forward(
+    q_BNHK: jax.Array, k_BMHK: jax.Array, v_BMHK: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     B, N, H, _ = q_BNHK.shape
     results = jax.ShapeDtypeStruct(q_BNHK.shape, q_BNHK.dtype), _float32(B, H, N)
     call = jax.ffi.ffi_call("__cudnn$fmhaSoftmax", results)
@@ -21,7 +23,7 @@ def _forward(q_BNHK, k_BMHK, v_BMHK):
     return out_BNHK, (q_BNHK, k_BMHK, v_BMHK, sums_BHN, out_BNHK)
 
 
-def _backward(saved, grad_BNHK):
+def _backward(saved: tuple[jax.Array, ...], grad_BNHK: jax.Array) -> tuple[jax.Array, ...]:
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
     return tuple(jax.ffi.ffi_call("__cudnn$fmhaSoftmaxBackward", results)(*saved, grad_BNHK))
 

@@ -267,7 +267,13 @@ class _Program:
                 root.live(2 * len(self.operations))
         return found
 
-    def _fuse(self, operands, results, in_memory, now) -> None:
+    def _fuse(
+        self,
+        operands: Sequence[_Value],
+        results: Sequence[_Value],
+        in_memory: set[_Value],
+        now: int,
+    ) -> None:
         """Find the roots of the results of an elementwise operation."""
         roots = frozenset().union(*(value.roots for value in operands))
         for value in results:
@@ -284,7 +290,9 @@ class _Program:
                 value.bytes = min(value.bytes, product.bytes)  # widened only while it is computed
             value.roots, value.born, value.dies = frozenset([value]), now, now
 
-    def _roots(self, value, needed, in_memory, found) -> frozenset[_Value]:
+    def _roots(
+        self, value: _Value, needed: bool, in_memory: set[_Value], found: set[_Value]
+    ) -> frozenset[_Value]:
         """The values in memory from which an operand is read, itself if it is `needed` there."""
         if not needed or value in value.roots or not value.roots:
             return value.roots

@@ -187,14 +187,21 @@ def _say_plain_once(reason: str) -> None:
     _say_plain(reason)
 
 
-def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
+def _tpu_attention(
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array | None, ...],
+    turns: jax.Array | None,
+    num_keys: int | None,
+    *,
+    mesh: Mesh,
+) -> jax.Array:
     """`block_ops.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
     num_keys = tokens if num_keys is None else num_keys
     if tokens <= SHORT:
         biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
-        turns = () if turns is None else (turns,)
-        return _on_devices(partial(_short_attention, num_keys=num_keys), mesh)(qkv, biases, turns)
+        attend = _on_devices(partial(_short_attention, num_keys=num_keys), mesh)
+        return attend(qkv, biases, () if turns is None else (turns,))
     q_BNHK, k_BMHK, v_BMHK = _plain_qkv(qkv, biases, turns)
     if tokens < LONG:  # images of a size that was not known before
         _say_plain_once(f"{tokens} tokens lie between {SHORT} and {LONG}")
@@ -204,18 +211,26 @@ def _tpu_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
     return attend((q_BNHK, k_BMHK, v_BMHK))
 
 
-def _cudnn_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
+def _cudnn_attention(
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array | None, ...],
+    turns: jax.Array | None,
+    num_keys: int | None,
+    *,
+    mesh: Mesh,
+) -> jax.Array:
     """`block_ops.AttentionKernel` by cuDNN, by its name, as JAX would fall back in silence.
 
     Queries of padding attend to the tokens that count, so that their outputs are finite.
     """
 
-    def attend(q_BNHK, k_BMHK, v_BMHK):
+    def attend(q_BNHK: jax.Array, k_BMHK: jax.Array, v_BMHK: jax.Array) -> jax.Array:
         if not has_cuda():  # a plan by calculation
             return described_attention(q_BNHK, k_BMHK, v_BMHK)
         B, M = k_BMHK.shape[:2]
-        is_padded = num_keys is not None and num_keys < M
-        lengths_B = jnp.full(B, num_keys, jnp.int32) if is_padded else None
+        lengths_B = None
+        if num_keys is not None and num_keys < M:  # the others are padding
+            lengths_B = jnp.full(B, num_keys, jnp.int32)
         return jax.nn.dot_product_attention(
             q_BNHK, k_BMHK, v_BMHK, key_value_seq_lengths=lengths_B, implementation="cudnn"
         )
@@ -223,7 +238,9 @@ def _cudnn_attention(qkv, biases, turns, num_keys, *, mesh: Mesh):
     return _on_devices(lambda qkv: attend(*qkv), mesh)(_plain_qkv(qkv, biases, turns))
 
 
-def _plain_qkv(qkv, biases, turns):
+def _plain_qkv(
+    qkv: tuple[jax.Array, ...], biases: tuple[jax.Array | None, ...], turns: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values with their biases; queries and keys turned."""
     q_BNHK, k_BMHK, v_BMHK = (
         x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
@@ -244,7 +261,7 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
         return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
 
-    def on_all(*args):
+    def on_all(*args: tuple[jax.Array, ...]) -> jax.Array:
         of_images = [P(BATCH_AXES if x.shape[0] > 1 else None) for x in sum(args[2:], ())]
         specs = (images, heads, tuple(of_images))[: len(args)]
         share = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=images, check_vma=False)
@@ -253,7 +270,9 @@ def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     return on_all
 
 
-def _repeat_on_gpu(x_1ND, rows: int, dtype, *, mesh: Mesh):
+def _repeat_on_gpu(
+    x_1ND: jax.Array, rows: int, dtype: jax.typing.DTypeLike, *, mesh: Mesh
+) -> jax.Array:
     """`block_ops.Repeat`, whose gradients keep the order of their axes in memory.
 
     XLA for GPUs (jax 0.10.2) would put the axis that is summed last, in all tokens of a model, and
@@ -261,20 +280,25 @@ def _repeat_on_gpu(x_1ND, rows: int, dtype, *, mesh: Mesh):
     rows. If the program stated it for all rows, XLA would gather them on each device.
     """
 
-    def in_order(grad_BND):
+    def in_order(grad_BND: jax.Array) -> jax.Array:
         state = partial(with_layout_constraint, layouts=Layout((0, 1, 2)))
         return _on_rows(state, mesh, (P(BATCH_AXES),))(grad_BND)
 
     return repeat_in_order(x_1ND, rows, dtype, in_order)
 
 
-def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
+def _find_mlp_kernel(x_BND: jax.Array, hidden: int, gated: bool, *, mesh: Mesh) -> Callable | None:
     """`RowKernels.find_mlp` on the devices of `mesh`."""
     blocks = mlp.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1], hidden, gated)
     if blocks is None:
         return None
 
-    def kernel(x_RD, params, drawn, **fields):
+    def kernel(
+        x_RD: jax.Array,
+        params: tuple[jax.Array, ...],
+        drawn: tuple[jax.Array | None, ...],
+        **fields: Any,
+    ) -> jax.Array:
         spec, rows = mlp.Spec(**fields, blocks=blocks), P(BATCH_AXES)
         args = x_RD, mlp.Params(*params), mlp.Drawn(*drawn)
         return _on_rows(partial(mlp.mlp, spec=spec), mesh, (rows, P(), rows))(*args)
@@ -282,13 +306,13 @@ def _find_mlp_kernel(x_BND, hidden: int, gated: bool, *, mesh: Mesh):
     return kernel
 
 
-def _find_projections_kernel(x_BND, *, mesh: Mesh):
+def _find_projections_kernel(x_BND: jax.Array, *, mesh: Mesh) -> Callable | None:
     """`RowKernels.find_projections` on the devices of `mesh`."""
     blocks = projections.find_blocks(*_rows_in_vmem(x_BND, mesh), x_BND.shape[-1])
     if blocks is None:
         return None
 
-    def kernel(*args, **fields):
+    def kernel(*args: Any, **fields: Any) -> Any:
         spec = projections.Spec(**fields, blocks=blocks)
         compute = partial(projections.project, spec=spec)
         return _on_rows(compute, mesh, (P(BATCH_AXES), P(), P()))(*args)
@@ -296,7 +320,7 @@ def _find_projections_kernel(x_BND, *, mesh: Mesh):
     return kernel
 
 
-def _rows_in_vmem(x_BND, mesh: Mesh) -> tuple[int, int]:
+def _rows_in_vmem(x_BND: jax.Array, mesh: Mesh) -> tuple[int, int]:
     """The rows of a device, 0 where it has no kernel of rows, and the bytes of a core's VMEM."""
     B, N, _ = x_BND.shape
     if not jax.sharding.get_abstract_mesh().manual_axes:
@@ -316,7 +340,13 @@ def _on_rows(compute: Callable, mesh: Mesh, specs: tuple) -> Callable:
     )
 
 
-def _short_attention(qkv, biases, turns, *, num_keys: int):
+def _short_attention(
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...],
+    turns: tuple[jax.Array, ...],
+    *,
+    num_keys: int,
+) -> jax.Array:
     B, N, H, K = qkv[0].shape
     sizes = short_attention.Sizes(H, num_keys)
     qkv = tuple(x.reshape(B, N, H * K) for x in qkv)
@@ -325,7 +355,9 @@ def _short_attention(qkv, biases, turns, *, num_keys: int):
     return short_attention.attention(qkv, biases, turns_BKN, sizes).reshape(B, N, H, K)
 
 
-def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
+def draw_bytes_by_device(
+    key: jax.Array, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh
+) -> jax.Array:
     """`dropout.DrawBytes` by XLA's own generator ("rbg"), the fastest on accelerators.
 
     Each device draws the bytes of its share of `shape` by a key of its own, because XLA's
@@ -334,7 +366,7 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
     and `shape` are its own.
     """
 
-    def draw(key, shape):
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         halves = [jax.random.key_data(key)[:2]] * 2
         rbg_key = jax.random.wrap_key_data(jnp.concatenate(halves), impl="rbg")
         return jax.random.bits(rbg_key, shape, jnp.uint8)
@@ -348,7 +380,7 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
     split = [axis for axis in mesh.axis_names if axis in BATCH_AXES or axis in spec]
     share = NamedSharding(mesh, P(*spec)).shard_shape(shape)
 
-    def draw_share(key_data):
+    def draw_share(key_data: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
         return draw(jax.random.fold_in(key, jax.lax.axis_index(split)), share)
 

@@ -8,7 +8,8 @@ its average carry its name, so they are sharded like it, and large ones are also
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ SPLIT_FROM = 1 << 16
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
 
 
-def state_shardings(state, mesh: Mesh, splits_params: bool = False):
+def state_shardings(state: tree.PyTree, mesh: Mesh, splits_params: bool = False) -> tree.PyTree:
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
@@ -73,7 +74,7 @@ def state_shardings(state, mesh: Mesh, splits_params: bool = False):
     replicated = []
     named = tree.flatten_names(state)
 
-    def shard(name, leaf):
+    def shard(name: str, leaf: Any) -> NamedSharding:
         factored = _FACTORED.fullmatch(name)
         axes = rule_of(name)
         if axes and factored:
@@ -141,7 +142,7 @@ def _split_rows(spec: list, shape: tuple[int, ...], num_axes: int, mesh: Mesh) -
     return spec
 
 
-def gradient_shardings(params, mesh: Mesh):
+def gradient_shardings(params: tree.PyTree, mesh: Mesh) -> tree.PyTree:
     """A tree like `params` with the sharding of each gradient in the training step.
 
     Where it is None, or a leaf is, the compiler decides.
@@ -160,10 +161,10 @@ def gradient_shardings(params, mesh: Mesh):
     return jax.tree.map(lambda sharding: sharding if "fsdp" in sharding.spec else None, params)
 
 
-def constrain_params(params, shardings):
+def constrain_params(params: tree.PyTree, shardings: tree.PyTree) -> tree.PyTree:
     """`params` with the given shardings, which their gradients get too; None leaves them open."""
 
-    def constrain(sharding, leaf):
+    def constrain(sharding: NamedSharding | None, leaf: jax.Array) -> jax.Array:
         return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
 
     if shardings is None:
@@ -171,7 +172,9 @@ def constrain_params(params, shardings):
     return jax.tree.map(constrain, shardings, params, is_leaf=lambda x: x is None)
 
 
-def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | None, ...]:
+def _axes_left(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], left: tuple[int, ...], moment: str
+) -> tuple[str | None, ...]:
     """The `axes` of a parameter of `shape` that remain in its `moment`, of shape `left`."""
     if left == shape:
         return axes
@@ -241,7 +244,7 @@ def share_out(function: Callable[[jax.Array], jax.Array], stack: jax.Array) -> j
     # One exchange each over tensor and over the others; the compiler finds none over all at once.
     stages = [P(None, None, rows, "tensor"), P("tensor", None, rows), P(("tensor", *rows))]
 
-    def move(x, specs):
+    def move(x: jax.Array, specs: Iterable[P]) -> jax.Array:
         for spec in specs if ways > 1 else ():
             x = jax.lax.with_sharding_constraint(x, spec)
         return x
@@ -252,7 +255,7 @@ def share_out(function: Callable[[jax.Array], jax.Array], stack: jax.Array) -> j
     return move(found, reversed(stages)).reshape(filled.shape)[: len(stack)]
 
 
-def bytes_per_device(state) -> int:
+def bytes_per_device(state: tree.PyTree) -> int:
     """The bytes of `state`, a pytree of sharded arrays or their shapes, that one device holds."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -123,7 +123,7 @@ def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy
     result: concurrent.futures.Future[Finding] = concurrent.futures.Future()
     context = contextvars.copy_context()  # holds the plug-ins in use
 
-    def run():
+    def run() -> None:
         try:
             result.set_result(context.run(check))
         except BaseException as e:

@@ -25,6 +25,7 @@ from vit_jax.config.metric_names import (
     is_named,
 )
 from vit_jax.data import Source
+from vit_jax.data.given_labels import ONE_LABEL
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
@@ -98,10 +99,11 @@ def make_evaluators(
         of_labels = evaluator.multi_label
         several = [k for k, s in inputs.sources.items() if of_labels not in (None, s.multi_label)]
         if several:
+            needs = f"needs {'classification' if of_labels else 'multilabel'}"
             faults.append(
                 f"evals.{name}.type={EVALUATORS.name_of(evaluator)!r}: {several[0]} has "
-                f"{'one label' if of_labels else 'several labels'} an image; needs "
-                f"{'classification' if of_labels else 'multilabel'}"
+                f"{'one label' if of_labels else 'several labels'} an image; "
+                f"{ONE_LABEL if evaluator.learns_classes else needs}"
             )
             continue
         measure = faults.check_in(f"evals.{name}.", evaluator.bind, inputs)

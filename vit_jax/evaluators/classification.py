@@ -61,7 +61,7 @@ class Classification(ClassEvaluator):
     of_class = "accuracy"
 
     @property
-    def ends(self):
+    def ends(self) -> tuple[str, ...]:
         return ("", FLIPS) if self.flips else ("",)
 
     def bind(self, inputs: EvalInputs) -> Measure:

@@ -20,7 +20,9 @@ from jax.experimental import multihost_utils
 from PIL import Image
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, few, shown
+from vit_jax.base.tree import Batch
 from vit_jax.config import POSITIVE, key
+from vit_jax.config.evals import Better
 from vit_jax.data import Source
 from vit_jax.data.division import DIVIDED
 from vit_jax.data.images.files import split_of
@@ -74,7 +76,7 @@ class DenseProbe(FeatureEvaluator):
         upright = Upright(inputs)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
-        def compute(state, batch):
+        def compute(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
             x_BND = inputs.apply(state, batch["image"], "tokens")
             x_BRSD = as_map(inputs.model, x_BND, inputs.image_size)
             return x_BRSD.astype(jnp.float32), batch["id"], batch["mask"]
@@ -103,7 +105,7 @@ class DenseProbe(FeatureEvaluator):
             learned = self.learn(inputs, whiten(x_ND[known_N]), target_NQ[known_N])
             kernel_DC, bias_C, score = learned
 
-            def pairs(x_RSD, record):
+            def pairs(x_RSD: np.ndarray, record: int) -> tuple[np.ndarray, np.ndarray]:
                 target_HW = target("test_split", record)
                 return interpolate(whiten(x_RSD) @ kernel_DC + bias_C, target_HW.shape), target_HW
 
@@ -154,17 +156,19 @@ class Segmentation(DenseProbe):
         within="[0, 255]",
     )  # fmt: skip
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"miou": "higher", "pixel_accuracy": "higher"}
 
-    def read_target(self, path):
+    def read_target(self, path: pathlib.Path) -> np.ndarray:
         mask_HW = np.asarray(Image.open(path))
         if mask_HW.ndim != 2 or mask_HW.dtype != np.uint8:
             found = f"{mask_HW.dtype} {mask_HW.shape}"
             raise ValueError(f"got {found}; needs a PNG with one value of 8 bits a pixel")
         return np.where(np.isin(mask_HW, self.ignored), np.nan, mask_HW)
 
-    def learn(self, inputs, x_ND, target_NQ):
+    def learn(
+        self, inputs: EvalInputs, x_ND: np.ndarray, target_NQ: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Score]:
         classes = np.unique(target_NQ[~np.isnan(target_NQ)])
         share_NC = np.stack([(target_NQ == value).mean(axis=1) for value in classes], axis=1)
         patch, label = np.nonzero(share_NC)  # a row for each class of a patch
@@ -175,7 +179,7 @@ class Segmentation(DenseProbe):
         )
         start = Classifier(jnp.zeros((x_ND.shape[1], len(classes))), jnp.zeros(len(classes)))
 
-        def score(pairs):
+        def score(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
             counts = np.zeros(_VALUES**2, np.int64)
             for output_HWC, target_HW in pairs:
                 known = ~np.isnan(target_HW)
@@ -186,7 +190,7 @@ class Segmentation(DenseProbe):
 
         return *jax.device_get(fit_or_warn(x, labels, shares, self.l2, start)), score
 
-    def results(self, sums):
+    def results(self, sums: np.ndarray) -> dict[str, float]:
         confusion = sums.reshape(_VALUES, _VALUES)
         both = confusion.diagonal()
         either = confusion.sum(axis=0) + confusion.sum(axis=1) - both
@@ -211,10 +215,10 @@ class Depth(DenseProbe):
 
     per_metre: float = key(1000.0, "units of a PNG; NYU 1000, KITTI 256", within=POSITIVE)
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"rmse": "lower", "abs_rel": "lower", "delta1": "higher"}
 
-    def read_target(self, path):
+    def read_target(self, path: pathlib.Path) -> np.ndarray:
         if path.suffix == ".npy":
             depth_HW = np.load(path, allow_pickle=False).astype(np.float64)
         else:
@@ -223,7 +227,9 @@ class Depth(DenseProbe):
             raise ValueError(f"got an array {depth_HW.shape}; needs one depth a pixel")
         return np.where(depth_HW > 0, depth_HW, np.nan)
 
-    def learn(self, inputs, x_ND, target_NQ):
+    def learn(
+        self, inputs: EvalInputs, x_ND: np.ndarray, target_NQ: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Score]:
         depth_N = np.nanmean(target_NQ, axis=1)
         mean = x_ND.mean(axis=0)
         centred = x_ND - mean
@@ -232,7 +238,7 @@ class Depth(DenseProbe):
         bias = depth_N.mean() - mean @ kernel_D
         limits = np.nanmin(target_NQ), np.nanmax(target_NQ)
 
-        def score(pairs):
+        def score(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
             sums = np.zeros(4)
             for output_HWC, target_HW in pairs:
                 known = ~np.isnan(target_HW)
@@ -245,7 +251,7 @@ class Depth(DenseProbe):
 
         return kernel_D[:, None], np.array([bias]), score
 
-    def results(self, sums):
+    def results(self, sums: np.ndarray) -> dict[str, float]:
         number, squares, relative, near = sums
         if not number:
             raise NothingToMeasureError("test_split: no pixel of its targets counts")

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from vit_jax.base.errors import SharedInputError
+from vit_jax.base.tree import Batch
 from vit_jax.config import Evaluator, key
 from vit_jax.data import Source, read_labels
 from vit_jax.evaluators.inputs import EvalInputs, fetch
@@ -61,7 +62,9 @@ def make_gather(inputs: EvalInputs, method: str = "features") -> Gather:
     """
 
     @functools.partial(jax.jit, out_shardings=inputs.replicated)
-    def compute(state, batch):
+    def compute(
+        state: TrainState, batch: Batch
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         x_BD = inputs.apply(state, batch["image"], method).astype(jnp.float32)
         return x_BD, batch["label"], batch["id"], batch["mask"]
 

@@ -88,7 +88,7 @@ def predict(
     """
     whiten = fit_whitening(support_ND)
 
-    def with_constant(x):
+    def with_constant(x: np.ndarray) -> np.ndarray:
         return np.concatenate([whiten(x), np.full((len(x), 1), _CONSTANT)], axis=1)
 
     support_ND, test_MD = with_constant(support_ND), with_constant(test_MD)
@@ -128,12 +128,12 @@ class FewShot(FeatureEvaluator):
         "data.classes",
     )
 
-    def check(self):
+    def check(self) -> list[str]:
         faults = Faults()
         faults.check(check_classes, self.classes, "classes")
         return faults
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         metrics: dict[str, Better] = {}
         for k in self.shots:
             metrics[f"{k}shot_top1"] = "higher"

@@ -117,7 +117,7 @@ class EvalInputs:
         """{record id: uint8 (H, W, C)} on every process; of images that can be read."""
 
         @functools.partial(jax.jit, out_shardings=self.replicated)
-        def gather(batch):
+        def gather(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
             return batch["id"], batch["image"], batch["mask"]
 
         rows = (

@@ -6,7 +6,8 @@ Source: Wu et al. 2018 (arXiv:1805.01978), section 3.4.
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -80,11 +81,11 @@ class Knn(FeatureEvaluator):
     def measures_start(self) -> bool:
         return self.baselines
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         found: dict[str, Better] = {f"{k}nn_top1": "higher" for k in self.num_neighbours}
         return found | {PIXELS + name: "neither" for name in found if self.baselines}
 
-    def lacking(self, sources):
+    def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
         number = sources["train_split"].num_examples
         why = f"train_split has {number} images"
         return {f"{k}nn_top1": why for k in self.num_neighbours if k > number}

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import Faults, InputError
+from vit_jax.base.tree import Batch
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.config.metric_names import FLIPS
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
@@ -44,18 +46,18 @@ class LabelEvaluator(SplitEvaluator):
         names = self.usual if self.metrics is None else self.metrics
         return find_metrics(names, bool(self.multi_label), own=self.own)
 
-    def check(self):
+    def check(self) -> list[str]:
         faults = Faults()
         faults.check(lambda: self.chosen)
         return faults
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         if (before := self.reports_before()) is not None:
-            return before
+            return dict(before)
         better = {n + end: metric.better for end in self.ends for n, metric in self.chosen.items()}
         return better | {"num_examples": "neither"}
 
-    def lacking(self, sources):
+    def lacking(self, sources: Mapping[str, Any]) -> dict[str, str]:
         data = bool(self.multi_label), sources["split"].num_classes
         faults = {name: metric.find_fault(*data) for name, metric in self.chosen.items()}
         return {n + end: fault for end in self.ends for n, fault in faults.items() if fault}
@@ -78,7 +80,7 @@ class ClassEvaluator(LabelEvaluator):
     shows_images = True
     of_class: ClassVar[str]  # the value of a class
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         ends = self.ends if self.by_class else ()
         return super().reports() | {f"{self.of_class}{end}/*": "higher" for end in ends}
 
@@ -125,7 +127,7 @@ def measure_labels(
     read = functools.cache(read)
 
     @functools.partial(jax.jit, out_shardings=inputs.replicated)
-    def compute(state, batch, given):
+    def compute(state: TrainState, batch: Batch, given: tuple[Any, ...]) -> tuple[Any, Any]:
         logits_BC, batch = relabel(inputs.apply(state, batch["image"]), batch, *given)
         mask_B = batch["mask"]
         shown = show and (show(logits_BC, batch), mask_B)

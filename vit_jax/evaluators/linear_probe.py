@@ -5,7 +5,7 @@ Axes: N training images, M test images, D features, C classes.
 
 import functools
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def fit(
     remaining gradient, which shows whether the fit has converged.
     """
 
-    def loss(classifier):
+    def loss(classifier: Classifier) -> jax.Array:
         logits_NC = (
             jnp.matmul(x_ND, classifier.kernel_DC, precision="highest") + classifier.bias_C[None]
         )
@@ -57,7 +57,7 @@ def fit(
     solver = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(carry):
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         classifier, state, steps, _ = carry
         value, gradient = value_and_grad(classifier, state=state)
         updates, state = solver.update(
@@ -67,7 +67,7 @@ def fit(
         left = optax.tree.norm(optax.tree.get(state, "grad"), ord=jnp.inf)
         return classifier, state, steps + 1, left
 
-    def unfinished(carry):
+    def unfinished(carry: tuple[Any, ...]) -> jax.Array:
         *_, steps, left = carry
         return (steps < _MAX_STEPS) & (left > _GRADIENT)
 
@@ -95,7 +95,7 @@ class LinearProbe(FeatureEvaluator):
         within=POSITIVE,
     )
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         some: dict[str, Better] = {"top1": "higher"}
         return some if len(self.l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 

@@ -19,7 +19,9 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.base.tree import Batch
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.evaluators.features import gather_labels
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.evaluators.labelled import measure_labels
@@ -48,7 +50,7 @@ class Mapped(SplitEvaluator):
 
     learns_classes = True
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"top1": "higher", "top5": "higher", "num_examples": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
@@ -69,7 +71,7 @@ class Mapped(SplitEvaluator):
                 f"but the model has {num_classes:,}; give a file that maps them"
             )
 
-        def read_labels():
+        def read_labels() -> np.ndarray:
             own = np.arange(num_classes, dtype=np.int32)
             return np.where(np.isin(own, gather_labels(source)), own, -1)[:, None].astype(np.int32)
 
@@ -94,7 +96,9 @@ def measure_by_labels(
       among: mapped: predictions are compared among the labels in the table only; all: among C.
     """
 
-    def relabel(logits_BC, batch, labels_KL):
+    def relabel(
+        logits_BC: jax.Array, batch: Batch, labels_KL: jax.Array
+    ) -> tuple[jax.Array, Batch]:
         logits_BC, classes = logits_BC.astype(jnp.float32), logits_BC.shape[1]
         if among == "mapped":
             places_KL = jnp.where(labels_KL < 0, classes, labels_KL)

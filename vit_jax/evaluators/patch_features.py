@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.tree import Batch
 from vit_jax.config import POSITIVE, SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.evaluators.features import need_images, principal_components
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
@@ -53,7 +55,7 @@ class PatchFeatures(SplitEvaluator):
     output = "features"
     multi_label = None
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"share": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
@@ -66,7 +68,7 @@ class PatchFeatures(SplitEvaluator):
         table = TableWriter(inputs, FOLDER)
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
-        def compute(state, batch):
+        def compute(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
             x_BND = inputs.apply(state, batch["image"], "tokens")
             x_BRSD = as_map(inputs.model, x_BND, inputs.image_size).astype(jnp.float32)
             found = (batch["image"], x_BRSD, batch["mask"])

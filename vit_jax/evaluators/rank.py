@@ -7,6 +7,7 @@ Source: Garrido et al. 2022 (arXiv:2210.02885), section 3, RankMe.
 import numpy as np
 
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.data import order
 from vit_jax.evaluators.features import make_gather
 from vit_jax.evaluators.inputs import EvalInputs, Measure
@@ -49,7 +50,7 @@ class Rank(SplitEvaluator):
     multi_label = None
     measures_rank = True
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"rank": "neither", "share": "higher"}
 
     def bind(self, inputs: EvalInputs) -> Measure:

@@ -37,7 +37,7 @@ class Real(LabelEvaluator):
 
     usual = ("top1",)
 
-    def check(self):
+    def check(self) -> list[str]:
         text = "metrics='loss': would add up the losses of all right labels; leave it out"
         return [*super().check(), *([text] if "loss" in (self.metrics or ()) else [])]
 
@@ -50,7 +50,7 @@ class Real(LabelEvaluator):
             )
         check_numbers(source, read_numbers(source, 0, 1))  # the other records when they are read
 
-        def read_labels():
+        def read_labels() -> np.ndarray:
             read = functools.partial(read_numbers, source)
             numbers_N = gather_by_record(read, source.num_examples)
             check_numbers(source, numbers_N)  # on every process, whichever has read the record

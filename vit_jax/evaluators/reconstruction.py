@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.tree import Params
+from vit_jax.base.tree import Batch, Params
 from vit_jax.config import FROM_0, SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.data.device_ops import per_channel, to_value_range
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.image_table import TableWriter
@@ -42,7 +43,7 @@ class ReconstructionLoss(SplitEvaluator):
     learns_classes = True
     output = "features"
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {"loss": "lower", "num_examples": "neither"}
 
     def bind(self, inputs: EvalInputs) -> Measure:
@@ -53,12 +54,12 @@ class ReconstructionLoss(SplitEvaluator):
         table = TableWriter(inputs, FOLDER)
 
         @jax.jit
-        def compute(params, batch):
+        def compute(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
             found = reconstruct(params, batch["image"], batch["id"])
             return (found.loss_B * batch["mask"]).sum(), batch["mask"].sum()
 
         @functools.partial(jax.jit, out_shardings=inputs.replicated)
-        def draw(params, batch):
+        def draw(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
             found = reconstruct(params, batch["image"], batch["id"])
             images = (found.hidden, found.restored, batch["image"])
             return jnp.stack(images, axis=1), batch["mask"]
@@ -92,7 +93,7 @@ def _reconstruct_of(inputs: EvalInputs) -> Reconstruct:
             "evaluator out, or train with objective.name=mae or masked_patches"
         )
 
-    def of_pixels(params, images, id_B):
+    def of_pixels(params: Params, images: jax.Array, id_B: jax.Array) -> Reconstruction:
         keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), id_B)
         found = reconstruct(params, to_value_range(images, mean, std), keys_B)
         hidden, restored = (

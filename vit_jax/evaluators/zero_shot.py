@@ -1,11 +1,13 @@
 """Classification by the words of the classes, without training on them."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import SplitEvaluator, key
+from vit_jax.config.evals import Better
 from vit_jax.data import words
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.inputs import EvalInputs, Measure
@@ -37,10 +39,10 @@ class ZeroShot(SplitEvaluator):
         common: dict[str, Any] = {k: getattr(self, k) for k in SplitEvaluator.declared()}
         return MultiLabel(**common, metrics=_OF_SEVERAL) if several else Classification(**common)
 
-    def reports(self):
+    def reports(self) -> dict[str, Better]:
         return {**self._for(True).reports(), **self._for(False).reports()}
 
-    def lacking(self, sources):
+    def lacking(self, sources: Mapping[str, Any]) -> dict[str, str]:
         several = sources["split"].multi_label
         own, others = self._for(several), self._for(not several).reports().keys()
         why = f"the images have {'several labels' if several else 'one label'} each"

@@ -38,24 +38,30 @@ def accumulate(
         without further terms that leave the state as it is; None: the compiler decides.
     """
 
-    def gradients(loss_of, state, rows, key):
-        def loss_fn(params):
+    def gradients(
+        loss_of: Callable[[ObjectiveOutput], jax.Array],
+        state: TrainState,
+        rows: Batch,
+        key: jax.Array,
+    ) -> tuple[Params, ObjectiveOutput]:
+        def loss_fn(params: Params) -> tuple[jax.Array, ObjectiveOutput]:
             sums = sums_of(params, state, rows, key)
             return loss_of(sums), sums
 
         return jax.grad(loss_fn, has_aux=True)(state.params)
 
-    def add_up(state, batch, key):
+    def add_up(state: TrainState, batch: Batch, key: jax.Array) -> tuple[Params, ObjectiveOutput]:
         """The gradients and sums; those of a single term are not divided by its weight yet."""
         split = jax.tree.map(
             lambda x: x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]), batch
         )  # microbatch i is [:, i]; the first axis keeps its sharding
 
-        def inputs(i):
+        def inputs(i: jax.typing.ArrayLike) -> tuple[Batch, jax.Array]:
             rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
             return rows, jax.random.fold_in(key, i)
 
-        def weights_of_part(carried, i):  # without the model, on which the weights do not depend
+        def weights_of_part(carried: Any, i: jax.Array) -> tuple[Any, Any]:
+            # Without the model, on which the weights do not depend.
             sums = sums_of(state.params, state, *inputs(i))
             return weights_of(sums), carried
 
@@ -66,10 +72,10 @@ def accumulate(
             return gradients(of_batch, state, batch, key)
         weights = _add_up(weights_of_part, {}, accum_steps)[0] if has_terms else None
 
-        def loss_of(sums):
+        def loss_of(sums: ObjectiveOutput) -> jax.Array:
             return sums.loss_sum if weights is None else with_weights(sums, *weights).loss
 
-        def of_part(carried, i):
+        def of_part(carried: dict[str, Any], i: jax.Array) -> tuple[Any, dict[str, Any]]:
             grads, sums = gradients(loss_of, state.replace(**carried), *inputs(i))
             return (grads, sums._replace(model_state={}, objective_state={})), _carried(sums)
 
@@ -91,7 +97,7 @@ def _add_up(part: Callable, carried: Any, number: int) -> tuple[Any, Any]:
     shapes, _ = jax.eval_shape(part, carried, 0)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def add(total_and_carried, i):
+    def add(total_and_carried: tuple[Any, Any], i: jax.Array) -> tuple[tuple[Any, Any], None]:
         total, carried = total_and_carried
         values, carried = part(carried, i)
         return (jax.tree.map(jnp.add, total, values), carried), None

@@ -35,8 +35,10 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         )
     if isinstance(loss, Part):
         faults.check(loss.bind)
+        learns = settings.model.name is not None and getattr(objective, "learns_labels", False)
+        is_used = learns or not all(entry.learns_classes for entry in settings.evals.values())
         faults.need(
-            not (settings.data.multi_label and loss.excludes),
+            not (settings.data.multi_label and loss.excludes and is_used),
             f"loss.name={loss.name!r}: makes the classes of an image compete, and "
             "data.multi_label gives it several; set --config.loss.name=sigmoid",
         )

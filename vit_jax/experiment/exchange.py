@@ -7,7 +7,8 @@ millisecond or more, whatever its size.
 On TPUs each device sends every other its share of a large gradient and adds what it gets. Only such
 an exchange goes on behind computation: the compiler (libtpu 0.0.52) lets computation wait for every
 all-reduce and reduce-scatter. A device keeps only its shares of large parameters, and all devices
-gather them in the forward pass, in the dtype that computes with them.
+gather them in the forward pass, in the dtype that computes with them. Where devices keep whole
+parameters, they add the gradients of all microbatches once, in float32.
 """
 
 import functools
@@ -15,7 +16,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,8 +29,9 @@ from vit_jax.base.tree import PyTree
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.accumulation import Sums
+from vit_jax.experiment.state import TrainState
 from vit_jax.models.contract import AttentionShape, Model, about
-from vit_jax.objectives.contract import Objective
+from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 
 class Exchange(NamedTuple):
@@ -58,7 +60,11 @@ _ASYNCHRONOUS = MappingProxyType({"xla_tpu_enable_async_all_to_all": True})
 
 
 def choose_exchange(
-    model: nn.Module, objective: Objective, mesh: Mesh, freeze: str | None = None
+    model: nn.Module,
+    objective: Objective,
+    mesh: Mesh,
+    freeze: str | None = None,
+    accum_steps: int = 1,
 ) -> Exchange:
     """The fastest exchange; it is XLA's own unless the objective `is_single_pass`.
 
@@ -69,7 +75,9 @@ def choose_exchange(
     no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs
     without frozen parameters (`freeze`), whose gradients it would send; each chip draws its own
     dropout. With it, layers that are recomputed save no memory: B/16 with full remat in 4 layers
-    needs 1.36 GB (libtpu 0.0.52), 0.47 without it.
+    needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums are whole
+    anyway, other models on TPUs have it too, with whole parameters, and one exchange a step instead
+    of one a microbatch.
     """
     devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
     if max(shape["fsdp"], shape["tensor"]) > 1:
@@ -80,16 +88,18 @@ def choose_exchange(
         # On CPUs a run draws the same values on every number of devices.
         return Exchange() if model.is_random else Exchange(partial(join_devices, mesh=mesh))
     most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
-    shares = (
-        devices[0].platform == "tpu"
-        and (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
-        and not (model.scan or model.remat != "none" or model.stochastic_depth or freeze)
-        and model.width * model.mlp_dim >= sharding.SPLIT_FROM
-        and (shape["replica"] == 1 and 1 < shape["data"] <= most)
-    )
-    if not shares:
+    if devices[0].platform != "tpu" or len(devices) == 1 or freeze:
         return Exchange()
-    return Exchange(partial(share_gradients, model=model), True, _ASYNCHRONOUS)
+    join = partial(share_gradients, model=model)
+    shares = (
+        (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
+        and not (model.scan or model.remat != "none" or model.stochastic_depth)
+        and model.width * model.mlp_dim >= sharding.SPLIT_FROM
+        and (shape["replica"] == 1 and shape["data"] <= most)
+    )
+    if shares:
+        return Exchange(join, True, _ASYNCHRONOUS)
+    return Exchange(join) if accum_steps > 1 else Exchange()
 
 
 def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
@@ -108,10 +118,10 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
     """`sums` of the whole batch: each device computes those of its rows, and keeps its shares.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
-    added in float32. Gradients of whole parameters are added with the objective's sums.
+    added in float32. Gradients of small parameters are added with the objective's sums.
 
     Args:
-      sums: as for `join_devices`, of a ViT.
+      sums: as for `join_devices`.
       shardings: of the parameters: whole on each device, or one axis split over `data`.
       model: says in which dtype it computes with a kernel.
     """
@@ -119,21 +129,25 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
     axes = {name: spec.index("data") if "data" in spec else None for name, spec in specs.items()}
     sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
-    def add(state, batch, key):
+    def add(
+        state: TrainState, batch: tree.Batch, key: jax.Array
+    ) -> tuple[tree.Params, ObjectiveOutput]:
         shares = tree.flatten_names(state.params)
         params = {name: _gather(shares[name], axes[name], sent_as[name]) for name in axes}
-        own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        own_key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
         state = state.replace(params=tree.unflatten_names(params))
         tree_of_grads, out = sums(state, batch, own_key)
         grads = tree.flatten_names(tree_of_grads)
+        is_large = {name: grad.size >= sharding.SPLIT_FROM for name, grad in grads.items()}
         whole = {name: grads[name] for name, axis in axes.items() if axis is None}
-        whole, out = _add_up((whole, out))
+        small, out = _add_up(({name: g for name, g in whole.items() if not is_large[name]}, out))
+        large = {name: g for name, g in whole.items() if is_large[name]}
         split = {
             name: _scatter(grads[name], axis, sent_as[name])
             for name, axis in axes.items()
             if axis is not None
         }
-        return tree.unflatten_names(whole | split), out
+        return tree.unflatten_names(small | jax.lax.psum(large, BATCH_AXES) | split), out
 
     mesh = jax.tree.leaves(shardings)[0].mesh
     return _on_rows(add, jax.tree.map(lambda split: split.spec, shardings), mesh)
@@ -157,7 +171,7 @@ def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Arr
     return functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
 
 
-def _add_up(grads_and_out):
+def _add_up(grads_and_out: tuple[PyTree, ObjectiveOutput]) -> tuple[PyTree, ObjectiveOutput]:
     """The sums of all devices' gradients and objective's sums, in one exchange."""
     grads, out = grads_and_out
     out = out._replace(model_state={}, objective_state={})
@@ -171,14 +185,19 @@ def _on_rows(add: Sums, params: PyTree, mesh: Mesh) -> Sums:
     The states of the model and of the objective stay as they are.
     """
 
-    def joined(state, batch, key):
+    def joined(
+        state: TrainState, batch: tree.Batch, key: jax.Array
+    ) -> tuple[tree.Params, ObjectiveOutput]:
         of_state = jax.tree.map(lambda _: P(), state.replace(params=(), opt_state=(), ema={}))
         specs = (of_state.replace(params=params), P(BATCH_AXES), P())
         added = jax.shard_map(
             add, mesh=mesh, in_specs=specs, out_specs=(params, P()), check_vma=False
         )
         grads, out = added(state.replace(opt_state=(), ema={}), batch, key)
-        kept = {"model_state": state.model_state, "objective_state": state.objective_state}
+        kept: dict[str, Any] = {
+            "model_state": state.model_state,
+            "objective_state": state.objective_state,
+        }
         return grads, out._replace(**kept)
 
     return joined

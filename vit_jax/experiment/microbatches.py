@@ -1,19 +1,25 @@
-"""The number of microbatches of a step on CPUs, if `optimizer.accum_steps` leaves it open.
+"""The number of microbatches of a step, if `optimizer.accum_steps` leaves it open.
 
-A CPU computes fastest while the activations of a layer stay in its cache, so it computes a batch in
-parts. On accelerators the whole batch is the fastest.
+Devices compute fastest while what they compute with stays near them, so they compute a batch in
+parts. A CPU keeps the activations of a layer in its cache. A TPU keeps the tokens of a layer in
+VMEM: ViT-B/16 takes 6 % less time for 4 parts of 64 images than for 256 at once, and a third of the
+memory, so that fewer layers, or none, are computed again. GPUs compute the whole batch.
 """
 
 import math
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.contract import Model
 from vit_jax.objectives.contract import ObjectivePart
 
-# Bytes of a part's hidden units and attention weights in one layer, in float32.
-_PART_BYTES = 5 << 20
+# Bytes of a part: of its hidden units and attention weights in one layer, in float32.
+_CPU_BYTES = 5 << 20
+# Of its tokens in the dtype of the model: 64 images of ViT-L/16. Fewer bytes than the second stay
+# whole, as 256 images of ViT-S/16 take less time than 2 parts of 128.
+_TPU_BYTES, _TPU_WHOLE = 25 << 20, 45 << 20
 
 
 def settle_microbatches(
@@ -32,14 +38,27 @@ def settle_microbatches(
 
 
 def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share: int) -> int:
-    """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
+    """The fewest microbatches of `share` rows a device whose activations stay in its cache or VMEM.
 
-    1 on other devices, for objectives that do not allow it, and for models whose batch statistics
-    parts would change.
+    1 on GPUs, for objectives that do not allow it, and for models whose batch statistics parts
+    would change. On TPUs also for a small batch, and if `share` divides only into parts of less
+    than half the rows, in which the layers' weights would take more time than their tokens.
     """
-    if mesh.devices.flat[0].platform != "cpu" or not objective.splits_on_cpus:
+    platform = mesh.devices.flat[0].platform
+    if not objective.splits_unasked or model.block_bytes is None or model.has_batch_statistics:
         return 1
-    if model.block_bytes is None or model.has_batch_statistics:
-        return 1
-    rows = max(_PART_BYTES // model.block_bytes, 1)
+    if platform == "cpu":
+        rows = max(_CPU_BYTES // model.block_bytes, 1)
+        return _fewest_parts(share, rows)
+    if platform == "tpu":
+        of_row = model.num_tokens_in_training * model.width * jnp.dtype(model.dtype).itemsize
+        rows = max(_TPU_BYTES // of_row, 1)
+        parts = _fewest_parts(share, rows)
+        is_worth = share * of_row > _TPU_WHOLE and 2 * share >= rows * parts
+        return parts if is_worth else 1
+    return 1
+
+
+def _fewest_parts(share: int, rows: int) -> int:
+    """The smallest divisor of `share` that leaves parts of at most `rows`."""
     return next(n for n in range(1, share + 1) if share % n == 0 and share // n <= rows)

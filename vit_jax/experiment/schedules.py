@@ -63,7 +63,7 @@ class Decay(sections.Schedule, Part):
 class Constant(Decay):
     """1."""
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return jnp.ones_like(since)
 
 
@@ -73,14 +73,14 @@ class Wsd(Constant):
     Hu et al. 2024 (arXiv:2404.06395); this cooldown: Hägele et al. 2024 (arXiv:2405.18392).
     """
 
-    def fall(self, left):
+    def fall(self, left: jax.Array) -> jax.Array:
         return 1 - jnp.sqrt(1 - left)
 
 
 class Linear(Decay):
     """1 - t / T (Dosovitskiy et al. 2020, table 3)."""
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return 1 - since / span
 
 
@@ -89,7 +89,7 @@ class Cosine(Decay):
 
     end_share: float = key(0.0, "the last learning rate / optimizer.peak_lr", within=SHARE)
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         end = self.end_share
         return end + (1 - end) * 0.5 * (1 + jnp.cos(jnp.pi * since / span))
 
@@ -99,7 +99,7 @@ class Rsqrt(Decay):
 
     timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return jnp.sqrt(self.timescale / (self.timescale + since))
 
 
@@ -108,7 +108,7 @@ class Power(Decay):
 
     timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return jnp.maximum(since / self.timescale, 1) ** -0.51
 
 
@@ -117,7 +117,7 @@ class Exponential(Decay):
 
     timescale: int = key("10000 steps", "steps in which the rate falls", form="interval")
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return 0.97 ** jnp.floor(since / self.timescale)
 
 
@@ -128,11 +128,11 @@ class Multistep(Decay):
         "", '"200 steps, 300 steps"; each divides the rate by 10', form="list"
     )
 
-    def check(self):
+    def check(self) -> list[str]:
         faults = ["milestones='': multistep needs them, e.g. '3000 steps, 6000 steps'"]
         return [] if self.milestones else faults
 
-    def factor(self, since, span, steps):
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
         return 0.1 ** sum(1.0 * (since >= at) for at in steps["milestones"])
 
 

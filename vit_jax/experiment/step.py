@@ -106,12 +106,16 @@ def _make_gradients(
     The gradients are at the parameters of `state`. The arguments are those of `make_train_step`.
     """
 
-    def gradients(state, inputs, key, frozen):
-        def sums_of(params, state, inputs, key):
+    def gradients(
+        state: TrainState, inputs: Batch, key: jax.Array, frozen: PyTree
+    ) -> tuple[Params, ObjectiveOutput, jax.Array]:
+        def sums_of(
+            params: Params, state: TrainState, inputs: Batch, key: jax.Array
+        ) -> ObjectiveOutput:
             params = stop_gradients(constrain_params(params, shardings), freeze)
             return objective.loss(params, state, inputs, frozen, key)
 
-        def loss_fn(params):
+        def loss_fn(params: Params) -> tuple[jax.Array, ObjectiveOutput]:
             sums = sums_of(params, state, inputs, key)
             return sums.loss, sums
 
@@ -132,7 +136,7 @@ def make_inputs(
     The arguments are those of `make_train_step`.
     """
 
-    def inputs_of(state, batch):
+    def inputs_of(state: TrainState, batch: Batch) -> tuple[Batch, jax.Array]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)
         keys_B = row_keys(transform_key, batch["mask"].shape[0])

@@ -5,7 +5,7 @@ Axes: B images, N tokens, D width, H heads, K width of a head.
 
 import types
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -69,7 +69,14 @@ def watch_attention(
     """
     found: list[T] = []
 
-    def attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, **others):
+    def attend(
+        q_BNHK: jax.Array,
+        k_BMHK: jax.Array,
+        v_BMHK: jax.Array,
+        *,
+        bias_BHNM: jax.Array | None,
+        **others: Any,
+    ) -> jax.Array:
         scores = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK, k_BMHK) * q_BNHK.shape[-1] ** -0.5
         scores = scores if bias_BHNM is None else scores + bias_BHNM
         found.append(see(jax.nn.softmax(scores.astype(jnp.float32), axis=-1)))

@@ -129,11 +129,13 @@ def make_program(
         token_shares = maps.token_shares(model)
 
     @jax.jit
-    def program(params, model_state, images):
+    def program(
+        params: tree.Params, model_state: tree.ModelState, images: jax.Array
+    ) -> tuple[Any, ...]:
         x = to_value_range(images, spec.mean, spec.std)
         rolled = []
 
-        def see(weights):
+        def see(weights: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
             few = weights[:shown]
             rolled.append(maps.rollout_step(few, rolled[-1] if rolled else None))
             by_head = {

@@ -23,6 +23,7 @@ from vit_jax.insight.runs import group_seeds, mean_curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
     from vit_jax.insight.runs import Group, Run
 
@@ -126,7 +127,9 @@ def _numbers(number: int) -> np.ndarray:
     return np.arange(0, number, -(-number // _MAX_NUMBERS))
 
 
-def _draw_mosaic(axes: Axes, tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray, **how: Any):
+def _draw_mosaic(
+    axes: Axes, tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray, **how: Any
+) -> AxesImage:
     """Draw tiles (R, C, r, c) with gaps and the numbers of their rows and columns."""
     gap = max(1, round(max(tiles.shape[2:]) / 10))
     padded = np.pad(tiles.astype(float), ((0, 0),) * 2 + ((0, gap),) * 2, constant_values=np.nan)

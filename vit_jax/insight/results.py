@@ -190,7 +190,7 @@ def mistakes_of_labels(
     wrong = np.flatnonzero((shown_NC != predicted_NC).any(axis=1))
     wrong = wrong[np.argsort(-error_NC[wrong].max(axis=1), kind="stable")]
 
-    def listed(is_there_C):
+    def listed(is_there_C: np.ndarray) -> str:
         return ";".join(names[c] for c in np.flatnonzero(is_there_C))
 
     rows = []

@@ -245,7 +245,7 @@ def main_metric(runs: Sequence[Run]) -> str | None:
     known = [name for name in evaluated(runs) if not name.endswith(("/num_examples", "_raw"))]
     kept = [run.config.get("checkpoint.keep_best") for run in runs]
 
-    def place(name):
+    def place(name: str) -> tuple[Any, ...]:
         number = sum(name in run.curves for run in runs)
         rest = name.startswith("test"), not is_accuracy(name), guess_direction(name) == "lower"
         return -number, name not in kept, *rest
@@ -260,7 +260,7 @@ def best_first(runs: Sequence[Run]) -> list[Run]:
         return [*runs]
     sign = 1 if guess_direction(metric) == "lower" else -1
 
-    def place(run):
+    def place(run: Run) -> tuple[bool, float]:
         is_there = metric in run.curves and run.diverged is None
         return not is_there, sign * run.curves[metric][-1][1] if is_there else 0.0
 
@@ -278,7 +278,7 @@ def evaluated(runs: Sequence[Run]) -> list[str]:
     Without those of single classes.
     """
 
-    def place(name):
+    def place(name: str) -> tuple[Any, ...]:
         evaluator, _, leaf = name.partition("/")
         rest = not is_accuracy(leaf), not leaf.startswith("loss"), len(leaf), leaf
         return evaluator, leaf == "num_examples", *rest
@@ -353,11 +353,14 @@ class Group(NamedTuple):
 
 
 def group_seeds(runs: Sequence[Run]) -> list[Group]:
-    """Group the runs, with the last values of each metric."""
-    by_config: dict[str, list[Run]] = {}
+    """Group the runs, with the last values of each metric; no seed comes twice in a group."""
+    by_config: dict[tuple[str, int], list[Run]] = {}
+    times = collections.Counter[str]()
     for run in runs:
         config = {key: value for key, value in run.config.items() if key != "seed"}
-        by_config.setdefault(json.dumps(config, default=str), []).append(run)
+        whole = json.dumps(run.config, default=str)
+        by_config.setdefault((json.dumps(config, default=str), times[whole]), []).append(run)
+        times[whole] += 1
     groups = []
     for members in by_config.values():
         name = members[0].name

@@ -64,7 +64,7 @@ def listen() -> None:
     if client is None:
         return
 
-    def wait():
+    def wait() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a job that has ended
             process, code, why = json.loads(client.blocking_key_value_get(_KEY, _WAIT_MS))
             if _ending.acquire(blocking=False):

@@ -68,7 +68,7 @@ def on_abort(speak: Callable[[], int]) -> None:
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handler(number):
+    def handler(number: int) -> None:
         try:
             code = speak()
         except BaseException:
@@ -306,7 +306,7 @@ class PreemptionGuard:
 
     entered: ClassVar[Self | None] = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._signalled = self.interrupted = False
         # With several processes, JAX's own handler notifies all, and they agree on a step.
         self._single = jax.process_count() == 1
@@ -319,15 +319,20 @@ class PreemptionGuard:
         self._previous = {number: signal.signal(number, to) for number, to in handlers.items()}
         return self
 
-    def __exit__(self, kind, error, traceback: types.TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
         PreemptionGuard.entered = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _on_signal(self, number, frame):
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self._signalled = True
 
-    def _on_interrupt(self, number, frame):
+    def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         self._signalled = self.interrupted = True
         in_shell = hasattr(sys, "ps1")
         signal.signal(signal.SIGINT, self._previous[number] if in_shell else signal.SIG_DFL)

@@ -84,7 +84,7 @@ class Board:
             return
         text = json.dumps(dataclasses.asdict(report))
 
-        def put():
+        def put() -> None:
             for name in ["report", "failed"] if report.failure else ["report"]:
                 key = f"watchdog/{name}/{self._process}"
                 self._client.key_value_set(key, text, allow_overwrite=True)
@@ -108,7 +108,7 @@ class Board:
     def _ask(self, call: Callable[[], Any]) -> tuple[threading.Thread, queue.SimpleQueue]:
         answer: queue.SimpleQueue = queue.SimpleQueue()
 
-        def put_answer():
+        def put_answer() -> None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer then
                 answer.put(call())
 
@@ -138,7 +138,7 @@ class Watchdog:
     end: Callable[[str], Any]
     clock: Callable[[], float] = time.monotonic
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.interval_s = min(self.deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
         self.failure, self.exit_code = "", FAILED
         # Replaced as a whole by the training thread, without a lock, which could get stuck.
@@ -290,7 +290,7 @@ def start(job: Job) -> None:
         end=_end,
     )
 
-    def keep_ticking():
+    def keep_ticking() -> None:
         while watchdog is _watchdog:
             watchdog.tick()
             time.sleep(watchdog.interval_s)

@@ -17,7 +17,7 @@ def create_model(
     name: str,
     num_classes: int | None = 1000,
     image_size: int | Sequence[int] | None = 224,
-    **fields,
+    **fields: Any,
 ) -> nn.Module:
     """Make the model called `name`, with the sizes of its paper.
 

@@ -30,7 +30,7 @@ def choose_norm(name: str, ops: BlockOps) -> type[nn.Module]:
 
 
 @cache
-def _recomputed_norm(name):
+def _recomputed_norm(name: str) -> type[nn.Module]:
     return nn.remat(NORMS[name])
 
 
@@ -63,10 +63,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, queries_BND, tokens_BMD, *,
+        self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train=False,
-    ):  # fmt: skip
+        scale_D: jax.Array | None = None, train: bool = False,
+    ) -> jax.Array:  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         q_BNHK, k_BMHK, v_BMHK = (
             self._split_heads(name, add_bias_plainly(*self._project(name, x)), turns)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
-    def _project(self, name, x_BND):
+    def _project(self, name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Queries, keys or values without their bias (B, N, D), and the bias (D,) or None."""
         product: Callable[..., nn.Module] = Product
         if self.lora_rank is not None and name != "key":
@@ -101,11 +101,13 @@ class Attention(nn.Module):
         )(x_BND)
 
     @nn.nowrap
-    def _has_bias(self, name):
+    def _has_bias(self, name: str) -> bool:
         return self.qkv_bias and (self.key_bias or name != "key")
 
     @nn.nowrap
-    def _split_heads(self, name, y_BND, turns=None):
+    def _split_heads(
+        self, name: str, y_BND: jax.Array, turns: jax.Array | None = None
+    ) -> jax.Array:
         """(B, N, D) -> (B, N, H, K); queries and keys normalised by `qk_norm`, then turned."""
         y_BNHK = rearrange(y_BND, "b n (h k) -> b n h k", h=self.num_heads)
         if self.qk_norm and name != "value":
@@ -118,7 +120,7 @@ class Attention(nn.Module):
         return self.constrain(y_BNHK, ("batch", None, "tensor", None))
 
     @nn.nowrap
-    def _project_out(self, out_BND, scale_D):
+    def _project_out(self, out_BND: jax.Array, scale_D: jax.Array | None) -> jax.Array:
         return Dense(
             out_BND.shape[-1],
             dtype=self.dtype,
@@ -139,13 +141,13 @@ class KernelAttention(Attention):
 
     @nn.compact
     def __call__(
-        self, queries_BND, tokens_BMD, *,
+        self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train=False,
-    ):  # fmt: skip
+        scale_D: jax.Array | None = None, train: bool = False,
+    ) -> jax.Array:  # fmt: skip
         assert self.dropout == 0 and relative is None
 
-        def project(name, x_BND):
+        def project(name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
             y_BND, bias_D = self._project(name, x_BND)
             if self.qk_norm:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
@@ -157,14 +159,20 @@ class KernelAttention(Attention):
         return self._attend(qkv, biases, turns, scale_D)
 
     @nn.nowrap
-    def _attend(self, qkv, biases, turns, scale_D):
+    def _attend(
+        self,
+        qkv: tuple[jax.Array, ...],
+        biases: tuple[jax.Array | None, ...],
+        turns: jax.Array | None,
+        scale_D: jax.Array | None,
+    ) -> jax.Array:
         assert self.ops.attention_kernel is not None
         out_BNHK = self.ops.attention_kernel(qkv, biases, turns, self.num_keys)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 
     @nn.nowrap
-    def _with_all_heads(self, y_BND):
+    def _with_all_heads(self, y_BND: jax.Array) -> jax.Array:
         # Without this constraint XLA multiplies head by head, forward and backward, with results
         # that are copied into the order of the attention's kernel.
         return self.constrain(y_BND, ("batch", None, "tensor"))

@@ -5,7 +5,11 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.6, after Ho et al
 (arXiv:1912.12180) and Wang et al. 2020 (arXiv:2003.07853).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
+import jax
 from einops import rearrange
 
 from vit_jax.models.layers import BlockFields, EncoderBlock
@@ -23,7 +27,9 @@ class AxisBlock(EncoderBlock):
     within: str = "row"
 
     @nn.nowrap
-    def mix(self, attention, y_BND, **kwargs):
+    def mix(
+        self, attention: Callable[..., jax.Array], y_BND: jax.Array, **kwargs: Any
+    ) -> jax.Array:
         line = {"row": "(b y) x d", "column": "(b x) y d"}[self.within]
         sides = dict(zip("yx", self.grid, strict=True))
         y = rearrange(y_BND, f"b (y x) d -> {line}", **sides)
@@ -46,7 +52,14 @@ class AxialBlock(BlockFields, nn.Module):
     grid: tuple[int, int] = (1, 1)
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+    def __call__(
+        self,
+        x_BND: jax.Array,
+        drop_rate: float | jax.Array,
+        train: bool,
+        shared: Any = None,
+        turns: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
         assert turns is None  # checked by AxialViT.find_faults
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth,

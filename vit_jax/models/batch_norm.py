@@ -7,6 +7,7 @@ Statistics and parameters are float32; the result has `dtype`.
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 BATCH_STATS = "batch_stats"  # the collection of variables that holds running averages
@@ -34,7 +35,9 @@ class BatchNorm(nn.Module):
     affine: bool = True
 
     @nn.compact
-    def __call__(self, x_BHWC, mask_B=None, train=False):
+    def __call__(
+        self, x_BHWC: jax.Array, mask_B: jax.Array | None = None, train: bool = False
+    ) -> jax.Array:
         channels = x_BHWC.shape[-1]
         scale_C, bias_C = jnp.ones(channels), jnp.zeros(channels)
         if self.affine:
@@ -55,7 +58,9 @@ class BatchNorm(nn.Module):
         return y_BHWC.astype(self.dtype)
 
 
-def _statistics(x_BHWC, mask_B):
+def _statistics(
+    x_BHWC: jax.Array, mask_B: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(mean (C,), biased variance (C,), number of images) over the images that count."""
     images, height, width, _ = x_BHWC.shape
     weight_B = jnp.ones(images) if mask_B is None else mask_B.astype(jnp.float32)
@@ -67,6 +72,6 @@ def _statistics(x_BHWC, mask_B):
     return mean_C, (squares_BHWC * weight_B111).sum(axis=(0, 1, 2)) / positions, seen
 
 
-def _spread(values_C):
+def _spread(values_C: jax.Array) -> jax.Array:
     """(C,) -> (1, 1, 1, C)."""
     return jnp.reshape(values_C, (1, 1, 1, -1))

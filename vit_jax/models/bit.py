@@ -5,6 +5,7 @@ Source: Kolesnikov et al. 2019 (arXiv:1912.11370), after He et al. 2016 (arXiv:1
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -82,7 +83,7 @@ class BiT(ResNetModel):
         """At most one unit and half the width."""
         return {"name": name, "stem_width": STEM_WIDTH // 2, "stages": (1,)}
 
-    def setup(self):
+    def setup(self) -> None:
         self.trunk = self.make_trunk(BIT)
         if self.num_classes is not None:
             self.head = nn.Dense(
@@ -91,21 +92,21 @@ class BiT(ResNetModel):
                 bias_init=nn.initializers.constant(self.head_bias),
             )
 
-    def tokens(self, images, *, train=False) -> jax.Array:
+    def tokens(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The last feature map (B, N, D), normalised."""
         del train
         check_image_shape(images.shape, self.image_size, self.channels)
         return rearrange(self.trunk(images.astype(self.dtype)), "b h w d -> b (h w) d")
 
-    def features(self, images, *, train=False):
+    def features(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The mean (B, D) of the last feature map."""
         return self.tokens(images, train=train).mean(axis=1)
 
-    def pre_logits(self, images, *, train=False):
+    def pre_logits(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The features: the head is linear."""
         return self.features(images, train=train)
 
-    def __call__(self, images, *, train=False):
+    def __call__(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         x_BD = self.features(images, train=train)
         return x_BD if self.num_classes is None else self.head(x_BD)
 
@@ -120,7 +121,7 @@ class BiT(ResNetModel):
         return (map_stride(self.stages),) * 2
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         """The standardised kernel of the root convolution."""
         return BIT.standardize(jnp.asarray(params["trunk/conv_root/kernel"]))
 

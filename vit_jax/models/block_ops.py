@@ -48,7 +48,7 @@ class RowKernels(NamedTuple):
     find_projections: Callable[[jax.Array], Callable | None]
 
 
-def add_bias_plainly(x, bias_D):
+def add_bias_plainly(x: jax.Array, bias_D: jax.Array | None) -> jax.Array:
     """x (..., D) plus its bias, in the dtype of x; None: it has none."""
     if bias_D is None:
         return x
@@ -59,11 +59,11 @@ add_bias_on_tpu = jax.custom_vjp(add_bias_plainly)
 """`add_bias_plainly`; the bias gets the gradient sum(g) = 1 g by a product, summed in float32."""
 
 
-def _add_bias_forward(x, bias_D):
+def _add_bias_forward(x: jax.Array, bias_D: jax.Array) -> tuple[jax.Array, None]:
     return add_bias_plainly(x, bias_D), None
 
 
-def _add_bias_backward(_, grad):
+def _add_bias_backward(_: None, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     # One row of ones: of more rows all would be reduced over the devices.
     ones = jnp.ones((1, *grad.shape[:-1]), grad.dtype)
     summed = tuple(range(grad.ndim - 1))
@@ -75,24 +75,40 @@ def _add_bias_backward(_, grad):
 add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-def repeat_plainly(x_1ND, rows: int, dtype):
+def repeat_plainly(x_1ND: jax.Array, rows: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x_1ND in `dtype`."""
     del rows
     return x_1ND.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def repeat_in_order(x_1ND, rows, dtype, in_order):
+def repeat_in_order(
+    x_1ND: jax.Array,
+    rows: int,
+    dtype: jax.typing.DTypeLike,
+    in_order: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
     """x_1ND for each of the rows; its gradient is the sum of in_order(gradients), in float32."""
     del in_order
     return jnp.broadcast_to(x_1ND.astype(dtype), (rows, *x_1ND.shape[1:]))
 
 
-def _repeat_forward(x_1ND, rows, dtype, in_order):
+def _repeat_forward(
+    x_1ND: jax.Array,
+    rows: int,
+    dtype: jax.typing.DTypeLike,
+    in_order: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, None]:
     return repeat_in_order(x_1ND, rows, dtype, in_order), None
 
 
-def _repeat_backward(rows, dtype, in_order, _, grad_BND):
+def _repeat_backward(
+    rows: int,
+    dtype: jax.typing.DTypeLike,
+    in_order: Callable[[jax.Array], jax.Array],
+    _: None,
+    grad_BND: jax.Array,
+) -> tuple[jax.Array]:
     del rows, dtype
     return (in_order(grad_BND).sum(axis=0, keepdims=True, dtype=jnp.float32),)
 
@@ -101,7 +117,7 @@ repeat_in_order.defvjp(_repeat_forward, _repeat_backward)
 
 
 @jax.custom_vjp
-def multiply_on_cpu(x, kernel_CF):
+def multiply_on_cpu(x: jax.Array, kernel_CF: jax.Array) -> jax.Array:
     """x (..., C) times a kernel (C, F); the kernel's gradient has the form that CPUs compute best.
 
     JAX makes the gradient of `jnp.dot` with F as its first axis and transposes it. XLA (jax 0.10.2)
@@ -111,12 +127,16 @@ def multiply_on_cpu(x, kernel_CF):
     return jnp.dot(x, kernel_CF)
 
 
-def _multiply_forward(x, kernel_CF):
+def _multiply_forward(
+    x: jax.Array, kernel_CF: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # `jnp.dot` here too, so that the policies of remat see a product.
     return jnp.dot(x, kernel_CF), (x, kernel_CF)
 
 
-def _multiply_backward(saved, grad):
+def _multiply_backward(
+    saved: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, kernel_CF = saved
     rows = tuple(range(x.ndim - 1))
     return (
@@ -133,7 +153,7 @@ multiply_on_cpu.defvjp(_multiply_forward, _multiply_backward)
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 
-def unconstrained(x, axes):
+def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Return x unchanged: the `Constrain` of a model on one device."""
     del axes
     return x
@@ -165,7 +185,7 @@ class BlockOps:
     draw_bytes: DrawBytes = threefry_bytes
     token_multiple: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert self.token_multiple == 1 or self.attention_kernel, "`attend` knows no padding"
 
 

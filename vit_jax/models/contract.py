@@ -96,7 +96,7 @@ class Model(nn.Module):
         keys = keys_of_fields(type(self))  # type: ignore[arg-type] # mypy wants a hash of types
         return find_wrong(keys, {name: getattr(self, name) for name in keys})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         collect_faults(self.find_faults())
         super().__post_init__()
 
@@ -122,7 +122,7 @@ class Model(nn.Module):
         return 0
 
     @nn.nowrap
-    def grid_of(self, image_size: tuple[int, int]) -> tuple[int, int]:
+    def grid_of(self, image_size: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of the tokens of an image of that size."""
         stride = self.token_stride
         return -(-image_size[0] // stride[0]), -(-image_size[1] // stride[1])

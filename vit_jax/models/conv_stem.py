@@ -5,11 +5,12 @@ Source: Xiao et al. 2021 (arXiv:2106.14881), section 4 and appendix A.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError, nearest
@@ -57,7 +58,7 @@ class ConvStem(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x_BHWC):
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         for i, channels in enumerate(self.channels):
             stride = 1 if channels == x_BHWC.shape[-1] else 2
             conv = nn.Conv(
@@ -95,12 +96,12 @@ class ViTC(ViT):
     def tiny_fields(cls, name: str) -> dict[str, Any]:
         return {"name": name, "stem_channels": (4, 8, 12, 16)} | VIT_VARIANTS["mu"]._asdict()
 
-    def setup(self):
+    def setup(self) -> None:
         super().setup()
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         self.stem = ConvStem(self.stem_channels, norm, self.dtype)
 
-    def _embed(self, images):
+    def _embed(self, images: jax.Array) -> jax.Array:
         height, width = (side // self.stem_stride for side in self.patch_size)
         return self.embedding(extract_patches(self.stem(images), (height, width)))
 
@@ -111,7 +112,7 @@ class ViTC(ViT):
         return 2 ** sum(before != after for before, after in steps)
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         """The kernel of the first convolution."""
         return jnp.asarray(params["stem/conv_0/kernel"])
 

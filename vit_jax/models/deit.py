@@ -4,6 +4,8 @@ Axes: B images, N tokens, D width, C classes.
 Source: Touvron et al. 2020 (arXiv:2012.12877), section 4.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 
@@ -27,7 +29,7 @@ class DeiT(ViT):
 
     names = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")
 
-    def setup(self):
+    def setup(self) -> None:
         super().setup()
         if self.num_classes is not None and self.distillation_head:
             self.head_distillation = self._make_head(self.num_classes)
@@ -38,16 +40,18 @@ class DeiT(ViT):
         class_token, *registers = super()._make_prefix_tokens()
         return [class_token, token, *registers]
 
-    def _representations(self, x_BND):
+    def _representations(self, x_BND: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(class token, distillation token), each (B, D)."""
         pair = x_BND[:, 0], x_BND[:, 1]
         return tuple(self.pooled_norm(x_BD) for x_BD in pair) if self.norm_pooled else pair
 
-    def represent(self, x_BND):
+    def represent(self, x_BND: jax.Array) -> jax.Array:
         class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
-    def __call__(self, images, *, train=False, mask=None):
+    def __call__(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> Any:
         del mask
         if self.num_classes is None:
             return self.features(images, train=train)

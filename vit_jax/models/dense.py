@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.models.block_ops import AddBias, Multiply, add_bias_plainly
 
 
-def adapter_update(lora_a, lora_b):
+def adapter_update(lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
     """The matrix A B (D, F) that the adapter of a `LoraProduct` adds to its kernel."""
     return lora_a @ lora_b
 
@@ -31,12 +32,14 @@ class Product(nn.Module):
     multiply: Multiply = jnp.dot
 
     @nn.compact
-    def __call__(self, x, scale_F=None):
+    def __call__(
+        self, x: jax.Array, scale_F: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         kernel, bias = self._params(x.shape[-1], scale_F)
         return self.multiply(x.astype(self.dtype), kernel), bias
 
     @nn.nowrap
-    def _params(self, inputs: int, scale_F):
+    def _params(self, inputs: int, scale_F: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """The kernel (inputs, features) in `dtype`, and the bias in float32; both scaled."""
         kernel = self.param("kernel", self.kernel_init, (inputs, self.features))
         bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
@@ -49,7 +52,9 @@ class ProductParams(Product):
     """The parameters of a `Product` that its caller computes: C -> ((C, features), (features,))."""
 
     @nn.compact
-    def __call__(self, inputs: int, scale_F=None):
+    def __call__(  # type: ignore[override] # it takes a width
+        self, inputs: int, scale_F: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         return self._params(inputs, scale_F)
 
 
@@ -66,7 +71,9 @@ class LoraProduct(Product):
     rank: int = 8
 
     @nn.compact
-    def __call__(self, x, scale_F=None):
+    def __call__(
+        self, x: jax.Array, scale_F: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         assert scale_F is None, "adapters are of queries and values, which nothing scales"
         y, bias = super().__call__(x)
         normal = nn.initializers.lecun_normal()
@@ -84,6 +91,8 @@ class Dense(Product):
     add_bias: AddBias = add_bias_plainly
 
     @nn.compact
-    def __call__(self, x, scale_F=None):
+    def __call__(  # type: ignore[override] # it adds the bias
+        self, x: jax.Array, scale_F: jax.Array | None = None
+    ) -> jax.Array:
         y, bias = super().__call__(x, scale_F)
         return y if bias is None else self.add_bias(y, bias)

@@ -5,6 +5,7 @@ Axes: B images, H heads, N queries, M keys, K width of a head.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,15 @@ from vit_jax.models.dropout import drop
 Attend = Callable[..., jax.Array]
 
 
-def dot_product_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, kept_BHNM=None, dropout=0.0):
+def dot_product_attention(
+    q_BNHK: jax.Array,
+    k_BMHK: jax.Array,
+    v_BMHK: jax.Array,
+    *,
+    bias_BHNM: jax.Array | None = None,
+    kept_BHNM: jax.Array | None = None,
+    dropout: float = 0.0,
+) -> jax.Array:
     """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `kept_BHNM` is given.
 
     The head axis precedes the token axis, so both products are batched matrix products on
@@ -43,7 +52,15 @@ def dot_product_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, kept_BHNM=N
     return jnp.swapaxes(out_BHNK, 1, 2)
 
 
-def plain_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, kept_BHNM=None, dropout=0.0):
+def plain_attention(
+    q_BNHK: jax.Array,
+    k_BMHK: jax.Array,
+    v_BMHK: jax.Array,
+    *,
+    bias_BHNM: jax.Array | None = None,
+    kept_BHNM: jax.Array | None = None,
+    dropout: float = 0.0,
+) -> jax.Array:
     """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
@@ -65,13 +82,29 @@ def choose_attention(platform: str) -> Attend:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout):
+def _attend(
+    q_BHNK: jax.Array,
+    k_BHMK: jax.Array,
+    v_BHMK: jax.Array,
+    bias_BHNM: jax.Array | None,
+    kept_BHNM: jax.Array | None,
+    has_bias: bool,
+    dropout: float,
+) -> jax.Array:
     return _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout)[0]
 
 
-def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout):
+def _attend_forward(
+    q_BHNK: jax.Array,
+    k_BHMK: jax.Array,
+    v_BHMK: jax.Array,
+    bias_BHNM: jax.Array | None,
+    kept_BHNM: jax.Array | None,
+    has_bias: bool,
+    dropout: float,
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     scores_BHNM = jnp.einsum("bhnk,bhmk->bhnm", q_BHNK, k_BHMK)
-    if has_bias:
+    if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
     weights_BHNM = jnp.exp(scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True))
     sum_BHN1 = weights_BHNM.sum(axis=-1, keepdims=True, dtype=jnp.float32)
@@ -81,7 +114,9 @@ def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, drop
     return out_BHNK, (q_BHNK, k_BHMK, v_BHMK, kept_BHNM, weights_BHNM, sum_BHN1, out_BHNK)
 
 
-def _attend_backward(has_bias, dropout, saved, grad_BHNK):
+def _attend_backward(
+    has_bias: bool, dropout: float, saved: tuple[Any, ...], grad_BHNK: jax.Array
+) -> tuple[jax.Array | None, ...]:
     """Gradients, with w the undivided weights, s their sum, o the output and g its gradient:
 
     grad v = w^T (g / s);  grad scores = grad bias = w * ((g / s) v^T - <g / s, o>).
@@ -101,7 +136,7 @@ def _attend_backward(has_bias, dropout, saved, grad_BHNK):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _drop(x_BHNM, kept_BHNM, dropout):
+def _drop(x_BHNM: jax.Array, kept_BHNM: jax.Array | None, dropout: float) -> jax.Array:
     if kept_BHNM is None:
         return x_BHNM
     return drop(x_BHNM, kept_BHNM, dropout)

@@ -18,7 +18,9 @@ _LEVELS = 256
 DrawBytes = Callable[[jax.Array, tuple[int, ...], tuple[str | None, ...]], jax.Array]
 
 
-def threefry_bytes(key, shape, axes):
+def threefry_bytes(
+    key: jax.Array, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> jax.Array:
     """Random bytes by JAX's default generator: on every mesh the same. See `DrawBytes`.
 
     One call of the generator's hash gives eight neighbours on the last axis. `jax.random.bits`
@@ -43,12 +45,18 @@ def most_kept(rate: float) -> int:
     return round(kept_share(rate) * _LEVELS) - 1
 
 
-def draw_kept(draw: DrawBytes, key, rate: float, shape, axes):
+def draw_kept(
+    draw: DrawBytes,
+    key: jax.Array,
+    rate: float,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+) -> jax.Array:
     """A mask of `shape`, true with probability `kept_share(rate)`."""
     return draw(key, shape, axes) <= jnp.uint8(most_kept(rate))
 
 
-def drop(x, kept, rate: float):
+def drop(x: jax.Array, kept: jax.Array, rate: float) -> jax.Array:
     """`x` where `kept`, divided by `kept_share(rate)`; else 0.
 
     It multiplies in float32, where the factor is exact enough; TPUs divide slowly.
@@ -70,18 +78,24 @@ class Dropout(nn.Module):
     draw: DrawBytes = threefry_bytes
 
     @nn.compact
-    def draw_bytes(self, shape, axes, *, train=False):
+    def draw_bytes(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, train: bool = False
+    ) -> jax.Array | None:
         """Random bytes: values up to `most_kept` are kept. None: all are."""
         if not train or self.rate == 0:
             return None
         return self.draw(self.make_rng("dropout"), shape, axes)
 
     @nn.nowrap
-    def draw_kept(self, shape, axes, *, train=False):
+    def draw_kept(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, train: bool = False
+    ) -> jax.Array | None:
         """A mask of the values that are kept; None: all are."""
         drawn = self.draw_bytes(shape, axes, train=train)
         return None if drawn is None else drawn <= jnp.uint8(most_kept(self.rate))
 
-    def __call__(self, x, axes, *, train=False):
+    def __call__(
+        self, x: jax.Array, axes: tuple[str | None, ...], *, train: bool = False
+    ) -> jax.Array:
         kept = self.draw_kept(x.shape, axes, train=train)
         return x if kept is None else drop(x, kept, self.rate)

@@ -9,6 +9,7 @@ models/official/efficientnet.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,13 +67,17 @@ def round_width(channels: int, factor: float) -> int:
     return rounded + 8 if rounded < 0.9 * scaled else rounded
 
 
-def _init_kernel(key, shape, dtype=jnp.float32):
+def _init_kernel(
+    key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
     """Normal, with variance 2 / (outputs of one input position)."""
     std = math.sqrt(2 / math.prod((*shape[:-2], shape[-1])))
     return std * jax.random.normal(key, shape, dtype)
 
 
-def _init_depthwise(key, shape, dtype=jnp.float32):
+def _init_depthwise(
+    key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
     """As `_init_kernel`, where each channel has a single output."""
     return math.sqrt(2 / math.prod(shape[:2])) * jax.random.normal(key, shape, dtype)
 
@@ -94,7 +99,7 @@ class Conv(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BHWC):
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         inputs = 1 if self.depthwise else x_BHWC.shape[-1]
         init = _init_depthwise if self.depthwise else _init_kernel
         kernel = self.param("kernel", init, (self.size, self.size, inputs, self.features))
@@ -132,7 +137,7 @@ class MBConv(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BHWC, mask_B, train):
+    def __call__(self, x_BHWC: jax.Array, mask_B: jax.Array | None, train: bool) -> jax.Array:
         conv = partial(Conv, dtype=self.dtype, constrain=self.constrain)
         batch_norm = partial(BatchNorm, self.norm_momentum, self.norm_eps, self.dtype)
         channels = x_BHWC.shape[-1]
@@ -158,7 +163,7 @@ class MBConv(nn.Module):
             y_BHWC = x_BHWC + y_BHWC
         return self.constrain(y_BHWC, ("batch", None, None, None))
 
-    def _excite(self, x_BHWC, squeezed: int):
+    def _excite(self, x_BHWC: jax.Array, squeezed: int) -> jax.Array:
         """A factor in (0, 1) for every channel of every image, (B, 1, 1, C)."""
         dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_init_kernel)
         x_BC = x_BHWC.mean(axis=(1, 2), dtype=jnp.float32)
@@ -176,7 +181,7 @@ class Stage(nn.Module):
     fields: dict[str, Any]
 
     @nn.compact
-    def __call__(self, x_BHWC, mask_B, train):
+    def __call__(self, x_BHWC: jax.Array, mask_B: jax.Array | None, train: bool) -> jax.Array:
         block = MBConv
         if self.remat != "none":
             policy = CONVOLUTION_REMAT_POLICIES[self.remat]
@@ -203,7 +208,7 @@ class Trunk(nn.Module):
     fields: dict[str, Any]
 
     @nn.compact
-    def __call__(self, images, mask_B, train):
+    def __call__(self, images: jax.Array, mask_B: jax.Array | None, train: bool) -> jax.Array:
         dtype, constrain = self.fields["dtype"], self.fields["constrain"]
         conv = partial(Conv, dtype=dtype, constrain=constrain)
         norm_fields = self.fields["norm_momentum"], self.fields["norm_eps"], dtype
@@ -321,7 +326,7 @@ class EfficientNet(Model):
         """One block in each stage and an eighth of the width of B0."""
         return {"name": name, "width_factor": 0.125, "depth_factor": 0.1}
 
-    def setup(self):
+    def setup(self) -> None:
         self.trunk = Trunk(
             self.stage_sizes,
             self.root_width,
@@ -339,21 +344,29 @@ class EfficientNet(Model):
                 bias_init=nn.initializers.constant(self.head_bias),
             )
 
-    def tokens(self, images, *, train=False, mask=None) -> jax.Array:
+    def tokens(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
         """The last feature map (B, N, D)."""
         check_image_shape(images.shape, self.image_size, self.channels)
         x_BHWC = self.trunk(images.astype(self.dtype), mask, train)
         return rearrange(x_BHWC, "b h w d -> b (h w) d")
 
-    def features(self, images, *, train=False, mask=None):
+    def features(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
         """The mean (B, D) of the last feature map."""
         return self.tokens(images, train=train, mask=mask).mean(axis=1)
 
-    def pre_logits(self, images, *, train=False, mask=None):
+    def pre_logits(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
         """The features: the head is linear."""
         return self.features(images, train=train, mask=mask)
 
-    def __call__(self, images, *, train=False, mask=None):
+    def __call__(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
         x_BD = self.features(images, train=train, mask=mask)
         if self.num_classes is None:
             return x_BD
@@ -386,12 +399,12 @@ class EfficientNet(Model):
         return _STRIDE, _STRIDE
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         """The kernel of the root convolution."""
         return params["trunk/conv_root/kernel"]
 
     @nn.nowrap
-    def dtypes_in_use(self, name):
+    def dtypes_in_use(self, name: str) -> tuple[Any, Any]:
         """Convolutions and dense layers cast their kernels; norms compute in float32."""
         if name.startswith("head/") or not name.endswith("/kernel"):
             return jnp.float32, jnp.float32

@@ -4,9 +4,12 @@ Axes: B images, N tokens, D width, H heads, K = D / H width of a head, F hidden 
 R = B N rows.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.models.attention import NORMS, Attention, KernelAttention
@@ -24,7 +27,7 @@ class NormParams(nn.Module):
     norm: str
 
     @nn.compact
-    def __call__(self, width: int):
+    def __call__(self, width: int) -> tuple[jax.Array, jax.Array]:
         scale_D = self.param("scale", nn.initializers.ones, (width,))
         if self.norm == "rms":
             return scale_D, jnp.zeros(width)
@@ -41,16 +44,28 @@ class RowMlp(Mlp):
     """
 
     @nn.compact
-    def __call__(self, x_BND, norm_params, kernel, factor_B11, scale_D, train):  # type: ignore[override] # a kernel
+    def __call__(  # type: ignore[override] # a kernel
+        self,
+        x_BND: jax.Array,
+        norm_params: tuple[jax.Array, jax.Array],
+        kernel: Callable[..., jax.Array],
+        factor_B11: jax.Array | None,
+        scale_D: jax.Array | None,
+        train: bool,
+    ) -> jax.Array:
         (B, N, D), F = x_BND.shape, self.mlp_dim
 
-        def draw(columns, axis):
+        def draw(columns: int, axis: str | None) -> jax.Array | None:
             dropout = Dropout(self.dropout, self.ops.draw_bytes)
             drawn = dropout.draw_bytes((B, N, columns), ("batch", None, axis), train=train)
             return None if drawn is None else drawn.reshape(B * N, columns)
 
         layer = partial(ProductParams, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
-        params = *norm_params, *layer(F, name="up")(D), *layer(D, name="down")(F, scale_D)
+        params: tuple[Any, ...] = (
+            *norm_params,
+            *layer(F, name="up")(D),
+            *layer(D, name="down")(F, scale_D),
+        )
         if self.gated:
             params += layer(F, name="gate")(D)
         drawn = [draw(F, "tensor"), draw(D, None)]
@@ -72,7 +87,15 @@ class RowAttention(KernelAttention):
     """
 
     @nn.compact
-    def __call__(self, x_BND, norm_params, kernel, *, turns=None, scale_D=None):  # type: ignore[override] # it gives x too
+    def __call__(  # type: ignore[override] # it gives x too
+        self,
+        x_BND: jax.Array,
+        norm_params: tuple[jax.Array, jax.Array],
+        kernel: Callable[..., tuple[jax.Array, ...]],
+        *,
+        turns: jax.Array | None = None,
+        scale_D: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         B, N, D = x_BND.shape
         names, layers = ("query", "key", "value"), []
         for name in names:
@@ -81,8 +104,8 @@ class RowAttention(KernelAttention):
             layers.append((kernel_DD, jnp.zeros(D) if bias_D is None else bias_D))
         fields = {"norm": self.norm, "norm_eps": self.norm_eps}
         outs = kernel(x_BND.reshape(B * N, D), norm_params, tuple(layers), **fields)
-        *outs, x_BND = (x_RD.reshape(B, N, D) for x_RD in outs)
-        qkv = tuple(map(self._split_heads, names, outs))
+        *parts, x_BND = (x_RD.reshape(B, N, D) for x_RD in outs)
+        qkv = tuple(map(self._split_heads, names, parts))
         return self._attend(qkv, (None,) * 3, turns, scale_D), x_BND
 
 
@@ -94,7 +117,14 @@ class FastBlock(EncoderBlock):
     """
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+    def __call__(
+        self,
+        x_BND: jax.Array,
+        drop_rate: float | jax.Array,
+        train: bool,
+        shared: Any = None,
+        turns: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
         x_BND, _ = self.place(x_BND, shared)
         assert self.ops.rows is not None
         D, rows = x_BND.shape[-1], self.ops.rows

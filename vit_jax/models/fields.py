@@ -138,7 +138,7 @@ def check_image_shape(
 
 
 def find_undivided(
-    image_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int]
+    image_size: tuple[int, ...], patch_size: tuple[int, int], stride: tuple[int, int]
 ) -> list[str]:
     """One fault for each side of the image that is no multiple of the token stride in pixels."""
     faults = []

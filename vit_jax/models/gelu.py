@@ -1,7 +1,9 @@
 """The activations of an MLP, with the gate and the dropout that follow them."""
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +15,20 @@ _LINEAR = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
 
-def activations(sigmoid):
+def activations(sigmoid: Callable[[jax.Array], jax.Array]) -> dict[str, tuple[Callable, Callable]]:
     """{form: (activation(z) / z, its derivative by z)} in float32, by this form of the sigmoid."""
 
-    def tanh_share(z):
+    def tanh_share(z: jax.Array) -> jax.Array:
         return sigmoid(z * (_LINEAR + _CUBIC * z * z))
 
-    def tanh_slope(z):
+    def tanh_slope(z: jax.Array) -> jax.Array:
         s = tanh_share(z)
         return s + z * s * (1 - s) * (_LINEAR + 3 * _CUBIC * z * z)
 
-    def sigmoid_forms(factor):
+    def sigmoid_forms(factor: float) -> tuple[Callable, Callable]:
         """The forms of z sigmoid(factor z)."""
 
-        def slope(z):
+        def slope(z: jax.Array) -> jax.Array:
             s = sigmoid(factor * z)
             return s + factor * z * s * (1 - s)
 
@@ -40,12 +42,12 @@ def activations(sigmoid):
     }
 
 
-def _exact_share(z):
+def _exact_share(z: jax.Array) -> jax.Array:
     # JAX's form by erfc is exact for the far negative tail too, and takes more than twice as long.
     return 0.5 + 0.5 * jax.lax.erf(z * math.sqrt(0.5))
 
 
-def _exact_slope(z):
+def _exact_slope(z: jax.Array) -> jax.Array:
     return _exact_share(z) + z * jnp.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
@@ -53,7 +55,9 @@ _FORMS = activations(jax.nn.sigmoid)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 4))
-def _gelu(form, x, gated, kept, rate):
+def _gelu(
+    form: str, x: jax.Array, gated: jax.Array | None, kept: jax.Array | None, rate: float
+) -> jax.Array:
     """The activation of x, times `gated` if given, then `dropout.drop`; `kept` None: no dropout.
 
     The backward pass needs only the arguments, and takes half as many operations as JAX's
@@ -67,7 +71,9 @@ def _gelu(form, x, gated, kept, rate):
     return _forward(form, x, gated, kept, rate)[0]
 
 
-def _forward(form, x, gated, kept, rate):
+def _forward(
+    form: str, x: jax.Array, gated: jax.Array | None, kept: jax.Array | None, rate: float
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     share, _ = _FORMS[form]
     z = x.astype(jnp.float32)
     y = _scale(kept, rate) * z * share(z)
@@ -75,7 +81,9 @@ def _forward(form, x, gated, kept, rate):
     return _select(y, kept).astype(x.dtype), (x, gated, kept)
 
 
-def _backward(form, rate, saved, grad):
+def _backward(
+    form: str, rate: float, saved: tuple[Any, ...], grad: jax.Array
+) -> tuple[jax.Array | None, ...]:
     x, gated, kept = saved
     share, slope = _FORMS[form]
     z = x.astype(jnp.float32)
@@ -89,11 +97,11 @@ def _backward(form, rate, saved, grad):
 _gelu.defvjp(_forward, _backward)
 
 
-def _scale(kept, rate):
+def _scale(kept: jax.Array | None, rate: float) -> float:
     return 1.0 if kept is None else 1 / kept_share(rate)
 
 
-def _select(x, kept):
+def _select(x: jax.Array, kept: jax.Array | None) -> jax.Array:
     return x if kept is None else jnp.where(kept, x, 0)
 
 

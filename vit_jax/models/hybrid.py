@@ -5,9 +5,11 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.
 Steiner et al. 2021 (arXiv:2106.10270).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
@@ -92,11 +94,11 @@ class HybridViT(ResNetModel, ViT):
             tiny |= {"stages": (1,), "patch_size": stride // map_stride((1,))}
         return tiny
 
-    def setup(self):
+    def setup(self) -> None:
         super().setup()
         self.stem = self.make_trunk(HYBRID)
 
-    def _embed(self, images):
+    def _embed(self, images: jax.Array) -> jax.Array:
         return super()._embed(self.stem(images))
 
     @property
@@ -109,7 +111,7 @@ class HybridViT(ResNetModel, ViT):
     flops_by_sizes = None
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         """The standardised kernel of the root convolution."""
         return HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
 

@@ -54,7 +54,9 @@ class Mlp(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BND, *, scale_D=None, train=False):
+    def __call__(
+        self, x_BND: jax.Array, *, scale_D: jax.Array | None = None, train: bool = False
+    ) -> jax.Array:
         dense = partial(
             Dense,
             dtype=self.dtype,
@@ -92,7 +94,7 @@ class LayerScale(nn.Module):
     initial: float | None
 
     @nn.compact
-    def __call__(self, width: int):
+    def __call__(self, width: int) -> jax.Array | None:
         if self.initial is None:
             return None
         return self.param("scale", nn.initializers.constant(self.initial), (width,))
@@ -160,7 +162,14 @@ class EncoderBlock(BlockFields, nn.Module):
     num_tokens: int | None = None
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train, shared=None, turns=None):
+    def __call__(
+        self,
+        x_BND: jax.Array,
+        drop_rate: float | jax.Array,
+        train: bool,
+        shared: Any = None,
+        turns: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
         x_BND, relative = self.place(x_BND, shared)
         norm_class = choose_norm(self.norm, self.ops)
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
@@ -175,7 +184,9 @@ class EncoderBlock(BlockFields, nn.Module):
         return x_BND, None
 
     @nn.nowrap
-    def attention_branch(self, y_BND, train, relative=None, turns=None):
+    def attention_branch(
+        self, y_BND: jax.Array, train: bool, relative: Any = None, turns: jax.Array | None = None
+    ) -> jax.Array:
         """The attention (B, N, D) of normalised tokens, with dropout."""
         attention_class: Callable[..., nn.Module] = Attention
         if self.ops.attention_kernel is not None:
@@ -189,7 +200,7 @@ class EncoderBlock(BlockFields, nn.Module):
         return dropout(y_BND, ("batch", None, None), train=train)
 
     @nn.nowrap
-    def mlp_branch(self, y_BND, train):
+    def mlp_branch(self, y_BND: jax.Array, train: bool) -> jax.Array:
         """The MLP (B, N, D) of normalised tokens."""
         fields = self.block_fields(Mlp) | {"gated": self.gated_mlp}
         fields |= {"norm": self.norm if self.mlp_norm else None}
@@ -197,7 +208,7 @@ class EncoderBlock(BlockFields, nn.Module):
         return Mlp(**fields, name="mlp")(y_BND, scale_D=scale_D, train=train)
 
     @nn.nowrap
-    def place(self, x_BND, positions):
+    def place(self, x_BND: jax.Array, positions: Any) -> tuple[jax.Array, Any]:
         """x with the block's positions, or those that all share; and relative ones, or None."""
         if self.positions is not None:
             positions = self.positions.build_checked(
@@ -209,7 +220,9 @@ class EncoderBlock(BlockFields, nn.Module):
         return x_BND + jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0))), None
 
     @nn.nowrap
-    def draw_depth(self, num_images, drop_rate, train):
+    def draw_depth(
+        self, num_images: int, drop_rate: float | jax.Array, train: bool
+    ) -> jax.Array | None:
         """The factor of each image's branch by stochastic depth, (B, 1, 1); None: it is 1."""
         if not (train and self.stochastic_depth):
             return None
@@ -218,7 +231,9 @@ class EncoderBlock(BlockFields, nn.Module):
         return kept / keep_rate  # small: TPUs divide slowly
 
     @nn.nowrap
-    def add(self, x_BND, branch_BND, drop_rate, train):
+    def add(
+        self, x_BND: jax.Array, branch_BND: jax.Array, drop_rate: float | jax.Array, train: bool
+    ) -> jax.Array:
         """x plus its branch, by stochastic depth."""
         factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
         if factor_B11 is not None:
@@ -226,7 +241,9 @@ class EncoderBlock(BlockFields, nn.Module):
         return self.constrain(x_BND + branch_BND, ("batch", None, None))
 
     @nn.nowrap
-    def mix(self, attention, y_BND, **kwargs):
+    def mix(
+        self, attention: Callable[..., jax.Array], y_BND: jax.Array, **kwargs: Any
+    ) -> jax.Array:
         """The output of `attention` (B, N, D), where every token attends to all tokens."""
         return attention(y_BND, y_BND, **kwargs)
 
@@ -257,7 +274,15 @@ class Encoder(BlockFields, nn.Module):
     block_class: type[nn.Module] = EncoderBlock
 
     @nn.compact
-    def __call__(self, x_BND, *, grid=None, shared=None, turns=None, train=False):
+    def __call__(
+        self,
+        x_BND: jax.Array,
+        *,
+        grid: tuple[int, int] | None = None,
+        shared: Any = None,
+        turns: jax.Array | None = None,
+        train: bool = False,
+    ) -> jax.Array:
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.ops.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
@@ -361,7 +386,7 @@ class MapHead(BlockFields, nn.Module):
     """
 
     @nn.compact
-    def __call__(self, tokens_BND):
+    def __call__(self, tokens_BND: jax.Array) -> jax.Array:
         batch, _, width = tokens_BND.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width))
         probe_B1D = jnp.tile(probe.astype(self.dtype), (batch, 1, 1))

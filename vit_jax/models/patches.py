@@ -48,7 +48,7 @@ def take_once(x_BN: jax.Array, which_BM: jax.Array) -> jax.Array:
     Its gradient adds nothing up; GPUs add in no fixed order.
     """
 
-    def of_row(x_N, which_M):
+    def of_row(x_N: jax.Array, which_M: jax.Array) -> jax.Array:
         return x_N.at[which_M].get(mode="promise_in_bounds", unique_indices=True)
 
     return jax.vmap(of_row)(x_BN, which_BM)
@@ -74,7 +74,7 @@ def count_kept(num: int, share: float) -> int:
 def put_back(x_BMD: jax.Array, kept_BM: jax.Array, num: int) -> jax.Array:
     """The patches at their places `kept_BM` among `num`, zeros elsewhere: -> (B, N, D)."""
 
-    def put(x_MD, kept_M):
+    def put(x_MD: jax.Array, kept_M: jax.Array) -> jax.Array:
         zeros_ND = jnp.zeros((num, x_MD.shape[-1]), x_MD.dtype)
         return zeros_ND.at[kept_M].set(x_MD, mode="promise_in_bounds", unique_indices=True)
 

@@ -7,7 +7,7 @@ of a head.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -61,7 +61,7 @@ class Relative:
         """S."""
         return (self.offsets.shape[0] + 1) // 2
 
-    def logits(self, q_BHNK):
+    def logits(self, q_BHNK: jax.Array) -> jax.Array:
         """The term added to the attention logits, in the dtype of the queries.
 
         Shapes: (B, H, N, K) -> (B, H, N, N); the queries must already be divided by sqrt(K).
@@ -82,11 +82,13 @@ class Relative:
         return logits_BHNN + _pad(to_BHPN, below=num_patches)
 
 
-def _pad(x_BHNM, above=0, below=0, left=0, right=0):
+def _pad(
+    x_BHNM: jax.Array, above: int = 0, below: int = 0, left: int = 0, right: int = 0
+) -> jax.Array:
     return jnp.pad(x_BHNM, ((0, 0), (0, 0), (above, below), (left, right)))
 
 
-def _logits_by_offset(q_BHSK, offsets_OK, block):
+def _logits_by_offset(q_BHSK: jax.Array, offsets_OK: jax.Array, block: int) -> jax.Array:
     """The product of each query with the vectors of its offsets to all patches.
 
     This avoids a table of vectors for all S x S pairs. A block of R queries has S + R - 1 different
@@ -150,7 +152,7 @@ class PositionEmbedding:
     collection: ClassVar[str] = "params"
     acts_on: ClassVar[str] = "tokens"
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.acts_on not in ("tokens", "logits", "turns", "nothing"):
             raise InputError(
@@ -255,7 +257,7 @@ def _trace_logits(positions: PositionEmbedding) -> Any:
     tokens = positions.num_prefix + positions.num_patches
     shape = 2, positions.num_heads, tokens, positions.width // positions.num_heads
 
-    def logits(key, q_BHNK):
+    def logits(key: jax.Array, q_BHNK: jax.Array) -> jax.Array:
         tables = positions.init(key) if positions.collection else None
         return positions.build(tables).logits(q_BHNK)
 
@@ -268,20 +270,20 @@ class NoPositions(PositionEmbedding):
     collection = ""
     acts_on = "nothing"
 
-    def build(self, tables=None):
+    def build(self, tables: Any = None) -> None:
         return None
 
 
 class Learned1D(PositionEmbedding):
     """A vector for each token: a table (1, P + S, D)."""
 
-    def init(self, key):
+    def init(self, key: jax.Array) -> Any:
         return _INIT(key, (1, self.num_placed + self.num_patches, self.width))
 
-    def build(self, tables=None):
+    def build(self, tables: Any = None) -> Any:
         return self.with_prefix(tables)
 
-    def resampled(self, tables, grid, resize):
+    def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         return resize.grid(tables, self.grid, grid)
 
 
@@ -290,7 +292,7 @@ class Sincos1D(Learned1D):
 
     collection = CONSTANTS
 
-    def init(self, key):
+    def init(self, key: jax.Array) -> Any:
         return jnp.asarray(sincos_1d(self.num_placed + self.num_patches, self.width))[None]
 
 
@@ -300,12 +302,12 @@ class Sincos2D(PositionEmbedding):
     collection = ""
 
     @classmethod
-    def find_faults(cls, model):
+    def find_faults(cls, model: Any) -> list[str]:
         fault = f"pos_embed='sincos_2d': width={model.width} must be a multiple of 4, at least 8"
         own = [fault] if model.width % 4 or model.width < 8 else []
         return super().find_faults(model) + own
 
-    def build(self, tables=None):
+    def build(self, tables: Any = None) -> Any:
         return self.with_prefix(jnp.asarray(sincos_2d(self.grid, self.width))[None])
 
 
@@ -317,18 +319,18 @@ class Learned2D(PositionEmbedding):
     """
 
     @classmethod
-    def find_faults(cls, model):
+    def find_faults(cls, model: Any) -> list[str]:
         fault = f"pos_embed='learned_2d': width={model.width} must be a multiple of 2"
         return super().find_faults(model) + ([fault] if model.width % 2 else [])
 
-    def init(self, key):
+    def init(self, key: jax.Array) -> Any:
         (rows, columns), half = self.grid, self.width // 2
         shapes = {"rows": (1, rows, half), "columns": (1, columns, half)}
         if self.num_placed:
             shapes["prefix"] = (1, self.num_placed, self.width)
         return _init_tables(key, shapes)
 
-    def build(self, tables=None):
+    def build(self, tables: Any = None) -> Any:
         (rows, columns), half = self.grid, self.width // 2
         x_1YXD = jnp.broadcast_to(tables["columns"][:, None], (1, rows, columns, half))
         y_1YXD = jnp.broadcast_to(tables["rows"][:, :, None], (1, rows, columns, half))
@@ -337,7 +339,7 @@ class Learned2D(PositionEmbedding):
             added_1ND = jnp.concatenate([tables["prefix"], added_1ND], axis=1)
         return self.with_prefix(added_1ND)
 
-    def resampled(self, tables, grid, resize):
+    def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         sides = zip(("rows", "columns"), self.grid, grid, strict=True)
         return tables | {name: resize.axis(tables[name], old, new) for name, old, new in sides}
 
@@ -350,7 +352,7 @@ class RelativePositions(PositionEmbedding):
 
     acts_on = "logits"
 
-    def init(self, key):
+    def init(self, key: jax.Array) -> Any:
         prefix, patches, width = self.num_placed, self.num_patches, self.width // self.num_heads
         shapes: dict[str, tuple[int, ...]] = {"offsets": (2 * patches - 1, width)}
         if prefix:
@@ -358,10 +360,10 @@ class RelativePositions(PositionEmbedding):
             shapes["prefix"] = (prefix, prefix, width)
         return _init_tables(key, shapes)
 
-    def build(self, tables=None):
+    def build(self, tables: Any = None) -> Any:
         return Relative(block=max(self.grid), **tables)
 
-    def resampled(self, tables, grid, resize):
+    def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         by_patch = [name for name in ("to_patches", "from_patches") if name in tables]
         new = {name: resize.grid(tables[name], self.grid, grid) for name in by_patch}
         return tables | new | {"offsets": resize.offsets(tables["offsets"], self.grid, grid)}
@@ -407,7 +409,7 @@ class PositionChoice:
         return self.position_class.find_faults(self)
 
 
-def _init_tables(key, shapes):
+def _init_tables(key: jax.Array, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.Array]:
     keys = jax.random.split(key, len(shapes))
     return {name: _INIT(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 

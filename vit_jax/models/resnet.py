@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.base.tree import Params
 from vit_jax.models.block_ops import Constrain, unconstrained
 from vit_jax.models.contract import Model, SplitLayer
 
@@ -64,14 +65,14 @@ class ResNetModel(Model):
         return Trunk(convention, self.stages, self.stem_width, **fields)
 
     @nn.nowrap
-    def dtypes_in_use(self, name):
+    def dtypes_in_use(self, name: str) -> tuple[Any, Any]:
         """A kernel of a convolution is standardised in float32."""
         if _CONVOLUTION.search(name):
             return jnp.float32, self.dtype
         return super().dtypes_in_use(name)
 
     @nn.nowrap
-    def reads_again(self, name):
+    def reads_again(self, name: str) -> bool:
         """As `Model`; a unit may also run in a loop, see `Stage`."""
         unit = _UNIT.match(name)
         if unit is None:
@@ -102,15 +103,15 @@ class ResNetModel(Model):
         return units
 
 
-def _by_std(kernel):
+def _by_std(kernel: jax.Array) -> jax.Array:
     return _centred(kernel) / (jnp.std(kernel, axis=(0, 1, 2), keepdims=True) + 1e-5)
 
 
-def _by_variance(kernel):
+def _by_variance(kernel: jax.Array) -> jax.Array:
     return _centred(kernel) * jax.lax.rsqrt(jnp.var(kernel, (0, 1, 2), keepdims=True) + 1e-10)
 
 
-def _centred(kernel):
+def _centred(kernel: jax.Array) -> jax.Array:
     return kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
 
 
@@ -157,7 +158,7 @@ class StdConv(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BHWC):
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         shape = (self.size, self.size, x_BHWC.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         kernel = self.convention.standardize(kernel).astype(self.dtype)
@@ -194,7 +195,7 @@ class Bottleneck(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BHWC):
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         norms_first, width_out = self.convention.norms_first, EXPANSION * self.width
         conv = partial(StdConv, convention=self.convention, dtype=self.dtype,
                        constrain=self.constrain)  # fmt: skip
@@ -219,7 +220,7 @@ class Bottleneck(nn.Module):
         return self.constrain(y_BHWC, ("batch", None, None, None))
 
 
-def _saves_convolutions(primitive, *_, **__) -> bool:
+def _saves_convolutions(primitive: jax.extend.core.Primitive, *_: object, **__: object) -> bool:
     return primitive.name == "conv_general_dilated"
 
 
@@ -256,7 +257,7 @@ class Stage(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BHWC):
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         unit = Bottleneck
         if self.remat != "none":
             unit = nn.remat(unit, policy=CONVOLUTION_REMAT_POLICIES[self.remat])
@@ -269,7 +270,7 @@ class Stage(nn.Module):
         return self._scan_others(x_BHWC) if scans else x_BHWC
 
     @nn.nowrap
-    def _scan_others(self, x_BHWC):
+    def _scan_others(self, x_BHWC: jax.Array) -> jax.Array:
         """Apply the units after the first, which all have the same shapes."""
         params = self.variables["params"]
         others = [params[f"layer_{i}"] for i in range(1, self.depth)]
@@ -277,7 +278,7 @@ class Stage(nn.Module):
         sizes = self.convention, self.width, 1
         unit = Bottleneck(*sizes, self.dtype, self.constrain, parent=None)
 
-        def apply(x_BHWC, params):
+        def apply(x_BHWC: jax.Array, params: Params) -> tuple[Any, None]:
             return unit.apply({"params": params}, x_BHWC), None
 
         # Outside a loop the compiler itself decides to compute norms and ReLUs again.
@@ -304,7 +305,7 @@ class Trunk(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, images):
+    def __call__(self, images: jax.Array) -> jax.Array:
         convention, fields = self.convention, {"dtype": self.dtype, "constrain": self.constrain}
         root = StdConv(self.stem_width, 7, convention, stride=2, name="conv_root", **fields)
         norm = partial(group_norm, convention, self.dtype)

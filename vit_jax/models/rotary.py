@@ -5,6 +5,7 @@ Axes: B images, N tokens, H heads, K width of a head.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,12 @@ class RotaryFields:
 
     @nowrap
     def turns(
-        self, grid: tuple[int, int], prefix: int, registers: int, head_width: int, rng=None
+        self,
+        grid: tuple[int, int],
+        prefix: int,
+        registers: int,
+        head_width: int,
+        rng: jax.Array | None = None,
     ) -> jax.Array:
         """The turns of an image's tokens, for `turn`; float32.
 
@@ -114,7 +120,7 @@ class RotaryFields:
         return jnp.concatenate([jnp.cos(angles_NA), jnp.sin(angles_NA)], axis=1)[None]
 
     @nowrap
-    def _coordinates(self, grid):
+    def _coordinates(self, grid: tuple[int, int]) -> Sequence[jax.typing.ArrayLike]:
         """The coordinates of the rows, and of the columns."""
         if self.rotary == "normalised":
             places = [(np.arange(side) + 0.5) / side for side in grid]
@@ -125,7 +131,9 @@ class RotaryFields:
         ]
 
     @nowrap
-    def _changed(self, sides, rng):
+    def _changed(
+        self, sides: Sequence[jax.typing.ArrayLike], rng: jax.Array
+    ) -> Sequence[jax.typing.ArrayLike]:
         """The coordinates with a random shift and jitter of each side, and a rescale of both."""
         unit = 2 * np.pi if self.rotary == "normalised" else 1.0
         shift, jitter, rescale = (
@@ -145,7 +153,9 @@ class RotaryFields:
         return jnp.asarray(base**exponents, self.rotary_dtype).astype(jnp.float32)
 
     @nowrap
-    def _angles(self, sides, base, head_width):
+    def _angles(
+        self, sides: Sequence[jax.typing.ArrayLike], base: float, head_width: int
+    ) -> jax.Array:
         """The angles of a grid's tokens in raster order, (tokens, K / 2): of rows, then columns."""
         periods = self.periods(base, head_width)
         of_rows, of_columns = (jnp.asarray(side)[:, None] / periods[None] for side in sides)

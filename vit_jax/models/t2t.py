@@ -7,6 +7,7 @@ Source: Yuan et al. 2021 (arXiv:2101.11986); sizes and details: github.com/yitu-
 
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +62,9 @@ def soft_split(x_BHWC: jax.Array, split: Split) -> jax.Array:
     return rearrange(x, "b h s w t c -> b h w (c s t)")
 
 
-def performer_attention(q_BNK, k_BNK, v_BNK, features_MK):
+def performer_attention(
+    q_BNK: jax.Array, k_BNK: jax.Array, v_BNK: jax.Array, features_MK: jax.Array
+) -> jax.Array:
     """Attention in time linear in N, by random features of queries and keys; float32.
 
         phi(q) (phi(k)^T v) / (phi(q) sum_n phi(k_n) + 1e-8)
@@ -75,7 +78,7 @@ def performer_attention(q_BNK, k_BNK, v_BNK, features_MK):
     """
     q_BNK, k_BNK, v_BNK = (x.astype(jnp.float32) for x in (q_BNK, k_BNK, v_BNK))
 
-    def phi(x_BNK):
+    def phi(x_BNK: jax.Array) -> jax.Array:
         squares_BN1 = jnp.square(x_BNK).sum(axis=-1, keepdims=True) / 2
         projected_BNM = jnp.einsum("bnk,mk->bnm", x_BNK, features_MK, precision="highest")
         return jnp.exp(projected_BNM - squares_BN1) / math.sqrt(len(features_MK))
@@ -86,7 +89,7 @@ def performer_attention(q_BNK, k_BNK, v_BNK, features_MK):
     return jnp.einsum("bnm,bmk->bnk", q_BNM, products_BMK) / (sums_BN[..., None] + _EPS)
 
 
-def _init_features(key, shape):
+def _init_features(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Orthogonal rows of length sqrt(M)."""
     return math.sqrt(shape[0]) * nn.initializers.orthogonal()(key, shape, jnp.float32)
 
@@ -111,7 +114,7 @@ class TokenMixer(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BNC):
+    def __call__(self, x_BNC: jax.Array) -> jax.Array:
         is_performer = self.kind == "performer"
         norm = partial(nn.LayerNorm, epsilon=self.norm_eps, dtype=self.dtype)
         y_BNC = norm(name="norm_attention")(x_BNC)
@@ -147,7 +150,7 @@ class TokensToToken(nn.Module):
     fields: dict[str, Any]
 
     @nn.compact
-    def __call__(self, images):
+    def __call__(self, images: jax.Array) -> jax.Array:
         mixer = TokenMixer
         if self.remat != "none":
             mixer = nn.remat(TokenMixer, policy=REMAT_POLICIES[self.remat])
@@ -222,7 +225,7 @@ class T2TViT(ViT):
     def tiny_fields(cls, name: str) -> dict[str, Any]:
         return {"name": name, "token_width": 16} | VIT_VARIANTS["mu"]._asdict()
 
-    def setup(self):
+    def setup(self) -> None:
         super().setup()
         if self.position_class.collection == CONSTANTS:
             assert self.image_size is not None  # checked by find_faults
@@ -239,11 +242,11 @@ class T2TViT(ViT):
         }
         self.stem = TokensToToken(self.remat, fields)
 
-    def _embed(self, images):
+    def _embed(self, images: jax.Array) -> jax.Array:
         return self.embedding(self.stem(images))
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         del params
         return "the first tokens of a T2T-ViT come from attention over pixels, not from filters"
 

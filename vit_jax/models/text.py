@@ -5,22 +5,26 @@ Axes: B images, K texts, T positions of a text, D width of a tower, E common wid
 
 import math
 from functools import partial
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.layers import EncoderFields
 
+Rows = TypeVar("Rows", jax.Array, np.ndarray)
+
 
 @struct.dataclass
 class Causal:
     """Lets each token attend to itself and to those before it; blocks take it as `shared`."""
 
-    def logits(self, q_BHNK):
+    def logits(self, q_BHNK: jax.Array) -> jax.Array:
         """The term added to the attention logits: (B, H, N, K) -> (B, H, N, N)."""
         shape = (*q_BHNK.shape[:3], q_BHNK.shape[2])
         seen_NN = jnp.tri(shape[2], dtype=bool)
@@ -50,7 +54,7 @@ class TextTower(EncoderFields, nn.Module):
     causal: bool = key(..., "a causal mask, and the end token is pooled; False: the last position")
     end_id: int | None = key(None, "id of the end token; None: the largest id of a text")
 
-    def setup(self):
+    def setup(self) -> None:
         normal = nn.initializers.normal
         self.token_embedding = nn.Embed(
             self.vocabulary, self.width, dtype=self.dtype, embedding_init=normal(0.02)
@@ -59,7 +63,7 @@ class TextTower(EncoderFields, nn.Module):
         self.encoder = self.make_encoder()
         self.head = nn.Dense(self.common_width, use_bias=not self.causal)
 
-    def tokens(self, ids_KT, *, train=False):
+    def tokens(self, ids_KT: jax.Array, *, train: bool = False) -> jax.Array:
         """The encoder's output (K, T, D), normalised."""
         positions_TD = self.pos_embedding[: ids_KT.shape[1]].astype(self.dtype)
         x_KTD = self.token_embedding(ids_KT) + positions_TD[None]
@@ -67,14 +71,14 @@ class TextTower(EncoderFields, nn.Module):
         return self.encoder(x_KTD, shared=Causal() if self.causal else None, train=train)
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return self.length
 
     @property
-    def attention_shape(self):
+    def attention_shape(self) -> Any:
         return "texts add a causal mask to the logits" if self.causal else super().attention_shape
 
-    def __call__(self, ids_KT, *, train=False):
+    def __call__(self, ids_KT: jax.Array, *, train: bool = False) -> jax.Array:
         pooled_K = jnp.full(ids_KT.shape[:1], ids_KT.shape[1] - 1)
         if self.causal:
             is_end = ids_KT if self.end_id is None else ids_KT == self.end_id
@@ -108,7 +112,7 @@ class Matcher(nn.Module):
     has_bias: bool
     max_scale: float | None = None
 
-    def setup(self):
+    def setup(self) -> None:
         if self.image_width is not None:
             self.image_head = nn.Dense(self.text.common_width, use_bias=False)
         scale = math.log(10.0 if self.has_bias else 1 / 0.07)
@@ -116,27 +120,27 @@ class Matcher(nn.Module):
         if self.has_bias:
             self.logit_bias = self.param("logit_bias", nn.initializers.constant(-10.0), ())
 
-    def image_features(self, x_BD):
+    def image_features(self, x_BD: jax.Array) -> jax.Array:
         return x_BD if self.image_width is None else self.image_head(x_BD)
 
-    def text_features(self, ids_KT, *, train=False):
+    def text_features(self, ids_KT: jax.Array, *, train: bool = False) -> jax.Array:
         return self.text(ids_KT, train=train)
 
-    def __call__(self, x_BD, ids_KT, *, train=False):
+    def __call__(self, x_BD: jax.Array, ids_KT: jax.Array, *, train: bool = False) -> jax.Array:
         images_BE = unit(self.image_features(x_BD))
         texts_KE = unit(self.text_features(ids_KT, train=train))
         logits_BK = self.scale_of(self.logit_scale) * images_BE @ texts_KE.T
         return logits_BK + self.logit_bias if self.has_bias else logits_BK
 
     @nn.nowrap
-    def bound(self, log_scale):
+    def bound(self, log_scale: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
         """The `logit_scale` that counts, for the value of the parameter."""
         if self.max_scale is None:
             return log_scale
         return _at_most(log_scale, math.log(self.max_scale))
 
     @nn.nowrap
-    def scale_of(self, log_scale):
+    def scale_of(self, log_scale: jax.typing.ArrayLike) -> jax.Array:
         """The factor of the cosines, for the value of the parameter `logit_scale`."""
         return jnp.exp(self.bound(log_scale))
 
@@ -153,7 +157,7 @@ class Matcher(nn.Module):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _at_most(x, most):
+def _at_most(x: jax.typing.ArrayLike, most: float) -> jax.Array:
     """min(x, most); above `most` only a gradient that lowers x passes, as if x were clipped."""
     return jnp.minimum(x, most)
 
@@ -164,7 +168,7 @@ _at_most.defvjp(
 )
 
 
-def unit(x_BE):
+def unit(x_BE: Rows) -> Rows:
     """The rows of `x_BE`, of JAX or NumPy, with length 1; rows of zeros stay zero."""
     own = x_BE.__array_namespace__()
     squares_B1 = own.square(x_BE).sum(axis=-1, keepdims=True)

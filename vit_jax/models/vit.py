@@ -5,7 +5,7 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -107,7 +107,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     embeds_patches = True
     takes_other_sizes = True
 
-    def setup(self):
+    def setup(self) -> None:
         # The reference embeds patches by a convolution: initialise as it does, not as `Dense`.
         self.embedding = nn.Dense(
             self.width,
@@ -170,13 +170,13 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             bias_init=nn.initializers.constant(self.head_bias),
         )
 
-    def tokens(self, images, *, train=False):
+    def tokens(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
         x_BND, image_size = self.embed(images), self.image_size or images.shape[1:3]
         keep = self.draw_keep(*x_BND.shape[:2], train=train)
         return self.encode(x_BND, keep=keep, image_size=image_size, train=train)
 
-    def embed(self, images):
+    def embed(self, images: jax.Array) -> jax.Array:
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
 
         Objectives replace patches, for example by a mask token, before `encode` adds the
@@ -187,7 +187,14 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
         return self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
 
-    def encode(self, x_BND, *, keep=None, image_size=None, train=False):
+    def encode(
+        self,
+        x_BND: jax.Array,
+        *,
+        keep: jax.Array | None = None,
+        image_size: tuple[int, ...] | None = None,
+        train: bool = False,
+    ) -> jax.Array:
         """The encoder's output for patches from `embed`: prefix tokens and positions are added.
 
         Args:
@@ -206,6 +213,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if keep is not None:
             collect_faults(self.find_keep_faults())
         image_size = self.image_size if image_size is None else image_size
+        assert image_size is not None
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
             rows = x_BND.shape[0]  # in an export, a number that is not known
@@ -222,9 +230,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         if acts_on == "turns":
             turns, shared = shared, None
         if keep is not None:
-            x_BND, shared, turns = (
+            x_BND = take_after(self.num_prefix_tokens, x_BND, keep)
+            shared, turns = (
                 x if x is None else take_after(self.num_prefix_tokens, x, keep)
-                for x in (x_BND, shared, turns)
+                for x in (shared, turns)
             )
         if self.pre_norm:
             x_BND = self.embedding_norm(x_BND)
@@ -234,7 +243,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return self.encoder(x_BND, grid=grid, shared=shared, turns=turns, train=train)
 
     @nn.nowrap
-    def _turns(self, image_size, train):
+    def _turns(self, image_size: tuple[int, ...], train: bool) -> jax.Array | None:
         """The turns (1, P + N, K) of queries and keys; None without rotary positions."""
         if self.rotary is None:
             return None
@@ -255,18 +264,18 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             ]
         return []
 
-    def _embed(self, images):
+    def _embed(self, images: jax.Array) -> jax.Array:
         """Embed each patch of the images as a token: the first part of Eq. 1."""
         return self.embedding(extract_patches(images, self.patch_size))
 
-    def features(self, images, *, train=False):
+    def features(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The pooled representation: class token, mean of the patches, or attention pool.
 
         Shapes: -> (B, D); (B, 2 D) with `pool` token_gap.
         """
         return self.represent(self.tokens(images, train=train))
 
-    def represent(self, x_BND):
+    def represent(self, x_BND: jax.Array) -> jax.Array:
         """The features (B, D) of the encoder's output (B, N, D); see `features`."""
         patches_BND = x_BND[:, self.num_prefix_tokens :]
         if self.pool == "map":
@@ -276,14 +285,16 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             x_BD = jnp.concatenate([pooled[kind] for kind in self.pool.split("_")], axis=1)
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
-    def pre_logits(self, images, *, train=False):
+    def pre_logits(self, images: jax.Array, *, train: bool = False) -> jax.Array:
         """The features (B, D) after the head's hidden layer; the features if there is none."""
         return self._hidden(self.features(images, train=train))
 
-    def _hidden(self, x_BD):
+    def _hidden(self, x_BD: jax.Array) -> jax.Array:
         return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
 
-    def __call__(self, images, *, train=False, mask=None):
+    def __call__(
+        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
         x_BD = self.features(images, train=train)
         y_BD = self._hidden(x_BD)  # if there are no classes, only creates its parameters
         if self.num_classes is None:
@@ -338,7 +349,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return self.num_named_tokens if has_table and self.pos_embed_class_token else 0
 
     @nn.nowrap
-    def positions(self, image_size: tuple[int, int]) -> PositionEmbedding:
+    def positions(self, image_size: tuple[int, ...]) -> PositionEmbedding:
         """The position embedding for images of that size."""
         prefix = self.num_prefix_tokens, self.num_prefix_positions
         return self.position_class(self.grid_of(image_size), *prefix, self.width, self.num_heads)
@@ -364,7 +375,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return int(self.pool == "token")
 
     @nn.nowrap
-    def filters(self, params):
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
         """The columns of the patch embedding."""
         return params["embedding/kernel"].reshape(*self.patch_size, self.channels, -1)
 

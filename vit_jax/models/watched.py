@@ -5,7 +5,8 @@ Axes: B images, N tokens, D width.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -42,7 +43,9 @@ def watch() -> Iterator[Outputs]:
     """
     outputs = Outputs()
 
-    def collect(call, args, kwargs, context):
+    def collect(
+        call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
+    ) -> Any:
         output = call(*args, **kwargs)
         module, method = context.module, context.method_name
         if method == "__call__" and isinstance(module, EncoderBlock):

@@ -61,7 +61,7 @@ class CosineHead(nn.Module):
     width: int | None
 
     @nn.compact
-    def __call__(self, x_BD):
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
         if self.width is not None:
             x_BD = nn.Dense(self.width, use_bias=False, name="projection")(x_BD)
         return nn.Dense(self.num_classes, name="classes")(unit(x_BD.astype(jnp.float32)))

@@ -27,11 +27,13 @@ def block_mask(key: jax.Array, grid: tuple[int, int], number: jax.Array) -> jax.
     rows, columns = grid
     y, x = jnp.arange(rows)[:, None], jnp.arange(columns)[None]
 
-    def goes_on(state):
+    def goes_on(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         mask, tries, _ = state
         return (mask.sum() < number) & (tries < _TRIES)
 
-    def add_block(state):
+    def add_block(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         mask, tries, i = state
         area, aspect, top, left = jax.random.uniform(jax.random.fold_in(key, i), (4,))
         room = number - mask.sum()
@@ -92,7 +94,7 @@ def draw_hidden(
     size = grid[0] * grid[1]
     most = max(int(size * shares[1]), 1)
 
-    def of_image(key):
+    def of_image(key: jax.Array) -> Hidden:
         order_key, share_key, mask_key = jax.random.split(key, 3)
         views = jax.random.permutation(order_key, num_views)[:masked_views]
         low, high = shares

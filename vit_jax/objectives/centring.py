@@ -62,5 +62,5 @@ def entropy(probs_NK: jax.Array) -> jax.Array:
     return -jax.scipy.special.xlogy(probs_NK, probs_NK).sum(axis=-1)
 
 
-def _divide(x, by):
+def _divide(x: jax.Array, by: jax.Array) -> jax.Array:
     return x / jnp.where(by > 0, by, 1.0)

@@ -234,13 +234,13 @@ class RunFacts(NamedTuple):
 class ObjectivePart(sections.Objective, Part):
     """An objective, as `objective.name` selects it; its fields are keys of the section `objective`.
 
-    splits_on_cpus: whether CPUs may compute a batch in microbatches unasked. The loss of a row, and
+    splits_unasked: whether a batch may be computed in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
     needs_average: as in `Objective`; then no optimizer with an average of its own is let pass.
     split_params: of its own parameters and states, as `models.contract.Model.split_params`.
     """
 
-    splits_on_cpus = False
+    splits_unasked = False
     needs_average = False
     split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
 

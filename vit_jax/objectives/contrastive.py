@@ -12,20 +12,26 @@ Axes: B rows, T positions of a text, D width of the image tower's features.
 
 from typing import Any, NamedTuple, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, ModelState, Params
 from vit_jax.config import POSITIVE, key
+from vit_jax.config.settings import Settings
+from vit_jax.data.tokenizers import TextFacts
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model
 from vit_jax.models.text import Matcher, TextTower, unit
 from vit_jax.models.zero_shot import TOWERS
 from vit_jax.objectives.contract import (
+    InForm,
+    LossFn,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
+    RunFacts,
     State,
     TokenPass,
     as_it_is,
@@ -66,11 +72,12 @@ class Contrastive(ObjectivePart):
 
     learns_texts = True
     split_params = (
-        (r"token_embedding/embedding", (None, None)),
+        # Each device looks up its part of the width: tokens are exchanged, and no whole gradient.
+        (r"token_embedding/embedding", (None, "fsdp")),
         (r"image_head/kernel", ("fsdp", None)),
     )
 
-    def conflicts(self, settings):
+    def conflicts(self, settings: Settings) -> list[str]:
         if settings.data.text_length is not None:
             return []
         return [
@@ -78,7 +85,9 @@ class Contrastive(ObjectivePart):
             "number of tokens, such as --config.data.text_length=64"
         ]
 
-    def make_matcher(self, model, text, in_form=as_it_is):
+    def make_matcher(
+        self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
+    ) -> Matcher:
         if type(model) not in TOWERS:
             kind = type(model).__name__
             why = f"does not train a {kind}; choose a ViT or a ViTC"
@@ -110,7 +119,8 @@ class Contrastive(ObjectivePart):
         of_loss = (True, None) if self.loss == "sigmoid" else (False, _MAX_SCALE)
         return Matcher(cast(TextTower, in_form(tower)), image_width, *of_loss)
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
+        assert facts.text is not None  # else `conflicts` has said so
         matcher = self.make_matcher(model, facts.text, facts.in_form)
         bound = _Contrastive(cast(Model, model), matcher, self)
         return Objective(

@@ -13,7 +13,7 @@ section 3, for features.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch, Params
 from vit_jax.config import POSITIVE, key
+from vit_jax.config.settings import Settings
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     LossFn,
@@ -90,25 +91,25 @@ class Distillation(ObjectivePart):
     )  # fmt: skip
     distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
 
-    splits_on_cpus = True
+    splits_unasked = True
 
     @property
-    def learns_labels(self):
+    def learns_labels(self) -> bool:
         return self.weight < 1
 
     @property
-    def teachers(self):
+    def teachers(self) -> Mapping[str, float]:
         return parse_teachers(self.teacher)
 
     @property
-    def learns_logits(self):
+    def learns_logits(self) -> bool:
         return self.mode != "features"
 
     @property
-    def watches_layers(self):
+    def watches_layers(self) -> bool:
         return ":" in (self.features or "")
 
-    def check(self):
+    def check(self) -> list[str]:
         faults = Faults()
         faults.check(parse_teachers, self.teacher)
         for name, mode in (
@@ -122,7 +123,7 @@ class Distillation(ObjectivePart):
         faults.check(parse_features, self.features or "pooled")
         return faults
 
-    def conflicts(self, settings):
+    def conflicts(self, settings: Settings) -> list[str]:
         loss = settings.loss
         if self.mode == "features" or loss.excludes is not False:
             return []
@@ -131,7 +132,7 @@ class Distillation(ObjectivePart):
             f"loss.name={loss.name} has not; set --config.objective.mode=features"
         ]
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         learner: _Logits | Features
         if self.mode == "features":
             pairs = parse_features(self.features or "pooled")

@@ -106,7 +106,15 @@ class Features:
             )
         return found
 
-    def _distance(self, adapter, x, outputs, pair, teacher, keep):
+    def _distance(
+        self,
+        adapter: Params,
+        x: jax.Array,
+        outputs: Outputs,
+        pair: Pair,
+        teacher: Teacher,
+        keep: jax.Array | None,
+    ) -> jax.Array:
         """(B,), for the student's pooled features (B, D), map (B, rows, columns, D), or the patches
         `keep` (B, M, D).
         """
@@ -126,13 +134,13 @@ class Features:
         return each.reshape(each.shape[0], -1).mean(axis=1)
 
 
-def cosine_distance(x, y):
+def cosine_distance(x: jax.Array, y: jax.Array) -> jax.Array:
     """1 - cosine over the last axis: (..., D), (..., D) -> (...)."""
     norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
     return 1 - (x * y).sum(-1) / norms
 
 
-def smooth_l1(x, y):
+def smooth_l1(x: jax.Array, y: jax.Array) -> jax.Array:
     """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
     y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
     far = jnp.abs(x - y)
@@ -154,7 +162,7 @@ def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, ops=PLAIN)
     images = jnp.zeros((1, *image_size, about(model).channels))
 
-    def call():
+    def call() -> tuple[Any, ...]:
         with watch() as outputs:
             plain.init_with_output(jax.random.key(0), images)
         return outputs.pooled, outputs.tokens, outputs.layers

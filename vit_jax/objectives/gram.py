@@ -35,7 +35,7 @@ def gram_distance(
     return jnp.square(x_RGG - y_RGG).mean(axis=(1, 2))
 
 
-def _similarities(x_BND, group):
+def _similarities(x_BND: jax.Array, group: int) -> jax.Array:
     """The cosines of all pairs of patches of a group, (R, group N, group N)."""
     x_RND = x_BND.astype(jnp.float32).reshape(-1, group * x_BND.shape[1], x_BND.shape[2])
     norms_RN1 = jnp.sqrt(jnp.square(x_RND).sum(axis=2, keepdims=True) + _EPS)

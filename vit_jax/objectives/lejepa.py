@@ -33,9 +33,11 @@ from vit_jax.config import POSITIVE, SHARE, key
 from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import (
     Collapse,
+    LossFn,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
+    RunFacts,
     State,
     Term,
     TokenPass,
@@ -52,7 +54,7 @@ class Norm(nn.Module):
     """Normalises each feature by its mean and variance over the rows that `mask` (N,) keeps."""
 
     @nn.compact
-    def __call__(self, x_ND, mask_N):
+    def __call__(self, x_ND: jax.Array, mask_N: jax.Array) -> jax.Array:
         scale_D = self.param("scale", nn.initializers.ones, x_ND.shape[-1:])
         bias_D = self.param("bias", nn.initializers.zeros, x_ND.shape[-1:])
         mask_N1, number = mask_N[:, None], jnp.maximum(mask_N.sum(), 1.0)
@@ -71,7 +73,7 @@ class Head(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x_ND, mask_N):
+    def __call__(self, x_ND: jax.Array, mask_N: jax.Array) -> jax.Array:
         for i in range(2):
             x_ND = nn.Dense(self.hidden, use_bias=False, name=f"hidden_{i}")(x_ND)
             x_ND = nn.relu(Norm(name=f"norm_{i}")(x_ND, mask_N))
@@ -108,10 +110,10 @@ class LeJepa(ObjectivePart):
     head_width: int = key(2048, "width of the hidden layers of the head", within=POSITIVE)
     embedding_width: int = key(64, "outputs of the head", within=POSITIVE)
 
-    def check(self):
+    def check(self) -> list[str]:
         return [] if self.points % 2 else [f"points={self.points}: needs an odd number, e.g. 17"]
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         model = about(model)
         if not model.takes_other_sizes:
             kind = type(model).__name__

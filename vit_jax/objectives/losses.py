@@ -95,7 +95,9 @@ class Softmax(Loss):
 
     excludes = True
 
-    def __call__(self, logits_BC, labels, label_smoothing):
+    def __call__(
+        self, logits_BC: jax.Array, labels: jax.Array, label_smoothing: float
+    ) -> jax.Array:
         return cross_entropy(logits_BC, labels, label_smoothing)
 
 
@@ -112,14 +114,16 @@ class Sigmoid(Loss):
         "a class with a share of the target has all of it, as both classes of a mixed image",
     )
 
-    def __call__(self, logits_BC, labels, label_smoothing):
+    def __call__(
+        self, logits_BC: jax.Array, labels: jax.Array, label_smoothing: float
+    ) -> jax.Array:
         targets_BC = as_targets(labels, logits_BC.shape[1])
         if self.whole_targets:
             targets_BC = jnp.ceil(targets_BC)
         targets_BC = optax.smooth_labels(targets_BC, label_smoothing)
         return optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)
 
-    def probabilities(self, logits_BC):
+    def probabilities(self, logits_BC: jax.Array) -> jax.Array:
         return jax.nn.sigmoid(logits_BC)
 
 

@@ -21,12 +21,15 @@ from vit_jax.models.contract import Model
 from vit_jax.models.layers import EncoderFields
 from vit_jax.models.patches import as_images, extract_patches, random_order, row_keys, take
 from vit_jax.models.position import sincos_2d
+from vit_jax.models.vit import ViT
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     InForm,
+    LossFn,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
+    RunFacts,
     State,
     TokenPass,
     as_it_is,
@@ -54,7 +57,7 @@ class Decoder(EncoderFields, nn.Module):
     num_outputs: int
 
     @nn.compact
-    def __call__(self, x_BTD, order_BN, *, train=False):
+    def __call__(self, x_BTD: jax.Array, order_BN: jax.Array, *, train: bool = False) -> jax.Array:
         visible = x_BTD.shape[1] - self.num_prefix
         x_BTW = nn.Dense(self.width, dtype=self.dtype, name="embedding")(x_BTD)
         token = self.param("mask_token", nn.initializers.normal(0.02), (1, 1, self.width))
@@ -91,14 +94,14 @@ class Mae(ObjectivePart):
         None, "hidden width of its MLPs; None: 4 times the width", within=POSITIVE
     )
 
-    def check(self):
+    def check(self) -> list[str]:
         width, heads = self.decoder_width, self.decoder_heads
         faults = Faults()
         faults.need(width % heads == 0, f"decoder_heads={heads}: must divide decoder_width={width}")
         faults.need(width % 4 == 0, f"decoder_width={width}: needs a multiple of 4")
         return faults
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         model = patches.check_patches(model, "mae")
         faults = Faults(f"objective.name='mae': {fault}" for fault in model.find_keep_faults())
         faults.need(
@@ -193,7 +196,7 @@ class _Mae:
         """
         visible, options = self.count_visible(), patches.dropout_options(dropout_key)
 
-        def encode(model, images, keep, train):
+        def encode(model: ViT, images: jax.Array, keep: jax.Array, train: bool) -> jax.Array:
             return model.encode(model.embed(images), keep=keep, train=train)
 
         keep_BV, hidden_BH = order_BN[:, :visible], order_BN[:, visible:]
@@ -203,7 +206,9 @@ class _Mae:
         wanted_BHP, _, _ = self._targets(images, hidden_BH)
         return jnp.square(found_BHP - wanted_BHP).mean(axis=(1, 2)), found_BHP
 
-    def _targets(self, images, hidden_BH):
+    def _targets(
+        self, images: jax.Array, hidden_BH: jax.Array
+    ) -> tuple[jax.Array, jax.Array | float, jax.Array | float]:
         """(targets (B, H, P), their mean, their standard deviation, each (B, H, 1) or a number)."""
         patches_BNP = extract_patches(images.astype(jnp.float32), self.model.patch_size)
         wanted_BHP = take(patches_BNP, hidden_BH)
@@ -223,7 +228,7 @@ class _Mae:
         seen_BVP = take(patches_BNP, order_BN[:, :visible])
         back_BN = jnp.argsort(order_BN, axis=1)
 
-        def image_of(hidden_BHP):
+        def image_of(hidden_BHP: jax.Array) -> jax.Array:
             joined_BNP = jnp.concatenate([seen_BVP, hidden_BHP], axis=1)
             return as_images(take(joined_BNP, back_BN), grid, patch_size)
 

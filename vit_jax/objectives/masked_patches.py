@@ -27,8 +27,10 @@ from vit_jax.models.patches import (
     take,
     take_once,
 )
+from vit_jax.models.vit import ViT
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
+    LossFn,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
@@ -113,7 +115,7 @@ class MaskedPatches(ObjectivePart):
     mask_ratio: float = key(0.5, "share of the patches that are hidden", within="(0, 1]")
     target: str = key("mean_colour", "what is predicted of a patch", choices=TARGETS)
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         model = patches.check_patches(model, "masked_patches")
         if self.target == "small_patch" and any(side % _SMALL for side in model.patch_size):
             raise InputError(
@@ -197,7 +199,9 @@ class _MaskedPatches:
         """
         own, options = cast(Any, params[OBJECTIVE]), patches.dropout_options(dropout_key)
 
-        def encode(model, images, corruption, token, train):
+        def encode(
+            model: ViT, images: jax.Array, corruption: Corruption, token: jax.Array, train: bool
+        ) -> tuple[jax.Array, jax.Array | None]:
             x_BND = corrupt(model.embed(images), corruption, token, self.num_corrupt)
             keep = model.draw_keep(*x_BND.shape[:2], train=train)
             x_BND = model.encode(x_BND, keep=keep, train=train)
@@ -239,7 +243,7 @@ class _MaskedPatches:
         right = (scores_BMSK.argmax(axis=-1) == wanted_BMS).astype(jnp.float32)
         return _mean(loss, seen_BM), {"colour_top1": _mean(right, seen_BM)}
 
-    def _colours(self, images):
+    def _colours(self, images: jax.Array) -> jax.Array:
         """The colours to predict for every patch, int32 (B, N, S)."""
         (rows, columns), (p, q) = self.model.grid, self.model.patch_size
         side = 1 if self.target == "mean_colour" else _SMALL
@@ -261,13 +265,13 @@ class _MaskedPatches:
         padding = ((0, 0), (0, self.num_patches - self.num_corrupt), (0, 0))
         found_BNP = take(jnp.pad(found, padding), place_BN)
 
-        def image_of(hidden_BNP):
+        def image_of(hidden_BNP: jax.Array) -> jax.Array:
             joined_BNP = jnp.where(is_corrupt_BN1, hidden_BNP, patches_BNP)
             return as_images(joined_BNP, model.grid, model.patch_size)
 
         return Reconstruction(loss_B, image_of(0 * found_BNP), image_of(found_BNP))
 
-    def _values(self, scores):
+    def _values(self, scores: jax.Array) -> jax.Array:
         """The patches (B, M, P) in the model's range with the most likely colours of `scores`."""
         (p, q), channels = self.model.patch_size, self.model.channels
         side = 1 if self.target == "mean_colour" else _SMALL

@@ -80,7 +80,7 @@ class Top1(Metric):
     multi_label = False
     k: ClassVar[int] = 1
 
-    def rows(self, logits_BC, batch, task):
+    def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         return hits(logits_BC, batch["label"], self.k)
 
 
@@ -95,7 +95,7 @@ class MeanLoss(Metric):
 
     better = "lower"
 
-    def rows(self, logits_BC, batch, task):
+    def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         return task.loss(logits_BC, batch["label"])
 
 
@@ -105,14 +105,14 @@ class CalibrationError(Metric):
     better = "lower"
     multi_label = False
 
-    def rows(self, logits_BC, batch, task):
+    def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         confidence_B = task.probabilities(logits_BC.astype(jnp.float32)).max(axis=1)
         in_bin_BK = jax.nn.one_hot(bins(confidence_B), _NUM_BINS)
         # Elementwise, since an accelerator may round the operands of a matrix product.
         gap_BK = in_bin_BK * (hits(logits_BC, batch["label"]) - confidence_B)[:, None]
         return {"gap": gap_BK, "images": jnp.ones_like(confidence_B)}
 
-    def finish(self, sums):
+    def finish(self, sums: Mapping[str, Any]) -> Any:
         return np.abs(sums["gap"]).sum() / sums["images"]
 
 
@@ -126,7 +126,7 @@ class Accuracy(Metric):
 
     shares_rows = True
 
-    def rows(self, logits_BC, batch, task):
+    def rows(self, logits_BC: jax.Array, batch: Batch, task: Task) -> Rows:
         """The images of each class, its predictions, and those that are right: bool (B, C)."""
         label = batch["label"]
         if task.multi_label:
@@ -140,7 +140,7 @@ class Accuracy(Metric):
         correct_BC = shown_BC & predicted_BC
         return {"images": shown_BC, "predictions": predicted_BC, "correct": correct_BC}
 
-    def finish(self, sums):
+    def finish(self, sums: Mapping[str, Any]) -> Any:
         images_C, correct_C = sums["images"], sums["correct"]
         return np.where(images_C > 0, correct_C / np.maximum(images_C, 1), np.nan)
 
@@ -150,14 +150,14 @@ class MacroTop1(Accuracy):
 
     multi_label = False
 
-    def finish(self, sums):
+    def finish(self, sums: Mapping[str, Any]) -> Any:
         return np.nanmean(super().finish(sums))
 
 
 class MacroF1(Accuracy):
     """The mean of F1 over the classes that have images or are predicted."""
 
-    def finish(self, sums):
+    def finish(self, sums: Mapping[str, Any]) -> Any:
         return np.nanmean(f1(**sums))
 
 
@@ -166,7 +166,7 @@ class MicroF1(Accuracy):
 
     multi_label = True
 
-    def finish(self, sums):
+    def finish(self, sums: Mapping[str, Any]) -> Any:
         return f1(**{name: counts_C.sum() for name, counts_C in sums.items()})
 
 

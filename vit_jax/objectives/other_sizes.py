@@ -6,15 +6,16 @@ of DINO and DINOv3 have -3/4).
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.tree import Params
+from vit_jax.base.tree import Batch, Params, PyTree
 from vit_jax.models.contract import Model
 from vit_jax.models.position import Resize
-from vit_jax.objectives.contract import Objective
+from vit_jax.objectives.contract import Objective, ObjectiveOutput
 
 
 def check_size(model: Model, size: tuple[int, int], key: str) -> None:
@@ -28,7 +29,7 @@ def check_size(model: Model, size: tuple[int, int], key: str) -> None:
         )
 
 
-def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model, Params]:
+def at_size(model: Model, params: Params, size: tuple[int, ...]) -> tuple[Model, Params]:
     """`model` for images of `size` (height, width), and `params` with positions that fit it.
 
     Prefix tokens keep their positions. The result is a linear function of the tables, through which
@@ -49,7 +50,9 @@ def with_larger(objective: Objective, size: tuple[int, int], model: Model) -> Ob
     of other sizes resample the result.
     """
 
-    def loss(params, state, batch, frozen, rng):
+    def loss(
+        params: Params, state: Any, batch: Batch, frozen: PyTree, rng: jax.Array
+    ) -> ObjectiveOutput:
         _, params = at_size(model, params, size)
         _, ema = at_size(model, state.ema, size)
         return objective.loss(params, state.replace(ema=ema), batch, frozen, rng)
@@ -66,11 +69,11 @@ def resize_tokens(x_BND: jax.Array, grid: tuple[int, int], wanted: tuple[int, in
     return resized.reshape(len(x_BND), -1, x_BND.shape[2])
 
 
-def _resize(table, shape):
+def _resize(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.image.resize(table, shape, "cubic", antialias=False)
 
 
-def _resize_grid(table, old, new):
+def _resize_grid(table: jax.Array, old: tuple[int, int], new: tuple[int, int]) -> jax.Array:
     prefix = table.shape[1] - math.prod(old)
     patches = resize_tokens(table[:, prefix:], old, new)
     return jnp.concatenate([table[:, :prefix], patches], axis=1)

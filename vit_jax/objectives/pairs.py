@@ -253,5 +253,6 @@ def _go_round(axes: Axes, visit: Callable, text: _Texts, found: Any) -> tuple[An
         return (move(text), visit(text, (of_rows, move(of_texts)), False)), None
 
     carry = move(text), found
-    (_, (of_rows, of_texts)), _ = jax.lax.scan(pass_on, carry, length=ways - 1)
+    (text, (of_rows, of_texts)), _ = jax.lax.scan(pass_on, carry, length=ways - 2)
+    of_rows, of_texts = visit(text, (of_rows, move(of_texts)), False)  # nobody waits for `text`
     return of_rows, move(of_texts)

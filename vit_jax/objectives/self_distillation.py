@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -29,10 +30,12 @@ from vit_jax.config import FROM_0, POSITIVE, SHARE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
 from vit_jax.models.patches import put_back, row_keys, take_once
+from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
     Collapse,
+    LossFn,
     Objective,
     ObjectiveOutput,
     ObjectivePart,
@@ -102,10 +105,10 @@ class SelfDistillation(ObjectivePart):
     split_params = ((r"(bottleneck|prototypes)/kernel", ("fsdp", None)), (r"centre/\w+", ()))
 
     @property
-    def further_views(self):
+    def further_views(self) -> Mapping[str, tuple[str, Any]]:
         return {} if self.gram_size is None else {GRAM: ("gram_size", self.gram_size)}
 
-    def check(self):
+    def check(self) -> list[str]:
         faults = Faults()
         faults.need(
             self.mask_min <= self.mask_max,
@@ -126,7 +129,7 @@ class SelfDistillation(ObjectivePart):
         )
         return faults
 
-    def bind(self, model, loss, facts):
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         model = patches.check_patches(model, "self_distillation")
         _check_views(model, facts, self)
         _check_start(facts.durations)
@@ -301,7 +304,14 @@ class _SelfDistillation:
             objective_state=new_state,
         )
 
-    def _study(self, params, batch, hidden, dropout_key, learns):
+    def _study(
+        self,
+        params: Params,
+        batch: Batch,
+        hidden: Hidden | None,
+        dropout_key: jax.Array,
+        learns: jax.Array | bool,
+    ) -> dict[str, Any]:
         """The student's outputs for all views, as `_see`; local views follow the global ones."""
         found = self._see(params, batch[GLOBAL], hidden, dropout_key, hides=True, learns=learns)
         if LOCAL in batch:
@@ -341,7 +351,9 @@ class _SelfDistillation:
         model, own = model or self.model, cast(Any, params[OBJECTIVE])
         options = patches.dropout_options(dropout_key)
 
-        def encode(model, images, train):
+        def encode(
+            model: ViT, images: jax.Array, train: bool
+        ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
             x = model.embed(images)
             if hides and hidden is not None:
                 masked = hidden.in_all_views(images.shape[0])
@@ -359,7 +371,7 @@ class _SelfDistillation:
         found["views"] = self.head.apply({"params": own["head"]}, features, learns)
         if hidden is not None:
 
-            def choose(x):
+            def choose(x: jax.Array) -> jax.Array:
                 return jax.vmap(take_once)(take_once(x, hidden.views), hidden.which)
 
             found["counts"] = hidden.counts
@@ -372,19 +384,21 @@ class _SelfDistillation:
             found["patches"] = self.head.apply({"params": head}, chosen, learns)
         return found
 
-    def _targets(self, logits, weights_N, centre_K, step):
+    def _targets(
+        self, logits: jax.Array, weights_N: jax.Array, centre_K: jax.Array | None, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """The teacher's probabilities, as `logits` (..., K); the new centre, or None."""
         k, temperature = self.keys, self._temperature(step)
         flat_NK = logits.reshape(-1, logits.shape[-1])
         if k.centring == "sinkhorn":
             found = centring.sinkhorn(flat_NK, temperature, weights_N)
             return found.reshape(logits.shape), None
-        if k.centring == "none":
+        if centre_K is None:
             return jax.nn.softmax(logits / temperature, axis=-1), None
         moved_K = centring.moved_centre(centre_K, flat_NK, weights_N, k.centre_momentum)
         return centring.centred(logits, centre_K, temperature), moved_K
 
-    def _temperature(self, step):
+    def _temperature(self, step: jax.Array) -> jax.Array:
         k = self.keys
         if k.first_temperature is None:
             return jnp.float32(k.teacher_temperature)
@@ -392,7 +406,13 @@ class _SelfDistillation:
         rise = jnp.minimum(step / warmup, 1.0)
         return k.first_temperature + rise * (k.teacher_temperature - k.first_temperature)
 
-    def _patch_term(self, student, targets, mask_B, num_global):
+    def _patch_term(
+        self,
+        student: Mapping[str, jax.Array],
+        targets: jax.Array,
+        mask_B: jax.Array,
+        num_global: int,
+    ) -> Term:
         """The mean over all global views; those without hidden patches count as 0."""
         each_BU = patch_entropies(
             student["patches"], targets, student["counts"], self.keys.student_temperature
@@ -404,14 +424,16 @@ class _SelfDistillation:
         """`Objective.skip`: the Gram teacher is copied where that is due."""
         return {**state.objective_state, "gram_teacher": self._gram_teacher(state)}
 
-    def _gram_teacher(self, state):
+    def _gram_teacher(self, state: State) -> Params:
         """The Gram teacher of a step, copied anew where that is due."""
         due = state.step % self.durations["objective.gram_every"] == 0
         ema = {name: leaf for name, leaf in state.ema.items() if name != OBJECTIVE}
         old = state.objective_state["gram_teacher"]
         return jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
 
-    def _gram(self, state, student, images, mask_B):
+    def _gram(
+        self, state: State, student: Mapping[str, jax.Array], images: jax.Array, mask_B: jax.Array
+    ) -> tuple[Term, Params]:
         """The term, and the Gram teacher."""
         k, teacher = self.keys, self._gram_teacher(state)
         flat = images.reshape(-1, *images.shape[2:])

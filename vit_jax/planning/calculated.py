@@ -46,7 +46,8 @@ def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     """
     mesh = plan_mesh(settings, target, describe_devices(target))
     experiment = planned_experiment(settings, mesh)
-    counted, step_flops = _scanned(settings, mesh)
+    counted = scanned(settings, mesh)
+    step_flops = counted and _flops_of_some_layers(settings, mesh, counted)
     figures = describe(settings, target, mesh, experiment, counted, step_flops)
     images, accum_steps = figures["images_per_way"], settings.optimizer.accum_steps
     memory = calculate_memory(settings, target)
@@ -61,24 +62,28 @@ def calculate_plan(settings: Settings, target: Target) -> dict[str, Any]:
     }
 
 
-def _scanned(settings: Settings, mesh: Mesh) -> tuple[Experiment | None, int | None]:
-    """The experiment with its layers in a scan, traced in a fraction of the time, and the FLOPs of
-    a step if only some layers are recomputed.
+def scanned(settings: Settings, mesh: Mesh) -> Experiment | None:
+    """The experiment with its layers in a scan, whose FLOPs are counted in a fraction of the time.
 
     None where a scan would not compute the same: layers that are frozen or compared one by one.
     """
     own, by_layer = settings.model.own, settings.objective.watches_layers
     by_layer |= settings.optimizer.freeze is not None
     if by_layer or own.get("scan") or "scan" not in fields_of(settings.model.name):
-        return None, None
-    scanned = settings.with_values({"model.scan": True, "model.remat_layers": None})
-    counted = planned_experiment(scanned, mesh)
-    if (layers := own.get("remat_layers")) is None:
-        return counted, None
-    without = planned_experiment(scanned.with_values({"model.remat": "none"}), mesh)
+        return None
+    values = {"model.scan": True, "model.remat_layers": None}
+    return planned_experiment(settings.with_values(values), mesh)
+
+
+def _flops_of_some_layers(settings: Settings, mesh: Mesh, counted: Experiment) -> int | None:
+    """FLOPs of a step if only some layers are recomputed, else None; `counted`: from `scanned`."""
+    if (layers := settings.model.own.get("remat_layers")) is None:
+        return None
+    values = {"model.scan": True, "model.remat_layers": None, "model.remat": "none"}
+    without = planned_experiment(settings.with_values(values), mesh)
     with jax.set_mesh(mesh):
         least, depth = without.flops_per_step, about(counted.model).depth
-        return counted, least + (counted.flops_per_step - least) * layers // depth
+        return least + (counted.flops_per_step - least) * layers // depth
 
 
 def calculate_memory(settings: Settings, target: Target) -> dict[str, Any]:
@@ -187,10 +192,12 @@ def _temporaries_of(
     """
     experiment = _experiment_of(traced)
     chosen = experiment.model, experiment.objective, mesh, experiment.freeze
-    splits = choose_exchange(*chosen).splits_params
-    jaxpr = _trace(traced, own_rows=splits)
+    exchange = choose_exchange(*chosen, experiment.parts.accum_steps)
+    splits = exchange.splits_params
+    jaxpr = _trace(traced, own_rows=exchange.join is not None)
     experiment = dataclasses.replace(
         experiment,
+        parts=experiment.parts._replace(join=exchange.join),
         arguments=(
             with_shardings(experiment.abstract_state, mesh, splits),
             experiment.abstract_batch,
@@ -220,7 +227,7 @@ def _temporaries_of(
             whole = of_update
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
-        outputs.append(Leaf(of_update, whole))
+        outputs.append(Leaf(of_update if exchange.join is None else 1.0, whole))
     how = {"tensor": mesh.shape["tensor"], "platform": platform, "scale": scale}
     peak = peak_bytes(jaxpr, arguments, outputs, **how)
     if splits:
@@ -276,7 +283,7 @@ def _trace(alone: _Alone, own_rows: bool) -> Jaxpr:
     experiment = _experiment_of(alone)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
 
-    def gradients(*args):
+    def gradients(*args: Any) -> Any:
         return experiment.step_with(watched(experiment.tx))(*args)[0].opt_state[0]
 
     if own_rows:

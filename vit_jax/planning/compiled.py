@@ -3,8 +3,10 @@
 import contextlib
 import logging
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -15,12 +17,15 @@ from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.gpus import peak_flops
 from vit_jax.planning import hlo
+from vit_jax.planning.calculated import scanned
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 
 logger = logging.getLogger("vit_jax")
+
+_SAID_EVERY_S = 30
 
 
 def compile_plan(
@@ -30,21 +35,23 @@ def compile_plan(
 
     Only the TPU compiler refuses a program that is too large; for GPUs its bytes decide.
     """
-    mesh = plan_mesh(settings, target, devices)
+    since, mesh = time.perf_counter(), plan_mesh(settings, target, devices)
     experiment = planned_experiment(settings, mesh)
-    figures = describe(settings, target, mesh, experiment)
+    with jax.set_mesh(mesh):
+        traced, step_flops = experiment.trace(), experiment.flops_per_step
+    figures = describe(settings, target, mesh, experiment, scanned(settings, mesh), step_flops)
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",
         settings.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
         figures["images_per_way"], figures["remat"],
     )  # fmt: skip
-    since = time.perf_counter()
     memory: dict[str, Any] = state_bytes(experiment)
     state = sum(memory.values())
     compiled = None
-    with jax.set_mesh(mesh):
+    # Another process compiles the kernels at the same time.
+    with futures.ThreadPoolExecutor() as threads, saying_how_long(since), jax.set_mesh(mesh):
+        counting = threads.submit(count_cycles, find_kernels(traced.jaxpr.jaxpr), target)
         try:
-            traced = experiment.trace()
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             needed = needed_memory(str(error), state)
@@ -60,7 +67,7 @@ def compile_plan(
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs for tpu7x have no text
             program = hlo.Program(compiled.as_text())
     cycles = program and program.cycles()
-    kernels = [] if cycles is None else count_cycles(find_kernels(traced.jaxpr.jaxpr), target)
+    kernels = [] if cycles is None else counting.result()
     if program is not None and target.chip.is_gpu:
         kernels = kernel_table(program, target)
     return figures | {
@@ -72,6 +79,22 @@ def compile_plan(
         "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
         "kernels": kernels,
     }
+
+
+@contextlib.contextmanager
+def saying_how_long(since: float) -> Iterator[None]:
+    """Log the seconds since then, by `time.perf_counter`, as long as the body runs."""
+    done = threading.Event()
+
+    def say() -> None:
+        while not done.wait(_SAID_EVERY_S):
+            logger.info("compiling since %.0f s", time.perf_counter() - since)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def needed_memory(message: str, state: int) -> int | None:

@@ -71,7 +71,8 @@ def collective_table(
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
     - Parameters that are themselves split over data (`experiment.exchange`) are gathered once, and
-      their gradients go to their places all to all.
+      their gradients go to their places all to all. Where devices compute their own rows, but keep
+      whole parameters, gradients are all-reduced once per step, in float32.
     - Frozen parameters are only gathered.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
       in float32.
@@ -163,7 +164,7 @@ def _add_parameters(
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = about(experiment.model), exchanges.shape
     specs, learning = update_specs(experiment), _learning(experiment)
-    params = experiment.abstract_state.params
+    params, is_joined = experiment.abstract_state.params, experiment.parts.join is not None
     still = set(tree.parts(params)[: _count_still(experiment)])
     for name, leaf in tree.flatten_names(params).items():
         weight_size, gradient_size = _sizes_in_use(name, model)
@@ -182,6 +183,9 @@ def _add_parameters(
             exchanges.add("all-gather", "data", whole * weight_size, arrays)
             exchanges.add("all-to-all", "data", whole * gradient_size, arrays)
             continue
+        times = accum_steps
+        if is_joined:
+            over_data, gradient_size, times = "all-reduce", leaf.dtype.itemsize, 1
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
             has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
@@ -192,7 +196,7 @@ def _add_parameters(
         if "fsdp" in scattered:
             exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
-            exchanges.add(over_data, "data", share * gradient_size, arrays * accum_steps)
+            exchanges.add(over_data, "data", share * gradient_size, arrays * times)
             number = share * leaf.dtype.itemsize
             exchanges.add("all-gather", "data", number, arrays, of_update=True)
             share //= shape["data"]

@@ -239,7 +239,9 @@ class Program:
         assert self._entry is not None
         yield from self._walk(self._entry, 1, self._entry, ())
 
-    def _walk(self, name, count, computation, within) -> Iterator[Place]:
+    def _walk(
+        self, name: str, count: int, computation: str, within: tuple[Place, ...]
+    ) -> Iterator[Place]:
         siblings = self._computations.get(name, {})
         for each in siblings.values():
             place = Place(each, siblings, count, computation, within)

@@ -33,6 +33,9 @@ from vit_jax.planning.targets import Target, find_devices, start_planning
 logger = logging.getLogger("vit_jax")
 
 
+_LAST_PASS = "--xla_jf_dump_llo_pass_label_regex=final_hlo"
+
+
 class KernelCall(NamedTuple):
     """Calls of one kernel, alike in everything.
 
@@ -118,7 +121,8 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
             (pathlib.Path(folder) / f"{i}.exported").write_bytes(_exported(call.eqn))
         dump = pathlib.Path(folder) / "dump"
         dump.mkdir()
-        options = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        # Only of the last pass: all of them together are 130 MB for a small kernel.
+        options = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true {_LAST_PASS}"
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         module = "vit_jax.planning.kernel_cycles"
         command = [sys.executable, "-m", module, folder, target.slice.name]
@@ -138,7 +142,7 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
 def _exported(eqn: JaxprEqn) -> bytes:
     """The kernel call of `eqn` as a program of its own, for TPUs."""
 
-    def call(*args):
+    def call(*args: jax.Array) -> Any:
         return eqn.primitive.bind(*args, **eqn.params)
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]

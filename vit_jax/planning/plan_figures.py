@@ -57,6 +57,7 @@ def describe(
         "image_size": settings.data.image_size,
         "global_batch_size": settings.run.global_batch_size,
         "images_per_way": settings.run.global_batch_size // ways,
+        "accum_steps": settings.optimizer.accum_steps,
         "total_steps": experiment.total_steps,
         "num_params": experiment.num_params,
         "dropout": getattr(model, "dropout", 0.0),
@@ -122,7 +123,7 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
     devices = set(next(iter(by_host.values())))
 
     @functools.cache
-    def count_parts(shape, sharding):
+    def count_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> int:
         indices = sharding.devices_indices_map(shape)
         return len({str(index) for device, index in indices.items() if device in devices})
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from vit_jax.devices.flops import format_bytes
+from vit_jax.planning.recipe_costs import stage_after
 
 _SMALL = 0.01  # share of the time of all kernels, below which a kind has no row
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
@@ -91,11 +92,13 @@ def run_table(figures: dict[str, Any]) -> Table:
     hosts = figures["num_hosts"]
     slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
     took = f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""
+    share = f"{figures['images_per_way']:,} per shard"
+    share += f" in {n} microbatches" if (n := figures["accum_steps"]) > 1 else ""
     rows = {
         "chips": f"{figures['num_chips']:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "images": "{} x {} pixels (height x width)".format(*figures["image_size"]),
-        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
+        "batch": f"{figures['global_batch_size']:,}, {share}",
         "layers": describe_layers(figures),
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
@@ -251,7 +254,15 @@ def recipes_table(
         cost = _amount(row["cost"], ",.2f", 0.01)
         table.add_row(row["recipe"], where, _amount(row["hours"], ",.3g", 0.01), cost)
     counts = _what_counts(rows[0]["goodput"])
-    said = [table, f"Hours: {counts}. A plan with --config=RECIPE has all figures of a recipe."]
+    said = [
+        table,
+        f"Hours: {counts}; calculated at 40 % of the chips' peak where no compiler has found more "
+        "time. A plan with --config=RECIPE has all figures of a recipe; if it is compiled, it may "
+        "be up to 1.7 times faster.",
+    ]
+    found = [(row["recipe"], stage_after(row["recipe"])) for row in rows]
+    if first := [f"{recipe} ({second})" for recipe, second in found if second]:
+        said.append(f"Without the stage that follows: {', '.join(first)}.")
     if any(row["slice"] != asked for row in rows):
         said.append(
             f"These are costs on {rows[0]['slice']}: other numbers of chips take other times, and "

@@ -9,6 +9,11 @@ from vit_jax.devices.chips import Slice, find_slice
 
 TABLE = pathlib.Path(__file__).with_name("recipe_costs.csv")
 
+# Configs of two stages: the word of the second, a recipe of its own.
+_SECOND_STAGES = {
+    "deit3": "finetune", "dinov3": "gram", "mae": "finetune", "masked_patches": "finetune",
+}  # fmt: skip
+
 
 def read_costs() -> list[dict[str, str]]:
     """The rows of the table: a recipe on a slice, by calculation or (later rows) by a compiler."""
@@ -21,6 +26,13 @@ def without_costs(target: Slice) -> list[str]:
     rows = read_costs()
     own = {row["recipe"] for row in rows if row["slice"].partition(":")[0] == target.chip}
     return [*dict.fromkeys(row["recipe"] for row in rows if row["recipe"] not in own)]
+
+
+def stage_after(recipe: str) -> str | None:
+    """The word of the stage that follows `recipe`, and that its costs leave out; None: none."""
+    name, _, words = recipe.partition(":")
+    second = _SECOND_STAGES.get(name)
+    return None if second in words.split(",") else second
 
 
 def affordable(

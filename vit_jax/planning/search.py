@@ -284,8 +284,10 @@ def plan_layouts(layouts: Sequence[Settings], plan: Plan) -> tuple[Settings, dic
 
 
 def describe_layout(settings: Settings) -> str:
-    """The flags of LAYOUT_KEYS that are not open."""
+    """The flags of LAYOUT_KEYS that are not open, and of several microbatches."""
     known = {key: v for key in LAYOUT_KEYS if (v := settings.values[key]) is not None}
+    if (parts := settings.optimizer.accum_steps) > 1:
+        known["optimizer.accum_steps"] = parts
     return " ".join(f"--config.{key}={value}" for key, value in known.items())
 
 

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from vit_jax import checkpoints, data, transfer
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.base.tree import Batch
+from vit_jax.base.tree import OBJECTIVE, Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
+from vit_jax.data.captions import TOKENIZER
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
@@ -30,6 +31,8 @@ from vit_jax.experiment.stages import make_stage
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics
 from vit_jax.models.contract import about
+from vit_jax.models.variants import Variant
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.matching import compare_reading, find_places, say_other_pixels
@@ -39,7 +42,7 @@ from vit_jax.run.setup.sources import data_fingerprint, training_order
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults
-from vit_jax.transfer.fit import reorder_head
+from vit_jax.transfer.fit import fit_texts, reorder_head
 
 logger = logging.getLogger("vit_jax")
 
@@ -212,7 +215,7 @@ def prepare(
     opened = Files(workdir, before, choose_layout)
     resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
-    check_unchanged(resolved.config, before, workdir, chosen)
+    check_unchanged(resolved.settings, before, workdir, chosen)
     return build(resolved, opened, workdir)
 
 
@@ -260,10 +263,20 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         teachers=teachers,
         described_teachers=described,
         choose_s=opened.choose_s,
-        **_first_weights(
-            settings.run, settings.data, experiment, opened.pretrained, train_source.class_names
-        ),
+        **_first_weights(settings, experiment, opened, train_source.class_names, texts),
     )
+
+
+def _warn_of_sizes(resolved: Resolved) -> None:
+    """Warn if the user names a model, and the config keeps sizes of another."""
+    model, by = resolved.config.model, resolved.decided_by
+    kept = [key for key in Variant._fields if by.get(f"model.{key}") == "recipe"]
+    if by["model.name"] == "user" and kept:
+        logger.warning(
+            "model.name=%r: the config sets %s too, and they stay; for the sizes of that name set "
+            "%s", model.name, ", ".join(f"{key} {model[key]}" for key in kept),
+            " ".join(f"--config.model.{key}=None" for key in kept),
+        )  # fmt: skip
 
 
 def describe(run: Run) -> None:
@@ -280,24 +293,7 @@ def describe(run: Run) -> None:
     e, d = run.experiment, run.settings.data
     logger.info("batch: %d globally, %d per host, %d per device; images: %d x %d (height x width)",
                 size, rows, size // ways, *d.image_size)  # fmt: skip
-    splits = ", ".join(
-        f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
-        f"{source.num_examples:,}"
-        for key, source in run.sources.items()
-    )
-    logger.info(
-        "data: %s, %d classes, examples: %s; %s steps",
-        d.name, d.num_classes, splits, f"{e.total_steps:,}",
-    )  # fmt: skip
-    if run.caption_faults:
-        logger.warning("captions: %s", run.caption_faults)
-    if fault := unused_bits_of(run.train_source):
-        logger.warning("data: %s; %s", *fault)
-    if size > d.num_examples:
-        logger.warning(
-            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
-            size, d.num_examples,
-        )  # fmt: skip
+    _describe_data(run)
     o, schedule = run.settings.optimizer, run.settings.schedule
     ends = np.minimum([schedule.start + schedule.warmup, e.total_steps - 1], e.total_steps - 1)
     risen, last = np.asarray(e.schedule(ends)).tolist()
@@ -320,6 +316,7 @@ def describe(run: Run) -> None:
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state)),
     )  # fmt: skip
+    _warn_of_sizes(run.resolved)
     for stage, each in zip(run.settings.stages, run.experiments, strict=True):
         if run.earlier:
             logger.info(
@@ -329,23 +326,54 @@ def describe(run: Run) -> None:
             )  # fmt: skip
 
 
+def _describe_data(run: Run) -> None:
+    e, d, size = run.experiment, run.settings.data, run.settings.run.global_batch_size
+    splits = ", ".join(
+        f"{key.split if key.data_name == d.name else f'{key.data_name} {key.split}'} "
+        f"{source.num_examples:,}"
+        for key, source in run.sources.items()
+    )
+    has_classes = d.num_classes > 1 or run.train_source.class_names is not None
+    classes = f", {d.num_classes} classes" * has_classes
+    logger.info("data: %s%s, examples: %s; %s steps", d.name, classes, splits, f"{e.total_steps:,}")
+    if d.text_length is not None:
+        logger.info("captions: %d tokens each, of the %s in %s",
+                    d.text_length, f"{d.vocabulary:,}", run.workdir / TOKENIZER)  # fmt: skip
+    if run.caption_faults:
+        logger.warning("captions: %s", run.caption_faults)
+    if fault := unused_bits_of(run.train_source):
+        logger.warning("data: %s; %s", *fault)
+    if size > d.num_examples:
+        logger.warning(
+            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
+            size, d.num_examples,
+        )  # fmt: skip
+
+
 def _first_weights(
-    run: sections.Run,
-    data: sections.Data,
+    settings: Settings,
     experiment: Experiment,
-    pretrained: transfer.Pretrained | None,
+    opened: Files,
     class_names: Sequence[str] | None,
+    texts: Callable[[], TextSide] | None,
 ) -> dict[str, Any]:
-    """The fields of `Run` with the weights of `init_from`, fitted to the model."""
+    """The fields of `Run` with the weights of `init_from`, fitted to the model.
+
+    texts: gives the text side that learns; None: there is none.
+    """
+    run, pretrained, side = settings.run, opened.pretrained, opened.text_side
     if pretrained is None:
         return {}
     keep_head = run.init_head == "kept"
     if keep_head:
         pretrained = _match_head(pretrained, class_names)
-    compare_value_ranges(data, pretrained, str(run.init_from))
+    compare_value_ranges(settings.data, pretrained, str(run.init_from))
     params, model_state = transfer.init_variables(
         pretrained, experiment.model, run.init_resize, keep_head=keep_head
     )
+    if side is not None and texts is not None:
+        own = fit_texts(side, texts().matcher, pretrained.source)
+        params |= {f"{OBJECTIVE}/{name}": array for name, array in own.items()}
     return {"initial_params": params, "initial_model_state": model_state}
 
 

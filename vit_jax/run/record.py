@@ -99,7 +99,7 @@ class Record(contextlib.AbstractContextManager):
         )
         self._good_s = self._throughput.steps_s()
 
-    def __exit__(self, kind: type | None, *_) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         """Write the seconds since the last row, unless this process alone has failed."""
         self._results.__exit__()
         if kind is None or issubclass(kind, RaisedByAll):
@@ -248,7 +248,7 @@ def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> Met
         run.workdir,
         restored_step=restored_step,
         wandb_project=run.settings.log.wandb,
-        config=run.resolved.config.to_dict(),
+        config=run.settings.to_config().to_dict(),
         may_write=lock.is_ours,
         writes=jax.process_index() == 0,
     )

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import os
+import shlex
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import check_summary, read_history
+from vit_jax.config import EVALUATORS
 from vit_jax.config.metric_names import say_no_gain
 from vit_jax.run.build import Run
 from vit_jax.run.selection import read_selection
@@ -20,6 +22,8 @@ from vit_jax.run.watch.speed import rented_chips
 from vit_jax.run.writers import values_at
 
 logger = logging.getLogger("vit_jax")
+
+_WITHOUT_LABELS = {"rank", "reconstruction", "patch_features"}  # evaluators
 
 
 def read_summary(run: Run) -> dict[str, Any] | None:
@@ -74,8 +78,7 @@ def write_summary(run: Run) -> dict[str, Any]:
     logger.info("finished at step %s: %s", f"{step:,}", readable(shown))
     logger.info(ledger.say(seconds))
     logger.info("summary: %s", run.workdir / "summary.json")
-    if not run.experiment.objective.needs_average:  # whose loss may rise with its teacher
-        _say_no_progress(read_history(run.workdir))
+    _say_progress(run)
     start = values_at(0, run.workdir)
     for metric, value in summary.items():
         if text := say_no_gain(metric, value, start):
@@ -83,15 +86,30 @@ def write_summary(run: Run) -> dict[str, Any]:
     return summary
 
 
-def _say_no_progress(history: Iterable[Mapping[str, Any]]) -> None:
-    """Warn if the last training loss of a run is not below the first."""
-    first = last = None
-    for row in history:
-        if (loss := row.get("train/loss")) is not None:
-            last = row["step"], loss
-            first = first or last
-    if first and last and last[0] > first[0] and last[1] >= first[1]:
+def _say_progress(run: Run) -> None:
+    """Warn if the last training loss is not below the first, and say what would tell more.
+
+    A loss whose teacher learns may rise. Without labels a loss does not show what features are
+    worth; that is said unless an evaluator shows it.
+    """
+    losses = [(row["step"], loss) for row in read_history(run.workdir)
+              if (loss := row.get("train/loss")) is not None]  # fmt: skip
+    if not losses:
+        return
+    (start, first), (step, last) = losses[0], losses[-1]
+    objective = run.experiment.objective
+    if step > start and last >= first and not objective.needs_average:
         logger.warning(
             "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
-            last[1], last[0], first[1], first[0],
+            last, step, first, start,
+        )  # fmt: skip
+    if "label" not in objective.needs and all(
+        EVALUATORS.name_of(evaluator) in _WITHOUT_LABELS
+        for evaluator in run.settings.evals.values()
+    ):
+        logger.info(
+            "train/loss is %.4g and was %.4g at step %d; it does not show what the features are "
+            "worth, but a few labelled images do: vit_jax evaluate --init_from=%s "
+            "--config=evaluate:knn,folder --config.data.data_dir=IMAGES",
+            last, first, start, shlex.quote(os.fspath(run.workdir)),
         )  # fmt: skip

@@ -54,7 +54,7 @@ class Progress(contextlib.AbstractContextManager):
         self._task = self._live.add_task("", total=total_steps, visible=False)
         self._live.start()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -129,7 +129,7 @@ def readable(values: Mapping[str, float | None]) -> str:
     None is shown as not finite; of single classes the lowest are shown, last.
     """
 
-    def show(name, value):
+    def show(name: str, value: float | None) -> str:
         if value is None:
             return f"{name} not finite"
         if is_accuracy(name):

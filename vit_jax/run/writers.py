@@ -68,7 +68,7 @@ class MetricWriter(contextlib.AbstractContextManager):
             rows = read_history(workdir)
             self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -141,7 +141,7 @@ class TensorBoard:
     def close(self) -> None:
         self._file.close()
 
-    def _write_event(self, **fields) -> None:
+    def _write_event(self, **fields: Any) -> None:
         event = event_pb2.Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
 

@@ -10,7 +10,7 @@ Source: Zhai et al. 2021 (arXiv:2106.04560), equation 1.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def _log_law(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.log(np.exp(log_a) * (x + d) ** -b + c)
 
 
-def _solve(x: np.ndarray, y: np.ndarray, start: np.ndarray):
+def _solve(x: np.ndarray, y: np.ndarray, start: np.ndarray) -> Any:
     import scipy.optimize  # takes a second, and every config reads the keys of studies
 
     lower = np.array([-30.0, _EXPONENTS[0], 0.0, 0.0])

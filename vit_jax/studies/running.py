@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def _execute(command: Sequence[str]) -> tuple[int, str, bool]:
     command = [reveal(word) for word in command]
     process, received = None, set()
 
-    def note(number, _):
+    def note(number: int, _: types.FrameType | None) -> None:
         received.add(number)
         if number == signal.SIGTERM and process is not None:
             process.terminate()
@@ -380,7 +381,7 @@ def _say_winner(winner: Mapping[str, Any]) -> list[str]:
     near = [", ".join(f"{key} {value}" for key, value in other.items()
                       if value not in ("", winner["place"].get(key)))
             for other in winner["near"]]  # fmt: skip
-    tied = [f"Not clearly best: within one standard deviation are {'; '.join(near[:5])}"]
+    tied = [f"Not clearly best; within one standard deviation of it: {'; '.join(near[:5])}"]
     tied *= bool(near)
     workdirs = [f"Workdir: {workdir}" for workdir in winner["workdirs"]]
     best = f"Best: {place}: {readable(winner['values'])}"

@@ -14,7 +14,7 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.4, figure 5; Zhai
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit_jax.base.errors import Faults, InputError
 from vit_jax.config import key
@@ -24,6 +24,9 @@ from vit_jax.studies.engine import Found, Member, Results, Study, join_name, see
 from vit_jax.studies.figures import draw_scaling
 from vit_jax.studies.law import Prediction, pareto_front, predict_largest
 from vit_jax.studies.tables import Measured, Report, best_first
+
+if TYPE_CHECKING:
+    from vit_jax.studies.planned import Planner
 
 ALL = "all families"
 
@@ -160,7 +163,7 @@ def predictions_of(points: Sequence[Point]) -> dict[str, tuple[Prediction, Point
 
 
 @functools.cache
-def _planner(topology: str):
+def _planner(topology: str) -> "Planner":
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.studies.planned import Planner  # imports planning, which few studies need
 

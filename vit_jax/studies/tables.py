@@ -121,7 +121,7 @@ class Report(NamedTuple):
 def best_first(rows: Iterable[Mapping[str, Any]], *columns: str) -> list[Mapping[str, Any]]:
     """Rows of a table by their best cell among `columns`, or all; see `Measured.rank`."""
 
-    def place(row):
+    def place(row: Mapping[str, Measured]) -> tuple:
         cells = [cell for column, cell in row.items() if not columns or column in columns]
         return min((cell.rank for cell in cells if isinstance(cell, Measured)), default=(True,))
 

@@ -40,7 +40,7 @@ from vit_jax.transfer.model_zoo import by_address, forget, is_fetched, locate, l
 from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.source import Source
+from vit_jax.transfer.source import Source, is_distributed
 
 logger = logging.getLogger("vit_jax")
 
@@ -107,6 +107,12 @@ def _recognise(source: Source) -> Format:
     for format in FORMATS.values():
         if format.recognises is not None and format.recognises(source):
             return format
+    if is_distributed(source.path):
+        raise InputError(
+            f"init_from={str(source.path)!r}: a distributed checkpoint of PyTorch (.distcp files), "
+            "whose .metadata is a pickle, which may run code and is never loaded; write its arrays "
+            "to a .safetensors file as docs/how_to/weights.md shows"
+        )
     names = ", ".join(sorted(source.arrays)[:5])
     why = f"its arrays have the names of no known format: {names}, ..." if names else (
         "not a source of a known format; known: a workdir (with config.json and checkpoints/), a "

@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.files import absolute, check_folder, check_names, write_whole
+from vit_jax.base.files import absolute, check_folder, check_names, is_object, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
@@ -31,6 +31,7 @@ from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.program import GIVES, Choice
 from vit_jax.transfer.runtimes import export_program
 from vit_jax.transfer.source import to_json
+from vit_jax.transfer.tensors import share_equal
 
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _IMAGES = 2
@@ -103,7 +104,7 @@ def export(
     check_names(output, "--output")
     _check_free(output, [output])
     image_size = model.image_size or pretrained.spec.image_size
-    with tempfile.TemporaryDirectory() as folder:
+    with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
         if writer.precisions:
             files, back = [staged.name], _run_program(staged, pretrained, format, chosen, output)
@@ -131,10 +132,35 @@ def export(
         )  # fmt: skip
         write_whole(root / card, _card(receipt, output))
         write_whole(root / record, to_json(receipt))
-        target, made = output if inside else output.parent, [*files, card, record]
-        _check_free(output, [target / name for name in made])
-        _copy(root, target, made, output)
+        made = [*files, card, record]
+        _check_free(output, [output] if inside else [output.parent / name for name in made])
+        _move(root, output, made, inside)
     return receipt
+
+
+@contextlib.contextmanager
+def _staging(output: epath.Path) -> Iterator[str]:
+    """A temporary folder, on the disk of `output` if that is local; it is removed at the end.
+
+    Folders that it makes for `output` are removed again if an error leaves them empty.
+    """
+    if is_object(output):
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+        return
+    made = list(itertools.takewhile(lambda f: not f.exists(), output.parents))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".tmp", f".{output.name}.", output.parent) as folder:
+            yield folder
+    except BaseException as e:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: epath's of a filled folder
+            for parent in made:
+                parent.rmdir()
+        if isinstance(e, OSError):
+            said = f"--output={output}: cannot be written ({e}); choose another"
+            raise InputError(said) from None
+        raise
 
 
 @contextlib.contextmanager
@@ -175,6 +201,8 @@ def _read_back(
     expected = np.asarray(_logits(pretrained, side)(images))
     with _without_warnings():  # they would name the temporary folder
         found = read_pretrained(staged)
+        # Equal parameters are held once.
+        found = found._replace(params=share_equal(found.params, pretrained.params))
         logits = _logits(found, _read_text_side(found, writer))(images)
     return _compare(np.asarray(logits), expected, output)
 
@@ -261,23 +289,22 @@ def _fields(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if isinstance(value, kinds)}
 
 
-def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
-    """Copy all files, or none."""
-    made = list(itertools.takewhile(lambda f: not f.exists(), (target, *target.parents)))
+def _move(root: epath.Path, output: epath.Path, names: list[str], inside: bool) -> None:
+    """Move all files from `root`, or none: at once if they are `inside` a folder on a disk."""
+    if inside and not is_object(output):
+        root.rename(output)
+        return
+    target = output if inside else output.parent
     try:
-        target.mkdir(parents=True, exist_ok=True)
         for name in names:
-            write_whole(target / name, (root / name).read_bytes())
-    except BaseException as e:
-        # epath raises ValueError for a folder that is not empty.
-        with contextlib.suppress(OSError, ValueError):
+            if is_object(output):
+                (root / name).copy(target / name)
+            else:
+                (root / name).rename(target / name)
+    except BaseException:
+        with contextlib.suppress(OSError):
             for name in names:
                 (target / name).unlink(missing_ok=True)
-            for folder in made:
-                folder.rmdir()
-        if isinstance(e, OSError):
-            said = f"--output={output}: cannot be written ({e}); choose another"
-            raise InputError(said) from None
         raise
 
 

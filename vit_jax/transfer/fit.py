@@ -20,7 +20,9 @@ from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
 from vit_jax.models.position import RelativePositions, Resize
 from vit_jax.models.t2t import T2TViT
+from vit_jax.models.text import Matcher
 from vit_jax.models.vit import HEAD_NORM_EPS
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.resample import (
     adapt_kernel,
@@ -50,6 +52,14 @@ _ARCHITECTURE = (
     "registers", "pre_norm", "patch_bias", "key_bias", "gated_mlp", "mlp_norm", "rotary",
     "rotary_base", "rotary_side", "rotary_registers", "rotary_dtype", "stem_channels",
 )  # fmt: skip
+
+# Fields of a text tower that its source determines: the keys that set them.
+_OF_TEXTS = {
+    "length": "data.text_length", "width": "objective.text_width",
+    "depth": "objective.text_depth", "num_heads": "objective.text_heads",
+    "mlp_dim": "objective.text_mlp_dim", "causal": "objective.causal", "gelu": "model.gelu",
+    "norm": "model.norm", "norm_eps": "model.norm_eps",
+}  # fmt: skip
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
@@ -144,6 +154,31 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     if flags:
         faults[-1] += f"; to match the source: {' '.join(flags)}"
     collect_faults(faults, f"init_from={pretrained.source!r} has another architecture")
+
+
+def fit_texts(side: TextSide, matcher: Matcher, source: str) -> dict[str, np.ndarray]:
+    """{leaf name: array} of `matcher`, in its form, from the text side of `source`.
+
+    Both take the same tokenizer. Token ids that it never gives are left out.
+
+    Raises:
+      InputError: with the flags to set, if the text sides differ.
+    """
+    both = side.matcher, matcher
+    values = {key: [getattr(m.text, name) for m in both] for name, key in _OF_TEXTS.items()}
+    values["objective.loss"] = [m.loss for m in both]
+    values["objective.common_width"] = [m.image_width and m.text.common_width for m in both]
+    other = {key: theirs for key, (theirs, ours) in values.items() if theirs != ours}
+    if other:
+        flags = " ".join(f"--config.{key}={theirs}" for key, theirs in other.items())
+        said = ", ".join(f"{key}={values[key][1]!r}, but {other[key]!r}" for key in other)
+        raise InputError(f"init_from={source!r} has another text tower: {said}; set {flags}")
+    params, name = dict(side.params), "text/token_embedding/embedding"
+    params[name] = params[name][: matcher.text.vocabulary]
+    found = tree.unflatten_names(params)
+    if matcher.text.scan:
+        found |= {"text": stack_layers(found["text"])}
+    return tree.flatten_names(found)
 
 
 def fit(

@@ -49,7 +49,8 @@ from vit_jax.transfer.huggingface_texts import (
 )
 from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
-from vit_jax.transfer.source import WEIGHTS, Source, int_or_pair, write_json, write_tensors
+from vit_jax.transfer.source import Source, int_or_pair, write_json
+from vit_jax.transfer.tensors import WEIGHTS, Made, write_tensors
 
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
 _STATED = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
@@ -291,7 +292,7 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
 def _as_folder(
     path: epath.Path, pretrained: Pretrained
-) -> tuple[dict[str, Any], dict[str, np.ndarray], Spec]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray | Made], Spec]:
     """config.json, the arrays and the spec of a tower; `path` is named in messages."""
     require_image_size(pretrained)
     name = find_name(pretrained.model)
@@ -304,7 +305,9 @@ def _as_folder(
         teacher = "WithTeacher" if getattr(model, "distillation_head", False) else ""
         architecture = f"{KINDS[name].architecture}ForImageClassification{teacher}"
         prefix = f"{name}."
-    arrays = write_rows(make_rows(name, prefix, model), pretrained.params, model)
+    arrays: dict[str, np.ndarray | Made] = {
+        **write_rows(make_rows(name, prefix, model), pretrained.params, model)
+    }
     if name.startswith("dino"):
         shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)
         arrays[f"{prefix}embeddings.mask_token"] = np.zeros(shape, np.float32)
@@ -317,12 +320,11 @@ def _as_folder(
 
 
 def _write_folder(
-    path: epath.Path, config: dict[str, Any], arrays: dict[str, np.ndarray], spec: Spec
+    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Made], spec: Spec
 ) -> list[str]:
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
-    write_tensors(path / WEIGHTS, arrays)
-    return ["config.json", "preprocessor_config.json", WEIGHTS]
+    return ["config.json", "preprocessor_config.json", *write_tensors(path / WEIGHTS, arrays)]
 
 
 def _config(name: str, model: ViT) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 import operator
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from vit_jax.base.errors import Faults, InputError
@@ -178,7 +179,7 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
     With mode "center" there is one size for both sides: the larger one if images are not square.
     """
 
-    def sides(size):
+    def sides(size: Sequence[int]) -> dict[str, int]:
         return {"height": size[0], "width": size[1]}
 
     resized = cut.resized(image_size)

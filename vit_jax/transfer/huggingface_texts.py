@@ -27,7 +27,7 @@ _SIZES = {"vocabulary": "vocab_size", "length": "max_position_embeddings", "widt
 _STATED = {"num_attention_heads": "a positive int", "hidden_act": "text",
            "layer_norm_eps": "a positive number", "eos_token_id": "an int from 0"}  # fmt: skip
 _DEFAULT_HEADS = {"clip_vision_model": 8, "siglip_vision_model": 12}
-_LARGEST = 2  # older files state this id, and mean the largest of a text
+_LARGEST = 2  # transformers takes this id, which older files state, for the largest of a text
 
 
 def take_texts(source: Source, name: str) -> partial[TextSide] | None:
@@ -123,6 +123,11 @@ def check_texts(matcher: Matcher, name: str) -> None:
     )
     loss = "softmax" if clip else "sigmoid"
     faults.need(matcher.loss == loss, f"objective.loss={matcher.loss!r}: {pair} needs {loss!r}")
+    faults.need(
+        not clip or matcher.text.end_id != _LARGEST,
+        f"data.tokenizer: ends texts with the id {_LARGEST}, for which {pair} takes the largest id "
+        "of a text; train with a tokenizer that ends them with another",
+    )
     collect_faults(faults, "--format=hf_pair cannot hold this model")
 
 

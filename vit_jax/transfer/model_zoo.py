@@ -33,7 +33,8 @@ from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.data import tokenizers
 from vit_jax.data.division import HASHES
-from vit_jax.transfer.source import CONFIGS, OPEN_CLIP, WEIGHTS
+from vit_jax.transfer.source import CONFIGS, OPEN_CLIP
+from vit_jax.transfer.tensors import INDEX, WEIGHTS, shard_names
 
 logger = logging.getLogger("vit_jax")
 
@@ -339,12 +340,21 @@ def fetch_from_hub(
 
 
 def _fetch_weights(repo_id: str, file: str, revision: str | None) -> pathlib.Path:
-    """The cached weights: `file`, or open_clip's in a repository that has no WEIGHTS."""
+    """The cached weights: `file`; in a repository without WEIGHTS its shards, or open_clip's.
+
+    Of shards, it is the path that WEIGHTS would have.
+    """
     fetch = functools.partial(huggingface_hub.hf_hub_download, repo_id, revision=revision)
     try:
         return pathlib.Path(fetch(file))
     except errors.EntryNotFoundError:
         if file == WEIGHTS:
+            with contextlib.suppress(errors.EntryNotFoundError):
+                index = pathlib.Path(fetch(INDEX))
+                commit = index.parent.name
+                for shard in shard_names(json.loads(index.read_text())):
+                    huggingface_hub.hf_hub_download(repo_id, shard, revision=commit)
+                return index.with_name(WEIGHTS)
             with contextlib.suppress(errors.EntryNotFoundError):
                 return pathlib.Path(fetch(OPEN_CLIP))
         raise

@@ -8,6 +8,7 @@ numbers of each layer.
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,6 +19,7 @@ from vit_jax.config import POSITIONS
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
+from vit_jax.transfer.tensors import Made, let_go
 
 # The numbers of heads of the published ViTs.
 HEADS_BY_WIDTH = {variant.width: variant.num_heads for variant in VIT_VARIANTS.values()}
@@ -142,14 +144,14 @@ def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str
             faults.append(f"{row.theirs}: absent")
             continue
         array = arrays[row.theirs]
-        empty = [np.zeros(leaves[name].shape, np.float32) for name in row.ours]
-        needed = row.write(empty, sizes).shape
+        needed = _shape(row, leaves, sizes)
         if array.shape != needed:
             faults.append(f"{row.theirs}: {array.shape}, but needs {needed}")
         elif not np.isfinite(array).all():
             faults.append(f"{row.theirs}: some of its values are not finite")
         else:
             found |= dict(zip(row.ours, row.read(array, sizes), strict=True))
+        let_go(array)
     known = {row.theirs for row in rows}
     unknown = [name for name, array in arrays.items() if name not in known and array.size]
     faults += [f"{name} {arrays[name].shape}: unknown" for name in unknown[:_SHOWN]]
@@ -160,13 +162,20 @@ def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str
 
 def write_rows(
     rows: Sequence[Row], leaves: Mapping[str, np.ndarray], model: nn.Module
-) -> dict[str, np.ndarray]:
-    """{name in the file: contiguous float32 array}; the inverse of `read_rows`."""
-    arrays = {}
-    for row in rows:
-        params = [np.asarray(leaves[name], np.float32) for name in row.ours]
-        arrays[row.theirs] = np.asarray(row.write(params, _sizes(model)), order="C")  # of any rank
-    return arrays
+) -> dict[str, Made]:
+    """{name in the file: float32 array, made when it is asked for}; the inverse of `read_rows`."""
+    sizes = _sizes(model)
+
+    def make(row: Row) -> np.ndarray:
+        return row.write([np.asarray(leaves[name], np.float32) for name in row.ours], sizes)
+
+    return {row.theirs: Made(_shape(row, leaves, sizes), partial(make, row)) for row in rows}
+
+
+def _shape(row: Row, leaves: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of the row's array for parameters with the shapes of `leaves`."""
+    empty = [np.broadcast_to(np.float32(0), leaves[name].shape) for name in row.ours]
+    return row.write(empty, sizes).shape
 
 
 def find_unheld(

@@ -1,6 +1,7 @@
 """Names and shapes of a model's variables, found without computing them."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -39,10 +40,10 @@ class _Traced:
     def __init__(self, model: nn.Module):
         self.model = with_known(model, scan=True, constrain=unconstrained, ops=PLAIN)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(type(self.model))
 
-    def __eq__(self, other):
+    def __eq__(self, other: Any) -> bool:
         return self.model == other.model
 
 

@@ -19,22 +19,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 from etils import epath
 
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.base.files import write_whole
 from vit_jax.config import LOSSES
+from vit_jax.transfer.tensors import DTYPES, INDEX, WEIGHTS, read_tensors, shard_names
 
 logger = logging.getLogger("vit_jax")
 
-WEIGHTS = "model.safetensors"  # in a folder
 OPEN_CLIP = "open_clip_model.safetensors"  # in a folder that has no WEIGHTS
 CONFIGS = {WEIGHTS: "config.json", OPEN_CLIP: "open_clip_config.json"}
-_INDEX = f"{WEIGHTS}.index.json"
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_COUNTER = ".num_batches_tracked"  # an array of each batch norm in PyTorch, without influence
-_NUMBERS = (_COUNTER, ".position_ids")  # the positions are 0, 1, 2, ...
 # Encrypted members raise RuntimeError, unknown compression its subclass NotImplementedError.
 _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
                tokenize.TokenError, zipfile.BadZipFile, zlib.error,
@@ -58,7 +53,7 @@ class Source:
     def has_arrays(self) -> bool:
         """Whether this is a file of arrays by its name, or a folder with such a file."""
         if self.path.is_dir():
-            return any((self.path / name).exists() for name in (_INDEX, *CONFIGS))
+            return any((self.path / name).exists() for name in (INDEX, *CONFIGS))
         return self.path.suffix in (".npz", ".safetensors")
 
     @functools.cached_property
@@ -72,7 +67,7 @@ class Source:
             return {}
         arrays: dict[str, np.ndarray] = {}
         for file in self._shards() if self.path.is_dir() else [self.path]:
-            read = _read_npz if file.suffix == ".npz" else _read_tensors
+            read = _read_npz if file.suffix == ".npz" else read_tensors
             try:
                 arrays |= {name: _as_float32(name, array) for name, array in read(file)}
             except _UNREADABLE as e:
@@ -85,18 +80,18 @@ class Source:
 
     def _shards(self) -> list[epath.Path]:
         """The safetensors files of a folder."""
-        if self._weights == OPEN_CLIP or not (self.path / _INDEX).exists():
+        if self._weights == OPEN_CLIP or not (self.path / INDEX).exists():
             return [self.path / self._weights]
-        stated = self.read_stated(read_json(self.path / _INDEX), {"weight_map": "an object"})
-        shards = sorted({*map(str, stated.get("weight_map", {}).values())})
+        stated = self.read_stated(read_json(self.path / INDEX), {"weight_map": "an object"})
+        shards = shard_names(stated)
         outside = [shard for shard in shards if "/" in shard or "\\" in shard]
-        self.refuse([f"{_INDEX} names {shard!r}, which is outside the folder" for shard in outside])
+        self.refuse([f"{INDEX} names {shard!r}, which is outside the folder" for shard in outside])
         return [self.path / shard for shard in shards]
 
     @property
     def _weights(self) -> str:
         """The name of a folder's file: the given one, or OPEN_CLIP where it is alone."""
-        there = [(self.path / name).exists() for name in (_INDEX, WEIGHTS, OPEN_CLIP)]
+        there = [(self.path / name).exists() for name in (INDEX, WEIGHTS, OPEN_CLIP)]
         return self._given or (OPEN_CLIP if there == [False, False, True] else WEIGHTS)
 
     @property
@@ -213,6 +208,11 @@ class Source:
         return side
 
 
+def is_distributed(path: epath.Path) -> bool:
+    """Whether `path` is a checkpoint of torch.distributed.checkpoint, or a file in one."""
+    return path.suffix == ".distcp" or (path.is_dir() and any(path.glob("*.distcp")))
+
+
 def _read_npz(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
     """(name, array) of each array; NumPy stores bfloat16 as two bytes without a type."""
     with path.open("rb") as file:
@@ -221,19 +221,9 @@ def _read_npz(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
             yield name, array.view(ml_dtypes.bfloat16) if is_half else array
 
 
-def _read_tensors(path: epath.Path) -> Iterable[tuple[str, np.ndarray]]:
-    """(name, array) of each array but the counters and numbers."""
-    for name, entry in safetensors.deserialize(path.read_bytes()):
-        if name.endswith(_NUMBERS):
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} has dtype {entry['dtype']}; weights must be floating point")
-        yield name, np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
     dtype = getattr(array, "dtype", type(array))  # a member of an archive may be no array
-    if not any(dtype == known for known in map(np.dtype, _DTYPES.values())):
+    if not any(dtype == known for known in map(np.dtype, DTYPES.values())):
         raise ValueError(f"{name} has dtype {dtype}; weights must be floating point")
     return array.astype(np.float32, copy=False)
 
@@ -262,16 +252,6 @@ def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
 def to_json(content: Mapping[str, Any]) -> str:
     """Format a JSON object as the text of a file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def write_tensors(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a file with PyTorch's mark in its metadata, which some libraries require.
-
-    Batch norms get the counters that PyTorch expects.
-    """
-    means = [name for name in arrays if name.endswith(".running_mean")]
-    counters = {name.replace(".running_mean", _COUNTER): np.zeros((), np.int64) for name in means}
-    write_whole(path, safetensors.numpy.save(arrays | counters, metadata={"format": "pt"}))
 
 
 def int_or_pair(size: tuple[int, int]) -> int | list[int]:

@@ -19,7 +19,8 @@ from vit_jax.transfer.pretrained import (
     ops_of_cut,
     read_preparation,
 )
-from vit_jax.transfer.source import READING, WEIGHTS, Source, write_json, write_tensors
+from vit_jax.transfer.source import READING, Source, write_json
+from vit_jax.transfer.tensors import WEIGHTS, Made, write_tensors
 from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
@@ -115,7 +116,7 @@ def library_ops(spec: Spec) -> str:
 
 
 def write(
-    path: epath.Path, config: dict[str, Any], arrays: dict[str, np.ndarray], spec: Spec
+    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Made], spec: Spec
 ) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
@@ -142,7 +143,5 @@ def write(
     }
     alone = path.suffix == ".safetensors"
     beside = path.with_suffix(".json") if alone else path / "config.json"
-    path = path if alone else path / WEIGHTS
     write_json(beside, config)
-    write_tensors(path, arrays)
-    return [beside.name, path.name]
+    return [beside.name, *write_tensors(path if alone else path / WEIGHTS, arrays)]

@@ -84,7 +84,7 @@ def read_image(path: tf.Tensor, reading: Reading, missing: Container[bytes] = ()
     missing: paths without a file from the start, for which nobody waits.
     """
 
-    def read(path):
+    def read(path: bytes | np.ndarray) -> np.ndarray:
         path = _bytes_of(path)
         file = pathlib.Path(os.fsdecode(path))
         return np.array(
@@ -126,7 +126,7 @@ def as_known_format(encoded: tf.Tensor, reading: Reading = USUAL) -> tf.Tensor:
             rest = tf.strings.regex_replace(rest, mark, b"", replace_global=False)
         plain &= tf.strings.length(rest) == tf.strings.length(beginning)
 
-    def convert(encoded):
+    def convert(encoded: bytes | np.ndarray) -> np.ndarray:
         # An array of bytes would lose NULs at its end.
         return np.array(to_known_format(_bytes_of(encoded), reading), object)
 
@@ -284,7 +284,7 @@ def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:
     if image.dtype != tf.string:
         return image
 
-    def from_others():
+    def from_others() -> tf.Tensor:
         return tf.cond(
             tf.strings.substr(image, 0, 2) == b"BM",
             lambda: with_channels(tf.io.decode_bmp(image, channels=3), channels),

@@ -179,7 +179,7 @@ def _without_labels(
     why_unreadable: as in `Source`.
     """
 
-    def read(record_id):
+    def read(record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         label, mask = tf.zeros([], tf.int32), tf.ones([])
         return {"image": read_encoded(record_id), "label": label, "mask": mask}
 

@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults, InputError, ReadError, collect_faults, few, shown
-from vit_jax.data.captions import NAMES, find_captions
+from vit_jax.data.captions import NAMES, find_captions, one_by_one
 from vit_jax.data.class_names import spell
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint
 from vit_jax.data.given_labels import as_labels, count_classes, labels_matter, settle_labels
@@ -290,7 +290,7 @@ class Arrays(DataSet):
             how = _open_pixels(split.images, rows, labels)
         else:
 
-            def label_of(record, label):
+            def label_of(record: int, label: Any) -> np.ndarray:
                 if labels is None:
                     return settled(as_labels([label], f"data[{split.name!r}]"), multi_label)[0]
                 return labels[record]
@@ -306,7 +306,7 @@ class Arrays(DataSet):
             num_examples=len(rows),
             num_classes=num_classes,
             class_names=names,
-            captions=(lambda record: split.captions_of(int(rows[record]))) if has else None,
+            captions=one_by_one(lambda i: split.captions_of(int(rows[i]))) if has else None,
             fingerprint=fingerprint("arrays", *identity),
             record_name=lambda record: f"item {rows[record]} of {split.name}",
             multi_label=multi_label,
@@ -360,13 +360,13 @@ def _open_pixels(images: np.ndarray, rows: np.ndarray, labels: np.ndarray) -> di
     labels_tensor = tf.constant(labels)
     held = tf.constant(images[rows]) if images.nbytes <= _SMALL_BYTES else None
 
-    def gather(ids):
+    def gather(ids: tf.Tensor) -> tf.Tensor:
         if held is not None:
             return tf.gather(held, ids)
         found = tf.numpy_function(lambda ids: images[rows[ids]], [ids], tf.uint8, stateful=False)
         return tf.ensure_shape(found, ids.shape.concatenate(images.shape[1:]))
 
-    def read(record_ids):
+    def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
         label = tf.gather(labels_tensor, record_ids)
         mask = tf.ones(tf.shape(record_ids))
         return {"image": gather(record_ids), "label": label, "mask": mask}
@@ -391,11 +391,11 @@ def _open_items(
     """
     kind, size = tf.float32 if shape else tf.int32, 4 * math.prod(shape)
 
-    def load(record):
+    def load(record: int) -> tuple[bytes, bytes]:
         image, label = split.item(int(rows[record]))
         return label_of(record, label).tobytes(), file_of(image, reading)
 
-    def read_item(record):
+    def read_item(record: int) -> bytes:
         name = f"item {rows[record]} of {split.name}"
         try:
             return b"".join(retried(lambda: load(record), name)) if record >= 0 else b""
@@ -404,13 +404,13 @@ def _open_items(
         except Exception:  # of the user's code; `why` says it
             return b""
 
-    def parse(stored, record_id):
+    def parse(stored: tf.Tensor, record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         del record_id
         label = tf.io.decode_raw(tf.strings.substr(stored, 0, size), kind)
         image = tf.strings.substr(stored, size, -1)
         return {"image": image, "label": tf.reshape(label, shape), "mask": tf.ones([])}
 
-    def why(record):
+    def why(record: int) -> str:
         try:
             load(record)
             image = content_of(split.item(int(rows[record]))[0])

@@ -37,7 +37,7 @@ from vit_jax.data.images.files import (
     split_of,
     warn_once,
 )
-from vit_jax.data.images.formats import read_image, turn_of, why_file_unreadable
+from vit_jax.data.images.formats import Turn, read_image, turn_of, why_file_unreadable
 from vit_jax.data.retries import retried
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def own_images(
     beginning = os.fsencode(base) + os.fsencode(os.sep)
     missing = {beginning + os.fsencode(path) for path in paths if files[path].size < 0}
 
-    def read(record_id):
+    def read(record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
         return {
             "image": read_image(path, request.reading, missing),
@@ -204,7 +204,7 @@ def own_images(
             "mask": tf.ones([]),
         }
 
-    def turn(record):
+    def turn(record: int) -> Turn | None:
         path = base / paths[record]
         return turn_of(retried(path.read_bytes, path))
 

@@ -31,7 +31,7 @@ from vit_jax.base.errors import InputError, collect_faults, few, shown
 from vit_jax.data.captions import NAMES, as_captions
 from vit_jax.data.class_names import as_label, places_of, sorted_classes
 from vit_jax.data.contract import DataSet, Request, Source
-from vit_jax.data.given_labels import counts_matter
+from vit_jax.data.given_labels import counts_matter, say_others
 from vit_jax.data.images.files import File, group_links, look_up, sort_by_split, split_of, warn_once
 from vit_jax.data.images.formats import EXTENSIONS
 from vit_jax.data.sources.folder import check_split, of_classes, own_images, pick, split_files
@@ -183,8 +183,9 @@ class List(DataSet):
             labels[path] = one_hot[numbers].sum(axis=0) if multi_label else numbers[0]
         source = own_images(request, lists.root, file.parent, files, labels, class_names, file)
         captions = [row.captions for row in rows.values()]
+        is_read = request.captions and any(captions)
         return dataclasses.replace(
-            source, captions=captions.__getitem__ if request.captions and any(captions) else None
+            source, captions=functools.partial(map, captions.__getitem__) if is_read else None
         )
 
 
@@ -270,11 +271,14 @@ def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = N
     """
     found: Rows = {}
     faults: list[str] = []
+    others: list[str] = []
     try:
         for line, row in _rows(file):
             try:
                 path = _name_of(file.parent, row.pop("file", None))
-                new = _parse_row(path, row, multi_label, only)
+                new = _parse_row(path, row, only)
+                if multi_label is False and len(new.labels) != 1:
+                    others.append(f"line {line}: {path}")
                 before = found.get(path, new._replace(captions=()))
                 if path in found and not (new.captions and before[:3] == new[:3]):
                     remedy = "list it once, with all its labels in `labels`"
@@ -284,6 +288,8 @@ def read_list(file: pathlib.Path, multi_label: bool | None, only: str | None = N
                 faults.append(f"line {line}: {e}")
     except (ValueError, csv.Error) as e:
         faults.append(str(e))
+    if others:
+        faults.insert(0, say_others(others))
     _raise_first(f"data.data_dir: {shown(file)}, ", faults)
     return found
 
@@ -304,17 +310,9 @@ def _name_of(folder: pathlib.Path, path: Any) -> str:
 _real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
 
-def _parse_row(
-    path: str, row: Mapping[Any, Any], multi_label: bool | None, only: str | None
-) -> Row:
+def _parse_row(path: str, row: Mapping[Any, Any], only: str | None) -> Row:
     """The row of `path`; raises ValueError with a fault of it."""
     labels = tuple(dict.fromkeys([*as_labels(row.get("label")), *as_labels(row.get("labels"))]))
-    if len(labels) != 1 and multi_label is False:
-        raise ValueError(
-            f"{shown(path)} has {len(labels) or 'no'} labels; needed: one, as knn and probes do. "
-            "Training and finetune take several, or none, with the word multilabel, as in "
-            "--config=folder:multilabel"
-        )
     split = split_of(str(row.get("split") or "").strip())
     if "split" in row and (split is None or only not in (None, split)):
         needed = only or "train, val or test"

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import math
 import zlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Digits(DataSet):
     Source: https://archive.ics.uci.edu/dataset/80 (the test set of optdigits).
     """
 
-    def sizes(self):
+    def sizes(self) -> tuple[int, dict[str, int]]:
         return 10, {"train": 1_437, "test": 360}
 
     def open(self, request: Request) -> Source:
@@ -71,11 +72,14 @@ class Synthetic(DataSet):
         noise = tf.io.decode_raw(tf.constant(generator.bytes(math.prod(image_shape))), tf.uint8)
         noise = tf.reshape(noise, image_shape)
 
-        def read(record_ids):
+        def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
             tint = [record_ids // 256 ** (i % 3) for i in range(request.channels)]
             tint = tf.cast(tf.stack(tint, -1) % 256, tf.uint8)[..., None, None, :]
             label = tf.cast(record_ids % num_classes, tf.int32)
             return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}
+
+        def captions(records: Sequence[int]) -> Iterator[list[str]]:
+            return ([f"noise {i % num_classes}"] for i in records)
 
         name, split = request.name, request.split
         return Source(
@@ -87,5 +91,5 @@ class Synthetic(DataSet):
             fingerprint=fingerprint(name, split, num_examples, num_classes, image_shape),
             read=read,
             record_name=numbered(name, split),
-            captions=(lambda i: [f"noise {i % num_classes}"]) if request.captions else None,
+            captions=captions if request.captions else None,
         )

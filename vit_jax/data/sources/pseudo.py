@@ -90,7 +90,7 @@ class Pseudo(DataSet):
         of_records = keep_records(images, found.record)
         labels, adds_up = tf.constant(found.label), facts["loss"] != "sigmoid"
 
-        def read(record_ids):
+        def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
             label = tf.gather(labels, record_ids)
             if labels.shape.rank == 2:
                 label = tf.cast(label, tf.float32)

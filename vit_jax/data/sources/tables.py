@@ -89,13 +89,13 @@ class Table(NamedTuple):
 def open_parquet(path: epath.Path) -> Table:
     """Raises OSError or pa.ArrowInvalid if the file is not Parquet, or incomplete."""
 
-    def opened(**how):  # by its name pyarrow reads a file without Python
+    def opened(**how: Any) -> pq.ParquetFile:  # by its name pyarrow reads a file without Python
         return pq.ParquetFile(RangedFile(path) if is_remote(path) else os.fspath(path), **how)
 
     with opened() as file:
         metadata, schema = file.metadata, file.schema_arrow
 
-    def read(groups, column, field):
+    def read(groups: Sequence[int], column: str, field: str | None) -> pa.ChunkedArray:
         name = column if field is None else f"{column}.{field}"
         with opened(metadata=metadata) as file:
             return file.read_row_groups(groups, [name], use_threads=False).column(column)
@@ -121,7 +121,7 @@ def open_arrow(path: epath.Path) -> Table:
     stream = pa.ipc.open_stream(pa.memory_map(os.fspath(path)))
     batches = [*stream]
 
-    def read(groups, column, field):
+    def read(groups: Sequence[int], column: str, field: str | None) -> pa.ChunkedArray:
         del field
         return pa.chunked_array([batches[i].column(column) for i in groups])
 
@@ -193,7 +193,7 @@ class Parquet(DataSet):
     def _open_files(self, paths: Sequence[epath.Path]) -> dict[str, Table]:
         """{path: its table}; raises InputError naming all files that cannot be read."""
 
-        def opened(path):
+        def opened(path: epath.Path) -> Table | str:
             try:
                 return type(self).open_file(path)
             except (OSError, pa.ArrowException) as e:
@@ -201,7 +201,7 @@ class Parquet(DataSet):
 
         found = _at_once(opened, paths)
         collect_faults([fault for fault in found if isinstance(fault, str)])
-        return {os.fspath(table.path): table for table in found}
+        return {os.fspath(table.path): table for table in found if isinstance(table, Table)}
 
 
 class Arrow(Parquet):
@@ -292,7 +292,7 @@ def _shard(
     groups, num_rows = range(len(table.rows)), sum(table.rows)
 
     @functools.cache
-    def keys():
+    def keys() -> list[str]:
         kind, paths = table.schema.field(image).type, [None] * num_rows
         if pa.types.is_struct(kind) and kind.get_field_index("path") >= 0:
             paths = pc.struct_field(table.read(groups, image, "path"), "path").to_pylist()
@@ -300,7 +300,7 @@ def _shard(
             paths = table.read(groups, image, None).to_pylist()
         return [path or f"row {i}" for i, path in enumerate(paths)]
 
-    def why(row):
+    def why(row: int) -> str:
         group, place = table.place(row)
         try:
             content, path = _image(table, image, group, place)
@@ -356,7 +356,7 @@ def _captions(table: Table, caption: str, row: int) -> list[str | bytes]:
     """The captions of a row; none if its group cannot be read."""
     group, place = table.place(row)
 
-    def read():
+    def read() -> pa.ChunkedArray:
         return table.read([group], caption, None).cast(_as_bytes(table.schema.field(caption).type))
 
     where = os.fspath(table.path), table.identity, group, caption
@@ -406,7 +406,7 @@ def _open_parts(parts: Sequence[Part], tables: Mapping[str, Table], image: str) 
                 places.append((table, group, first - start, stop - first))
     segments = np.cumsum([0, *(count for *_, count in places)])[:-1]
 
-    def read_one(record):
+    def read_one(record: int) -> bytes:
         if record < 0:
             return b""
         i = np.searchsorted(segments, record, side="right") - 1

@@ -26,7 +26,7 @@ import re
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 from etils import epath
@@ -370,11 +370,11 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
     paths = [part.shard.path for part in parts]
     map_runs = _readers().map if any(map(is_remote, paths)) else map
 
-    def place_of(part, record):
+    def place_of(part: int, record: int) -> np.ndarray:
         shard, skip, _ = parts[part]
-        return shard.places[record - segments[part] + skip]
+        return cast(TarShard, shard).places[record - segments[part] + skip]
 
-    def read_rows(ids):
+    def read_rows(ids: np.ndarray) -> list[bytes]:
         found = [b""] * len(ids)
         rows = np.flatnonzero(ids >= 0)
         part = np.searchsorted(segments, ids[rows], side="right") - 1
@@ -382,7 +382,7 @@ def _open_parts(parts: Sequence[Part]) -> RecordFiles:
         begins, ends = own["begin"], own["begin"] + own["size"]
         near = (np.diff(part) == 0) & (np.diff(begins) >= 0) & (begins[1:] - ends[:-1] <= _GAP)
 
-        def read_run(run):
+        def read_run(run: np.ndarray) -> None:
             first, path = begins[run[0]] - tarfile.BLOCKSIZE, paths[part[run[0]]]
             span = retried(lambda: read_span(path, first, ends[run].max()), path)
             for i in run:

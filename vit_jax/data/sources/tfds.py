@@ -20,7 +20,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from vit_jax.base.errors import InputError
 from vit_jax.config.registries import SOURCES
 from vit_jax.data.captions import NAMES
 from vit_jax.data.contract import DataSet, Request, Source, fingerprint, read_tensors
-from vit_jax.data.dear_values import Kept
 from vit_jax.data.elements import Elements
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import Reading, as_known_format, to_pixels
@@ -44,7 +43,6 @@ from vit_jax.data.records import (
     stored_labels,
     stored_values,
 )
-from vit_jax.data.retries import raise_failed
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024
@@ -181,7 +179,7 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path) -> str:
     return f"{steps}; or {or_set}"
 
 
-def _read_features(info, view: View, where: str) -> dict:
+def _read_features(info: tfds.core.DatasetInfo, view: View, where: str) -> dict:
     """The features that are read: `image` and those of `view`.
 
     Raises: InputError if one is missing, or `image` is not of integer pixels.
@@ -233,7 +231,13 @@ def count_examples(split: str, infos: Mapping[str, Any], name: str) -> int:
     return sum(stop - start for _, start, stop in find_parts(split, infos, name))
 
 
-def _choose_reader(reader: str | None, info, parts, num_examples: int, image_shape) -> str:
+def _choose_reader(
+    reader: str | None,
+    info: tfds.core.DatasetInfo,
+    parts: Sequence[Any],
+    num_examples: int,
+    image_shape: tuple[int, ...] | None,
+) -> str:
     """The reader of a split: `reader` if given, else chosen by size and format.
 
     Args:
@@ -287,7 +291,7 @@ def _make_parse(features: dict, view: View, num_classes: int, reading: Reading) 
     """Make `RecordFiles.parse`, which decodes only `features`."""
     dictionary = tfds.features.FeaturesDict(features)
 
-    def parse(stored, record_id):
+    def parse(stored: tf.Tensor, record_id: tf.Tensor) -> dict[str, tf.Tensor]:
         del record_id
         example = _parse_example(dictionary, stored)
         label = tf.cast(view.label(example), tf.int32)
@@ -315,10 +319,12 @@ def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) 
         raise InputError(f"{where} holds unlabelled examples")
 
 
-def _read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
+def _read_all(
+    files: RecordFiles, num_examples: int, image_shape: tuple[int, ...] | None
+) -> Callable:
     """Read a split into memory and make its `Source.read`; broken records are masked."""
 
-    def load(stored, record_id):
+    def load(stored: tf.Tensor, record_id: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         example = files.parse(stored, record_id)
         image = example["image"]
         if image_shape is not None:
@@ -340,11 +346,13 @@ def _read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
     return read_tensors(images, labels, mask)
 
 
-def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int], str]:
+def _make_record_name(
+    parts: Sequence[Any], segments: np.ndarray, where: str
+) -> Callable[[int], str]:
     """Make `Source.record_name`: the record's file, its index there, and its index in the split."""
 
-    def record_name(record):
-        i = np.searchsorted(segments, record, side="right") - 1
+    def record_name(record: int) -> str:
+        i = int(np.searchsorted(segments, record, side="right")) - 1
         in_file = record - segments[i] + parts[i].skip
         file_name = pathlib.PurePath(parts[i].filename).name
         return f"{file_name} record {in_file} (record {record} of {where})"
@@ -352,41 +360,50 @@ def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int]
     return record_name
 
 
-def _make_captions(files: RecordFiles, number: int, name: str, info) -> Callable:
-    """Make `Source.captions`; of up to `_KEPT` records the first call reads all.
+def _make_captions(
+    files: RecordFiles, number: int, name: str, info: tfds.core.DatasetInfo
+) -> Callable:
+    """Make `Source.captions`; of up to `_KEPT` records the first call reads all, which stay.
 
-    TFDS stores captions with their images, so that both are read.
+    TFDS stores captions with their images, so that both are read, one stretch after the other.
     """
-    features, kept = tfds.features.FeaturesDict({name: info.features[name]}), Kept(0)
+    features = tfds.features.FeaturesDict({name: info.features[name]})
+    kept: list[list[bytes]] = []
 
-    def texts_of(stored, record_id):
+    def texts_of(stored: tf.Tensor, record_id: tf.Tensor) -> tf.Tensor:
         found = features.deserialize_example(stored)[name]
         return tf.reshape(found["text"] if isinstance(found, dict) else found, [-1])
 
-    def read():
-        found: list[list[bytes]] = [[] for _ in range(number)]
-        ids = tf.data.Dataset.range(number).batch(_RECORDS_AT_ONCE)
-        for record_id, texts in Elements(stored_values(files, ids, texts_of)):
-            found[record_id] = texts.tolist()
-        raise_failed()
-        return found
+    def read(records: Sequence[int]) -> Iterator[list[bytes]]:
+        ids = tf.data.Dataset.from_tensor_slices(np.asarray(records, np.int64))
+        elements = Elements(stored_values(files, ids.batch(_RECORDS_AT_ONCE), texts_of))
+        none = -1, np.array([])
+        found, texts = next(elements, none)
+        for record in records:
+            if record != found:  # it is broken, and left out
+                yield []
+                continue
+            yield texts.tolist()
+            found, texts = next(elements, none)
 
-    def captions(record):
-        if number <= _KEPT:
-            return kept.get(name, read, 0)[record]
-        texts = read_now(files, record, texts_of)
-        return [] if texts is None else texts.numpy().tolist()
+    def captions(records: Sequence[int]) -> Iterator[list[bytes]]:
+        if number > _KEPT:
+            return read(records)
+        kept[:] = kept or [*read(range(number))]
+        return map(kept.__getitem__, records)
 
     return captions
 
 
-def _make_file_names(files: RecordFiles, feature) -> Callable | None:
+def _make_file_names(
+    files: RecordFiles, feature: tfds.features.FeatureConnector
+) -> Callable | None:
     """Make `Source.file_names` from the feature `file_name`; None if that is not a text."""
     if not isinstance(feature, tfds.features.Text):
         return None
     features = tfds.features.FeaturesDict({"file_name": feature})
 
-    def file_names(start, stop):
+    def file_names(start: int, stop: int) -> Sequence[str]:
         ids = tf.data.Dataset.range(start, stop).batch(_RECORDS_AT_ONCE)
         found = stored_values(
             files, ids, lambda stored, i: features.deserialize_example(stored)["file_name"]

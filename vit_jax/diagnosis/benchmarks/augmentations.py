@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from vit_jax.data import Source, augment, check_crops, make_device_transform, or
 from vit_jax.data.batch import decode_early
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.ops import DeviceOp, HostOp
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5
@@ -75,18 +76,20 @@ def make_columns(d: Data, seed: int, source: Source) -> list[Column]:
     records, whole, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)
     (to_size,), _ = parse_ops("resize", size)
 
-    def on_host(ops, images, sample=0):
+    def on_host(
+        ops: Sequence[HostOp], images: Sequence[tf.Tensor], sample: int = 0
+    ) -> list[np.ndarray]:
         keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, seed)
         for i, op in enumerate(ops):
             images = [op(image, order.fold_in(keys[j], i)) for j, image in enumerate(images)]
         return [image.numpy() for image in images]
 
-    def on_device(ops):
+    def on_device(ops: Sequence[DeviceOp]) -> Callable[..., np.ndarray]:
         pixels = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
         classes = {"num_classes": d.num_classes}
         transform = jax.jit(make_device_transform(ops, **pixels, **classes))
 
-        def apply(images, sample=0):
+        def apply(images: Sequence[np.ndarray], sample: int = 0) -> np.ndarray:
             batch = {
                 "image": jnp.asarray(np.stack(images)),
                 "label": jnp.zeros(_ROWS, jnp.int32),

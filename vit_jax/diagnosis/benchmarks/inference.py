@@ -50,11 +50,11 @@ def compile_forward(
         forward = jax.jit(functools.partial(model.apply, train=False))
         compiled = forward.lower(variables, images).compile()
 
-    def arguments():
+    def arguments() -> tuple[Any, jax.Array]:
         # No zeros: accelerators multiply these faster, as they need less power.
         rng = np.random.default_rng(0)
 
-        def draw(x):
+        def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
             values = 0.02 * rng.standard_normal(x.shape, np.float32)
             return jax.device_put(values.astype(x.dtype), everywhere)
 
@@ -94,7 +94,7 @@ def measure_inference(settings: Settings, *, num_rounds: int | None = None) -> d
             continue
         arguments = make_arguments()
 
-        def call(forward=forward, arguments=arguments):
+        def call(forward: Callable = forward, arguments: tuple[Any, jax.Array] = arguments) -> None:
             jax.block_until_ready(forward(*arguments))
 
         call()

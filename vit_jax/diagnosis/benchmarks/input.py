@@ -117,11 +117,11 @@ def plain_batches(
 ) -> Iterator[tuple]:
     """Batches of (load(image, key), label) for the records that `data.host_batches` reads."""
 
-    def arrange(step):
+    def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         positions = step * global_batch_size + tf.constant(rows, tf.int64)
         return data_order(positions), order.keys(positions, seed)
 
-    def read(record_id, key):
+    def read(record_id: tf.Tensor, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         example = source.read(record_id)
         return load(example["image"], key), example["label"]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from vit_jax.base.tree import Batch
 from vit_jax.config import Settings
 from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
@@ -113,7 +114,7 @@ def compile_steps(
     compile_s = time.perf_counter() - since
     state = batch = frozen = None
 
-    def take_steps(number):
+    def take_steps(number: int) -> None:
         nonlocal state, batch, frozen
         if state is None:
             state, batch = experiment.init(), made_up_batch(experiment, num_classes)
@@ -133,7 +134,7 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
     images = [name for name, leaf in shapes.items() if leaf.dtype == jnp.uint8]
     one_label, text = len(shapes["label"].shape) == 1, experiment.batch.text
 
-    def make(key):
+    def make(key: jax.Array) -> Batch:
         texts = {}
         if text is not None:
             ids = jax.random.randint(key, shapes["text"].shape, 0, text.vocabulary)
@@ -151,12 +152,12 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
 
 
-def make_matmuls(size: int, number: int):
+def make_matmuls(size: int, number: int) -> Callable[[], None]:
     """A function that runs `number` products of float32 `size` x `size` matrices in sequence."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float32)
     product = jax.jit(jnp.matmul).lower(a, b).compile()
 
-    def multiply():
+    def multiply() -> None:
         for _ in range(number):
             jax.block_until_ready(product(a, b))
 

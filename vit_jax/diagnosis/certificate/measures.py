@@ -70,7 +70,7 @@ def _without_values(text: str) -> str:
 def _seconds(run: Callable[[], Any]) -> float:
     """The median of several runs, after one that is not counted."""
 
-    def wait():
+    def wait() -> None:
         jax.block_until_ready(run())
 
     wait()

@@ -1,5 +1,7 @@
 """LAMB: AdamW whose update of each leaf is as large as the leaf."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,9 @@ class Lamb(AdamW):
 
     eps: float = eps_of(1e-6)
 
-    def after(self, weight_decay_on, schedule):
+    def after(
+        self, weight_decay_on: str, schedule: optax.Schedule
+    ) -> Mapping[str, optax.GradientTransformation]:
         return {"weight_decay": _scale_to_params(weight_decay_on)}
 
 
@@ -29,8 +33,10 @@ def _scale_to_params(pattern: str) -> optax.GradientTransformation:
     It stays as it is if either norm is 0, and for the head's kernel.
     """
 
-    def update(updates, params):
-        def scale(name, adapts, update, param):
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        def scale(
+            name: str, adapts: np.ndarray | bool, update: jax.Array, param: jax.Array
+        ) -> jax.Array:
             if HEADS.fullmatch(name) or not np.any(adapts):
                 return update
             axes = tuple(range(int(tree.is_stacked(name)), update.ndim))

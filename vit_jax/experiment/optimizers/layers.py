@@ -31,10 +31,10 @@ def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     and vectors (L, D) with one axis more than a layer's own arrays have.
     """
 
-    def split(leaves):
+    def split(leaves: tree.PyTree) -> tuple[tree.PyTree, tree.PyTree]:
         stacked = jax.tree.map(tree.is_stacked, tree.leaf_names(leaves))
 
-        def keep(wanted):
+        def keep(wanted: bool) -> tree.PyTree:
             return jax.tree.map(
                 lambda is_stacked, leaf: leaf if is_stacked == wanted else optax.MaskedNode(),
                 stacked,
@@ -43,24 +43,26 @@ def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
         return keep(True), keep(False)
 
-    def init(params):
+    def init(params: optax.Params) -> LayersState:
         layers, others = split(params)
         mapped = jax.vmap(tx.init)(layers) if jax.tree.leaves(layers) else optax.EmptyState()
         return LayersState(mapped, tx.init(others))
 
-    def update(grads, state, params=None):
-        (layer_grads, other_grads), (layer_params, other_params) = split(grads), split(params)
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, LayersState]:
+        (layer_grads, other_grads), (layer_params, other_params) = split(updates), split(params)
         layers = state.layers
         if jax.tree.leaves(layer_grads):
             layer_grads, layers = jax.vmap(tx.update)(layer_grads, layers, layer_params)
         other_grads, others = tx.update(other_grads, state.others, other_params)
-        updates = jax.tree.map(
+        found = jax.tree.map(
             lambda layer, other: other if isinstance(layer, optax.MaskedNode) else layer,
             layer_grads,
             other_grads,
             is_leaf=lambda node: isinstance(node, optax.MaskedNode),
         )
-        return updates, LayersState(layers, others)
+        return found, LayersState(layers, others)
 
     return optax.GradientTransformation(init, update)
 
@@ -68,7 +70,7 @@ def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 def scale_embedding(rate: float) -> optax.GradientTransformation:
     """Multiply the updates of the patch embedding by `rate`."""
 
-    def update(updates, params):
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         names = tree.leaf_names(updates)
         return jax.tree.map(
             lambda name, leaf: leaf * rate if _PATCHES.fullmatch(name) else leaf, names, updates
@@ -78,7 +80,7 @@ def scale_embedding(rate: float) -> optax.GradientTransformation:
 
 
 def scale_layers(layer_decay: float) -> optax.GradientTransformation:
-    def scales(params):
+    def scales(params: tree.PyTree) -> tree.PyTree:
         parts = tree.parts(params)
         layers = [part for part in parts if part not in ("embedding", "head")]
         if not layers:
@@ -90,11 +92,13 @@ def scale_layers(layer_decay: float) -> optax.GradientTransformation:
         above |= {"head": 0, "embedding": len(layers) + 1}
         return tree.map_layers(lambda name: layer_decay ** above[tree.part_of(name)], params)
 
-    def init(params):
+    def init(params: optax.Params) -> optax.OptState:
         scales(params)  # raises before anything is computed
         return optax.EmptyState()
 
-    def update(updates, state, params=None):
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         scaled = jax.tree.map(
             lambda scale, leaf: leaf * jnp.asarray(scale, leaf.dtype), scales(params), updates
         )

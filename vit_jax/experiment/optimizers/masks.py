@@ -30,7 +30,7 @@ def decay_weights(
       head_share: decay of the heads' kernels / decay of other parameters; None: 1.
     """
 
-    def decaying(params):
+    def decaying(params: tree.PyTree) -> tree.PyTree:
         mask = tree.mask(params, weight_decay_on)
         if (weight_decay or schedule is not None) and not _values(mask).any():
             raise InputError(
@@ -39,16 +39,20 @@ def decay_weights(
             )
         return mask
 
-    def init(params):
+    def init(params: optax.Params) -> optax.OptState:
         decaying(params)  # raises before anything is computed
         if schedule is None:
             return optax.EmptyState()
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params=None):
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         factor = weight_decay if schedule is None else schedule(state.count)
 
-        def add(name, decays, update, param):
+        def add(
+            name: str, decays: np.ndarray | bool, update: jax.Array, param: jax.Array
+        ) -> jax.Array:
             if not np.any(decays):
                 return update
             own = head_share if head_share is not None and HEADS.fullmatch(name) else 1
@@ -85,7 +89,7 @@ def leaves_that_learn(params: Any, freeze: str) -> Any:
 
 
 def drop_frozen(freeze: str) -> optax.GradientTransformation:
-    def update(updates, params):
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         # -0.0, since adding it leaves every parameter unchanged, bit by bit; -0.0 + 0.0 is 0.0.
         return jax.tree.map(
             lambda frozen, leaf: jnp.where(frozen, -0.0, leaf), _frozen(params, freeze), updates
@@ -97,7 +101,7 @@ def drop_frozen(freeze: str) -> optax.GradientTransformation:
 def stop_gradients(params: Any, freeze: str | None) -> Any:
     """`params` with gradients stopped wherever `freeze` matches."""
 
-    def stop(frozen, leaf):
+    def stop(frozen: np.ndarray | bool, leaf: jax.Array) -> jax.Array:
         if not np.any(frozen):
             return leaf
         stopped = jax.lax.stop_gradient(leaf)

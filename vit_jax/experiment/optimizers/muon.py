@@ -44,7 +44,7 @@ class Muon(AdamW):
         1.0, "learning rate of what AdamW updates / that of the matrices", within="(0, inf)"
     )
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         momentum = moment_rate(self.momentum, self.momentum_dtype)
         steps = optax.named_chain(
             ("momentum", optax.trace(momentum, True, self.momentum_dtype)),
@@ -55,7 +55,9 @@ class Muon(AdamW):
             ("others", optax.masked(super().bind(), lambda leaves: _are_matrices(leaves, False))),
         )
 
-    def after(self, weight_decay_on, schedule):
+    def after(
+        self, weight_decay_on: str, schedule: optax.Schedule
+    ) -> Mapping[str, optax.GradientTransformation]:
         if self.adamw_rate == 1:
             return {}
         slower = optax.masked(
@@ -64,7 +66,7 @@ class Muon(AdamW):
         return {"weight_decay": slower}
 
     def _orthogonal(self, updates: optax.Updates) -> optax.Updates:
-        def scale(leaf, found):
+        def scale(leaf: jax.Array, found: jax.Array) -> jax.Array:
             _, rows, columns = found.shape
             by = (
                 0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, columns / rows) ** 0.5
@@ -79,7 +81,7 @@ class Muon(AdamW):
 def _are_matrices(leaves: optax.Params, wanted: bool) -> optax.Params:
     """A tree like `leaves` of whether each is a kernel of layers, or is none, as `wanted`."""
 
-    def is_matrix(name, leaf):
+    def is_matrix(name: str, leaf: jax.Array) -> bool:
         part = tree.part_of(tree.unrolled_names(name, leaf)[0])
         return part not in ("embedding", "head") and name.endswith("/kernel")
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,15 @@ def moment_rate(value: float, momentum_dtype: str) -> float | np.float32:
     return np.float32(value) if momentum_dtype == "bfloat16" else value
 
 
-def decay_of(moment: str, default: float):
+def decay_of(moment: str, default: float) -> Any:
     return key(default, f"share of the {moment} that stays in a step", within="[0, 1)")
 
 
-def eps_of(default: float):
+def eps_of(default: float) -> Any:
     return key(default, "added to the second moment or its root", within="(0, inf)")
 
 
-def dtype_of(default: str = "float32"):
+def dtype_of(default: str = "float32") -> Any:
     return key(default, "in which the first moment is stored", choices=("float32", "bfloat16"))
 
 
@@ -66,7 +67,7 @@ class AdamW(Optimizer):
     eps: float = eps_of(1e-8)
     momentum_dtype: str = dtype_of()
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         b1 = moment_rate(self.b1, self.momentum_dtype)
         return optax.scale_by_adam(b1, self.b2, self.eps, mu_dtype=self.momentum_dtype)
 
@@ -77,7 +78,7 @@ class Sgd(Optimizer):
     momentum: float = decay_of("sum of the gradients", 0.9)
     momentum_dtype: str = dtype_of()
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         momentum = moment_rate(self.momentum, self.momentum_dtype)
         return optax.trace(momentum, accumulator_dtype=self.momentum_dtype)
 
@@ -92,7 +93,7 @@ class RmsProp(Sgd):
     b2: float = decay_of("second moment", 0.9)
     eps: float = eps_of(1e-3)
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         by_rms = optax.scale_by_rms(self.b2, self.eps, initial_scale=1.0, eps_in_sqrt=True)
         return optax.named_chain(("rms", by_rms), ("momentum", super().bind()))
 
@@ -104,7 +105,7 @@ class Lion(Optimizer):
     b2: float = decay_of("second moment", 0.99)
     momentum_dtype: str = dtype_of()
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         b1, b2 = (moment_rate(b, self.momentum_dtype) for b in (self.b1, self.b2))
         return optax.scale_by_lion(b1, b2, mu_dtype=self.momentum_dtype)
 
@@ -117,8 +118,8 @@ class Adafactor(Optimizer):
     eps: float = eps_of(1e-30)
     momentum_dtype: str = dtype_of("bfloat16")
 
-    def bind(self):
-        def decay_rate(count, exponent):
+    def bind(self) -> optax.GradientTransformation:
+        def decay_rate(count: Any, exponent: Any) -> jax.Array:
             return jnp.minimum(self.b2, 1.0 - (count + 1.0) ** -exponent)
 
         second = optax.scale_by_factored_rms(
@@ -138,7 +139,7 @@ class Lars(Sgd):
     Vectors and scalars take their gradients as they are.
     """
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         by_norm = optax.masked(
             optax.scale_by_trust_ratio(trust_coefficient=_TRUST),
             lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),

@@ -8,7 +8,8 @@ The parameters of a run are y. x is its running average (`TrainState.ema`), whic
 exports take. The state holds z - y instead of z, so that it suits any initial parameters.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,12 @@ class ScheduleFree(Optimizer):
     eps: float = eps_of(1e-8)
     averages = True
 
-    def bind(self):
+    def bind(self) -> optax.GradientTransformation:
         return optax.scale_by_rms(self.b2, self.eps, eps_in_sqrt=False, bias_correction=True)
 
-    def after(self, weight_decay_on, schedule):
+    def after(
+        self, weight_decay_on: str, schedule: optax.Schedule
+    ) -> Mapping[str, optax.GradientTransformation]:
         return {"learning_rate": _follow(self.average_share, schedule)}
 
 
@@ -60,11 +63,13 @@ class ScheduleFreeState(NamedTuple):
 def _follow(average_share: float, schedule: optax.Schedule) -> optax.GradientTransformation:
     """From updates of z to updates of y."""
 
-    def init(params):
+    def init(params: optax.Params) -> ScheduleFreeState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return ScheduleFreeState(zeros, jnp.zeros((), jnp.int32), *jnp.zeros((3,)))
 
-    def update(updates, state, params=None):
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScheduleFreeState]:
         max_lr = jnp.maximum(state.max_lr, schedule(state.step))
         # In a warm-up from 0 the first update moves nothing, and has no weight.
         weight = 1 + state.weight * (state.max_lr / jnp.where(max_lr > 0, max_lr, 1)) ** 2

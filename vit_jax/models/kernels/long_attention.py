@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 _BLOCKS = (512, 384, 256, 128)  # tokens; the largest that divides the padded number of them
 
 
-def attention(q_BNHK, k_BNHK, v_BNHK, num_keys: int):
+def attention(q_BNHK: jax.Array, k_BNHK: jax.Array, v_BNHK: jax.Array, num_keys: int) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v, head by head.
 
     Tokens are padded to a multiple of 128, and no token attends to padding.

@@ -12,7 +12,8 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eq. 3.
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from vit_jax.models.kernels.rows import (
 _CHUNK = 1536  # most hidden units at once
 
 
-def _sigmoid(z):
+def _sigmoid(z: jax.Array) -> jax.Array:
     # Vector units compute tanh in one instruction, and have none for a division.
     return 0.5 + 0.5 * jnp.tanh(0.5 * z)
 
@@ -47,18 +48,18 @@ _NORMAL = 1.59535832, 7.3381810e-2, -4.7265200e-4, -2.1610193e-5
 _MOST_SQUARE = 36.0  # beyond it the sigmoid is 0 or 1
 
 
-def _normal_share(z):
+def _normal_share(z: jax.Array) -> jax.Array:
     square = jnp.minimum(z * z, _MOST_SQUARE)
     return _sigmoid(z * _polynomial(_NORMAL, square))
 
 
-def _normal_slope(z):
+def _normal_slope(z: jax.Array) -> jax.Array:
     square, s = jnp.minimum(z * z, _MOST_SQUARE), _normal_share(z)
     of_derivative = tuple((2 * i + 1) * c for i, c in enumerate(_NORMAL))
     return s + z * s * (1 - s) * _polynomial(of_derivative, square)
 
 
-def _polynomial(coefficients, x):
+def _polynomial(coefficients: Sequence[Any], x: jax.Array) -> jax.Array:
     *others, total = coefficients
     for coefficient in reversed(others):
         total = total * x + coefficient
@@ -125,7 +126,7 @@ def find_blocks(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def mlp(x_RD, params: Params, drawn: Drawn, spec: Spec):
+def mlp(x_RD: jax.Array, params: Params, drawn: Drawn, spec: Spec) -> jax.Array:
     """x + factor drop(drop(gelu(norm(x) up + bias)) down + bias), if `find_blocks` takes the sizes.
 
     With a gate gelu(norm(x) gate + bias) (norm(x) up + bias) takes the place of gelu(...).
@@ -142,7 +143,10 @@ def mlp(x_RD, params: Params, drawn: Drawn, spec: Spec):
     return _forward(x_RD, params, drawn, spec, keeps=False)[0]
 
 
-def _forward(x_RD, params, drawn, spec, keeps=True):
+@functools.partial(jax.jit, static_argnames=("spec", "keeps"))  # traced once for all layers
+def _forward(
+    x_RD: jax.Array, params: Params, drawn: Drawn, spec: Spec, keeps: bool = True
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """`keeps`: write the hidden units, for the backward pass."""
     (R, D), F = x_RD.shape, params.up_F.size
     arrays, num_layers = _Arrays(params, drawn, spec.blocks), _num_hidden(params)
@@ -159,7 +163,8 @@ def _forward(x_RD, params, drawn, spec, keeps=True):
     return y_RD, (x_RD, params, drawn, hidden)
 
 
-def _backward(spec, saved, grad_RD):
+@functools.partial(jax.jit, static_argnames="spec")
+def _backward(spec: Spec, saved: tuple[Any, ...], grad_RD: jax.Array) -> tuple[Any, ...]:
     x_RD, params, drawn, hidden = saved
     (D, F), of, num_hidden = params.up_DF.shape, spec.blocks.of, _num_hidden(params)
     arrays, num_kernels = _Arrays(params, drawn, spec.blocks), 1 + num_hidden
@@ -211,17 +216,17 @@ class _Arrays:
         self._shape, self._num_hidden = params.up_DF.shape, _num_hidden(params)
         self._drawn = [x is not None for x in drawn]
 
-    def params(self, refs):
+    def params(self, refs: Sequence[Any]) -> tuple[Params, Sequence[Any]]:
         """The `Params` that the list begins with, as references, and the rest of the list."""
         count = len(self.of_params)
         return Params(*refs[:count]), refs[count:]
 
-    def drawn(self, refs):
+    def drawn(self, refs: Sequence[Any]) -> tuple[Drawn, list[Any]]:
         """The `Drawn` that the list begins with, as references, and the rest of the list."""
         rest = list(refs)
         return Drawn(*(rest.pop(0) if is_given else None for is_given in self._drawn)), rest
 
-    def cost(self, x_RD, products: int, arrays: int) -> pl.CostEstimate:
+    def cost(self, x_RD: jax.Array, products: int, arrays: int) -> pl.CostEstimate:
         """Of so many products, which reads or writes so many arrays (R, D)."""
         R, (D, F) = x_RD.shape[0], self._shape
         of_hidden = 2 * self._num_hidden + self._drawn[0]
@@ -238,7 +243,9 @@ def _chunks(hidden: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, hidden, size)]
 
 
-def _drop(x, bytes_ref, rate, columns=slice(None)):
+def _drop(
+    x: jax.Array, bytes_ref: jax.Array | None, rate: float, columns: slice = slice(None)
+) -> jax.Array:
     """`dropout.drop` by the bytes, widened, as Mosaic cannot compare uint8."""
     if bytes_ref is None:
         return x
@@ -246,21 +253,21 @@ def _drop(x, bytes_ref, rate, columns=slice(None)):
     return jnp.where(kept, x * (1 / kept_share(rate)), 0)
 
 
-def _drop_branch(x_RD, drawn, spec):
+def _drop_branch(x_RD: jax.Array, drawn: Drawn, spec: Spec) -> jax.Array:
     """A branch, or the gradient of its output, after dropout and stochastic depth."""
     x_RD = _drop(x_RD, drawn.bytes_RD, spec.dropout)
     return x_RD if drawn.factor_R1 is None else x_RD * drawn.factor_R1[...]
 
 
-def _layers_of(params: Params):
+def _layers_of(params: Params) -> tuple[tuple[Any, Any], ...]:
     """(kernel, bias) of each layer that makes hidden units; a gate comes last."""
     layers = (params.up_DF, params.up_F), (params.gate_DF, params.gate_F)
     return layers[: _num_hidden(params)]
 
 
-def _forward_kernel(x, *refs, spec, arrays):
-    params, refs = arrays.params(refs)
-    drawn, (y, *hidden) = arrays.drawn(refs)
+def _forward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> None:
+    params, rest = arrays.params(refs)
+    drawn, (y, *hidden) = arrays.drawn(rest)
     dtype, (share, _) = y.dtype, _FORMS[spec.gelu]
     normed = Normed.of(x, spec.norm, spec.norm_eps)
     x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
@@ -280,12 +287,12 @@ def _forward_kernel(x, *refs, spec, arrays):
     y[...] = (x[...].astype(jnp.float32) + y_RD).astype(dtype)
 
 
-def _backward_kernel(x, *refs, spec, arrays):
-    params, (grad, *refs) = arrays.params(refs)
+def _backward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> None:
+    params, (grad, *rest) = arrays.params(refs)
     layers = _layers_of(params)
-    hidden, refs = refs[: len(layers)], refs[len(layers) :]
-    drawn, (grad_x, *refs) = arrays.drawn(refs)
-    grad_kernels, (grads_F, grad_3D, *sums) = refs[: 1 + len(layers)], refs[1 + len(layers) :]
+    hidden, rest = rest[: len(layers)], rest[len(layers) :]
+    drawn, (grad_x, *rest) = arrays.drawn(rest)
+    grad_kernels, (grads_F, grad_3D, *sums) = rest[: 1 + len(layers)], rest[1 + len(layers) :]
     dtype, (share, slope) = grad_x.dtype, _FORMS[spec.gelu]
     at_first(*sums, grads_F, grad_3D)
 

@@ -9,7 +9,8 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2 and 5.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,12 @@ def find_blocks(rows: int, vmem_bytes: int, width: int) -> Blocks | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def project(x_RD, norm_params, layers, spec: Spec):
+def project(
+    x_RD: jax.Array,
+    norm_params: tuple[jax.Array, jax.Array],
+    layers: Sequence[tuple[jax.Array, jax.Array]],
+    spec: Spec,
+) -> tuple[jax.Array, ...]:
     """norm(x) kernel + bias for each layer, and x, if `find_blocks` takes the sizes.
 
     It returns x, for the residual, so that the kernel adds the gradients of both uses.
@@ -64,7 +70,13 @@ def project(x_RD, norm_params, layers, spec: Spec):
     return _forward(x_RD, norm_params, layers, spec)[0]
 
 
-def _forward(x_RD, norm_params, layers, spec):
+@functools.partial(jax.jit, static_argnames="spec")  # traced once for all layers
+def _forward(
+    x_RD: jax.Array,
+    norm_params: tuple[jax.Array, jax.Array],
+    layers: Sequence[tuple[jax.Array, jax.Array]],
+    spec: Spec,
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     D, of = x_RD.shape[1], spec.blocks.of
     kernels, biases_3D = _split(layers)
     qkv = pl.pallas_call(
@@ -79,7 +91,8 @@ def _forward(x_RD, norm_params, layers, spec):
     return (*qkv, x_RD), (x_RD, norm_params, layers)
 
 
-def _backward(spec, saved, grads):
+@functools.partial(jax.jit, static_argnames="spec")
+def _backward(spec: Spec, saved: tuple[Any, ...], grads: Sequence[jax.Array]) -> tuple[Any, ...]:
     x_RD, norm_params, layers = saved
     D, of = x_RD.shape[1], spec.blocks.of
     kernels, _ = _split(layers)
@@ -100,26 +113,32 @@ def _backward(spec, saved, grads):
 project.defvjp(_forward, _backward)
 
 
-def _split(layers):
+def _split(
+    layers: Sequence[tuple[jax.Array, jax.Array]],
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The kernels, and the biases (3, D)."""
     kernels, biases = zip(*layers, strict=True)
     return kernels, jnp.stack(biases)
 
 
-def _cost(x_RD, products: int, arrays: int) -> pl.CostEstimate:
+def _cost(x_RD: jax.Array, products: int, arrays: int) -> pl.CostEstimate:
     """Of so many products, which reads or writes so many arrays (R, D)."""
     R, D = x_RD.shape
     moved = 2 * arrays * R * D + 2 * products * D * D
     return pl.CostEstimate(flops=products * 2 * R * D * D, transcendentals=R, bytes_accessed=moved)
 
 
-def _forward_kernel(x, scale, shift, biases, *refs, spec):
+def _forward_kernel(
+    x: jax.Ref, scale: jax.Ref, shift: jax.Ref, biases: jax.Ref, *refs: jax.Ref, spec: Spec
+) -> None:
     x_RD = (Normed.of(x, spec.norm, spec.norm_eps).h_RD * scale[...] + shift[...]).astype(x.dtype)
     for i, (kernel, out) in enumerate(zip(refs[:3], refs[3:], strict=True)):
         out[...] = (dot(x_RD, kernel[...]) + biases[i : i + 1]).astype(out.dtype)
 
 
-def _backward_kernel(x, scale, shift, *refs, spec):
+def _backward_kernel(
+    x: jax.Ref, scale: jax.Ref, shift: jax.Ref, *refs: jax.Ref, spec: Spec
+) -> None:
     kernels, grads, grad_residual = refs[:3], refs[3:6], refs[6]
     (grad_x, *grad_kernels, grads_5D), sums = refs[7:12], refs[12:]
     at_first(*sums, grads_5D)

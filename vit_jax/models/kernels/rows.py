@@ -3,6 +3,7 @@
 Axes: R rows (the tokens of all images), D width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,26 +56,26 @@ def whole_sum(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def dot(x, y, axes=(1, 0)):
+def dot(x: jax.Array, y: jax.Array, axes: tuple[int, int] = (1, 0)) -> jax.Array:
     """The product of two matrices over these axes, in float32."""
     over = (axes[:1], axes[1:])
     return lax.dot_general(x, y, (over, ((), ())), preferred_element_type=jnp.float32)
 
 
-def at_first(*sums) -> None:
+def at_first(*sums: jax.Ref) -> None:
     """Before a kernel's first block, set these references to 0."""
 
     @pl.when(pl.program_id(0) == 0)
-    def start():
+    def start() -> None:
         for each in sums:
             each[...] = jnp.zeros_like(each)
 
 
-def at_last(sums, outputs) -> None:
+def at_last(sums: Sequence[jax.Ref], outputs: Sequence[jax.Ref]) -> None:
     """After a kernel's last block, write these sums to its outputs, in their dtype."""
 
     @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
-    def end():
+    def end() -> None:
         for each, output in zip(sums, outputs, strict=True):
             output[...] = each[...].astype(output.dtype)
 
@@ -90,7 +91,7 @@ class Normed(NamedTuple):
     has_mean: bool
 
     @classmethod
-    def of(cls, x, norm: str, eps: float) -> "Normed":
+    def of(cls, x: jax.Ref, norm: str, eps: float) -> "Normed":
         """Of the rows of a reference; `norm` is "layer" or "rms"."""
         x_RD = x[...].astype(jnp.float32)
         square_R1 = (x_RD * x_RD).mean(1, keepdims=True)
@@ -101,7 +102,7 @@ class Normed(NamedTuple):
         factor_R1 = lax.rsqrt(square_R1 + eps)
         return cls(x_RD * factor_R1, factor_R1, norm == "layer")
 
-    def gradient(self, d_RD):
+    def gradient(self, d_RD: jax.Array) -> jax.Array:
         """The gradient of x, given d of h: (d - mean(d) - h mean(d h)) / deviation."""
         mean_R1 = d_RD.mean(1, keepdims=True) if self.has_mean else 0
         along_R1 = (d_RD * self.h_RD).mean(1, keepdims=True)

@@ -57,7 +57,12 @@ class Sizes(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def attention(qkv, biases, turns_BKN, sizes: Sizes):
+def attention(
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...],
+    turns_BKN: jax.Array | None,
+    sizes: Sizes,
+) -> jax.Array:
     """softmax((q + bq) (k + bk)^T / sqrt(K)) (v + bv), head by head.
 
     Args:
@@ -74,7 +79,13 @@ def attention(qkv, biases, turns_BKN, sizes: Sizes):
     return _forward(qkv, biases, turns_BKN, sizes)[0]
 
 
-def _forward(qkv, biases, turns_BKN, sizes):
+@functools.partial(jax.jit, static_argnames="sizes")  # traced once for all layers
+def _forward(
+    qkv: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...],
+    turns_BKN: jax.Array | None,
+    sizes: Sizes,
+) -> tuple[jax.Array, tuple[Any, ...]]:
     qkv = tuple(x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
     layout, turns = _Layout.of(qkv[0], sizes), _listed(turns_BKN)
     out_BNW = pl.pallas_call(
@@ -90,7 +101,10 @@ def _forward(qkv, biases, turns_BKN, sizes):
     return out_BNW, (qkv, turns_BKN)
 
 
-def _backward(sizes, saved, grad_BNW):
+@functools.partial(jax.jit, static_argnames="sizes")
+def _backward(
+    sizes: Sizes, saved: tuple[Any, ...], grad_BNW: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], None]:
     qkv, turns_BKN = saved
     layout, turns = _Layout.of(grad_BNW, sizes), _listed(turns_BKN)
     like_grad = jax.ShapeDtypeStruct(grad_BNW.shape, grad_BNW.dtype)
@@ -111,17 +125,17 @@ def _backward(sizes, saved, grad_BNW):
 attention.defvjp(_forward, _backward)
 
 
-def _listed(turns_BKN) -> list[jax.Array]:
+def _listed(turns_BKN: jax.Array | None) -> list[jax.Array]:
     return [] if turns_BKN is None else [turns_BKN]
 
 
-def _turns_spec(turns_BKN) -> pl.BlockSpec:
+def _turns_spec(turns_BKN: jax.Array) -> pl.BlockSpec:
     """The block of the turns of an image; those of one for all stay where they are."""
     step = int(turns_BKN.shape[0] > 1)
     return pl.BlockSpec((None, *turns_BKN.shape[1:]), lambda b, j: (step * b, 0, 0))
 
 
-def _cost(x_BNW, sizes: Sizes, products: int, arrays: int) -> pl.CostEstimate:
+def _cost(x_BNW: jax.Array, sizes: Sizes, products: int, arrays: int) -> pl.CostEstimate:
     """Of a kernel with so many products of N x N x K a head that reads or writes so many arrays."""
     B, N, W = x_BNW.shape
     return pl.CostEstimate(
@@ -155,7 +169,7 @@ class _Layout(NamedTuple):
     biases: pl.BlockSpec
 
     @classmethod
-    def of(cls, x_BNW, sizes: Sizes) -> "_Layout":
+    def of(cls, x_BNW: jax.Array, sizes: Sizes) -> "_Layout":
         """That of arrays like `x_BNW`."""
         B, N, W = x_BNW.shape
         size = W // sizes.num_heads
@@ -192,7 +206,7 @@ def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -
         yield head, begun
 
 
-def _transposed(*refs, turns: Sequence[Any]) -> Callable[[int, _Head], jax.Array]:
+def _transposed(*refs: jax.Ref, turns: Sequence[Any]) -> Callable[[int, _Head], jax.Array]:
     """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once.
 
     Queries and keys, the first two, are turned.
@@ -200,7 +214,7 @@ def _transposed(*refs, turns: Sequence[Any]) -> Callable[[int, _Head], jax.Array
     groups: dict[tuple[int, int], jax.Array] = {}
     turned: dict[tuple[int, int, int], jax.Array] = {}
 
-    def head_of(i, head):
+    def head_of(i: int, head: _Head) -> jax.Array:
         key = i, head.lanes.start
         if key not in groups:
             groups[key] = refs[i][:, head.lanes].T
@@ -216,7 +230,7 @@ def _transposed(*refs, turns: Sequence[Any]) -> Callable[[int, _Head], jax.Array
     return head_of
 
 
-def _turned(x_KN, turns: Sequence[Any], sign: int):
+def _turned(x_KN: jax.Array, turns: Sequence[Any], sign: int) -> jax.Array:
     """Queries or keys turned, or with the sign -1 turned back; as they are without `turns`."""
     if not turns:
         return x_KN
@@ -226,7 +240,7 @@ def _turned(x_KN, turns: Sequence[Any], sign: int):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
-def _scores(q_KN, k_KM, num_keys: int):
+def _scores(q_KN: jax.Array, k_KM: jax.Array, num_keys: int) -> jax.Array:
     """log2(e) k q^T / sqrt(K), -1e30 for padding: (M, N), float32."""
     s_MN = _product(k_KM, q_KN, (0, 0)) * (LOG2_E / math.sqrt(q_KN.shape[0]))
     whole = num_keys // SUBLANES * SUBLANES  # only the last rows hold padding
@@ -238,17 +252,24 @@ def _scores(q_KN, k_KM, num_keys: int):
     return jnp.concatenate([s_MN[:whole], last_MN]) if whole else last_MN
 
 
-def _product(a, b, contracted: tuple[int, int]):
+def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     """The matrix product over one axis of each, in float32."""
     of_a, of_b = contracted
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, *refs, heads: Sequence[_Head], num_keys: int):
+def _forward_kernel(
+    q_ref: jax.Ref,
+    k_ref: jax.Ref,
+    v_ref: jax.Ref,
+    *refs: jax.Ref,
+    heads: Sequence[_Head],
+    num_keys: int,
+) -> None:
     *turns, out_ref = refs
     head_of = _transposed(q_ref, k_ref, v_ref, turns=turns)
 
-    def start(head):
+    def start(head: _Head) -> jax.Array:
         return _scores(head_of(0, head), head_of(1, head), num_keys)
 
     group = []
@@ -261,12 +282,20 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, heads: Sequence[_Head], num_keys
             group = []
 
 
-def _backward_kernel(q_ref, k_ref, v_ref, g_ref, *refs, heads: Sequence[_Head], num_keys: int):
+def _backward_kernel(
+    q_ref: jax.Ref,
+    k_ref: jax.Ref,
+    v_ref: jax.Ref,
+    g_ref: jax.Ref,
+    *refs: jax.Ref,
+    heads: Sequence[_Head],
+    num_keys: int,
+) -> None:
     *turns, dq_ref, dk_ref, dv_ref, biases_ref = refs
     head_of = _transposed(q_ref, k_ref, v_ref, g_ref, turns=turns)
     dtype = q_ref.dtype
 
-    def start(head):
+    def start(head: _Head) -> tuple[jax.Array, jax.Array]:
         s_MN = _scores(head_of(0, head), head_of(1, head), num_keys)
         return s_MN, _product(head_of(2, head), head_of(3, head), (0, 0))
 

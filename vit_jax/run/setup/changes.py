@@ -54,9 +54,9 @@ def check_settings(
 
 
 def check_unchanged(
-    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
+    settings: Settings, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
 ) -> None:
-    """Raise InputError if the run that was `before` has other settings, or another past.
+    """Raise InputError if the run that was `before` has other `settings`, or another past.
 
     Warns of changed evaluators, whose values do not compare with those of before.
 
@@ -64,8 +64,8 @@ def check_unchanged(
     """
     if before.stored is None:
         return
+    config, resolved = settings.to_config(), before.stored.resolved
     check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
-    resolved = before.stored.resolved
     changed = changed_settings(resolved, config)
     in_both = {*resolved.evals} & {*config.evals}
     evals = changed_evals(resolved, config)

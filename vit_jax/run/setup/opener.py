@@ -16,7 +16,6 @@ from vit_jax import transfer
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import Settings, SplitKey
 from vit_jax.config.base import shares_in_steps
-from vit_jax.config.sections import Data
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data import Source
 from vit_jax.data.captions import digest_of, look_at, open_tokenizer
@@ -28,6 +27,7 @@ from vit_jax.devices.mesh import AXES, check_accum_steps, check_batch_size, make
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of, model_of
+from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.agreement import compare_requests
 from vit_jax.run.setup.changes import KEYS_OF_THE_END, check_settings
@@ -63,6 +63,7 @@ class Files(Opener):
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and does
       not need it.
+    text_side: of `pretrained`, if the run begins with it.
     divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
     tokenizer: {name: content} of the files of the captions' tokenizer; {} without captions.
@@ -75,6 +76,7 @@ class Files(Opener):
         self.pretrained: transfer.Pretrained | None = None
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
+        self.text_side: TextSide | None = None
         self.tokenizer: Mapping[str, bytes] = {}
         self.caption_faults = ""
         self.choose_s = 0.0
@@ -103,9 +105,6 @@ class Files(Opener):
         self.pretrained = transfer.read_pretrained(source)
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
-        if self.pretrained.read_text_side is not None and config.data.text_length is not None:
-            text = "its image tower is taken; the text tower and the tokenizer start anew"
-            logger.warning("init_from=%s: %s", source, text)
         return take_fields(config, self.pretrained) if before.stored is None else {}
 
     def teachers(self, config: ConfigDict) -> Changes:
@@ -140,7 +139,7 @@ class Files(Opener):
         settings = Settings.of(config := config_lib.with_values(config, names))
         facts, sources = open_training(settings, self._taught, self.divider)
         if settings.data.text_length is not None:
-            facts |= self._open_tokenizer(settings.data, sources)
+            facts |= self._open_tokenizer(settings, sources)
         settings = Settings.of(config_lib.with_values(config, facts))
         of_data = settings.data, settings.evals
         settled = Divider(self.divider.settled(), class_names=self.divider.class_names)
@@ -150,11 +149,27 @@ class Files(Opener):
             check_images(at.data, {}, parse_preprocessing(at), self.sources)
         return changes | names | facts
 
-    def _open_tokenizer(self, data: Data, sources: dict[SplitKey, Source]) -> Changes:
-        """Open the tokenizer of the captions, and give it to the training data."""
+    def _open_tokenizer(self, settings: Settings, sources: dict[SplitKey, Source]) -> Changes:
+        """Open the tokenizer of the captions, and give it to the training data.
+
+        If it is that of the text tower in `init_from`, this tower is taken.
+        """
+        data, learns = settings.data, settings.objective.learns_texts
         key = config_lib.train_split(data)
         was = stored.resolved.data.tokenizer if (stored := self._before.stored) else None
-        tokenizer, self.tokenizer = open_tokenizer(data, self._workdir, sources[key], was)
+        read = self.pretrained.read_text_side if self.pretrained and learns else None
+        side = read() if read else None
+        theirs = {path.name: path.read_bytes() for path in side.files} if side else {}
+        opened = open_tokenizer(data, self._workdir, sources[key], was, theirs)
+        tokenizer, self.tokenizer = opened
+        if side is not None:
+            self.text_side = side if self.tokenizer == theirs else None
+            why = "uses another tokenizer" if theirs else "has no tokenizer beside its weights"
+            text = "both towers are taken" if self.text_side else (
+                f"its image tower is taken; its text tower {why}, so the run's starts anew"
+            )  # fmt: skip
+            logger.log(logging.INFO if self.text_side else logging.WARNING,
+                       "init_from=%s: %s", settings.run.init_from, text)  # fmt: skip
         source = dataclasses.replace(sources[key], tokenizer=tokenizer)
         digest, self.caption_faults = look_at(source)
         identity = fingerprint(source.fingerprint, digest)
@@ -201,8 +216,6 @@ class Files(Opener):
             has_scan = "scan" in fields_of(config.model.name)
             if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
-        parts = config.optimizer.accum_steps or 1  # as long as they are open
-        config = config_lib.with_values(config, {"optimizer.accum_steps": parts})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(Settings.read(config), self.mesh)
         self.mesh = check_mesh(chosen)

@@ -75,8 +75,8 @@ class Opener:
     teachers: what the teachers of the objective decide.
     data: what the data decide.
     shares: durations that are shares of the run, in steps; they stay if the run gets another end.
-    layout: LAYOUT_KEYS, by the devices.
     microbatches: `optimizer.accum_steps`, by the devices, if it is open or recorded.
+    layout: LAYOUT_KEYS, by the devices; it splits a batch in as many ways as before.
     kernels: `model.kernels`, by a measurement.
     """
 
@@ -87,7 +87,7 @@ class Opener:
     def _decide_nothing(self, config: ConfigDict) -> Changes:
         return {}
 
-    weights = teachers = data = shares = layout = microbatches = kernels = _decide_nothing
+    weights = teachers = data = shares = microbatches = layout = kernels = _decide_nothing
 
     def has_devices_of(self, stored: StoredConfig) -> bool:
         """Whether the run of `stored` was last on such devices."""
@@ -132,8 +132,8 @@ def resolve(
         ("rule", freeze_layers),
         ("rule", follow_rule),
         ("duration", opener.shares),
-        ("devices", opener.layout),
         ("devices", opener.microbatches),
+        ("devices", opener.layout),
         ("measured", opener.kernels),
     )
     began_with = asked.to_config()

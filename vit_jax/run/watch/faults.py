@@ -10,7 +10,7 @@ flipped bit is the highest of the mantissa of an array's first number.
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -166,7 +166,9 @@ def flip_activation(where: jax.Array) -> Any:
     """A context in which the output of the first layer of a Linen model has the bit flipped."""
     chosen: list[tuple[str, ...]] = []
 
-    def intercept(call, args, kwargs, context):
+    def intercept(
+        call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext
+    ) -> Any:
         out = call(*args, **kwargs)
         if not isinstance(out, jax.Array):
             return out

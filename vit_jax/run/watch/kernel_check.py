@@ -103,7 +103,7 @@ class BlockSample(NamedTuple):
         turned = None if self.turns is None else self.turns[:, :taken]
         rngs = {"dropout": jax.random.key(1)} if train else None
 
-        def apply(params, x):
+        def apply(params: tree.Params, x: jax.Array) -> jax.Array:
             args = x[:, :taken].astype(block.dtype), 0.0, train, None, turned
             out, _ = block.apply({"params": params}, *args, rngs=rngs)
             return out[:, : self.num_tokens].astype(jnp.float32)
@@ -189,7 +189,7 @@ def _errors(found: Any, reference: Any) -> Any:
     leaves = jax.tree.leaves(reference)
     usual = jnp.sqrt(sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves))
 
-    def error(x, exact):
+    def error(x: jax.Array, exact: jax.Array) -> jax.Array:
         return jnp.linalg.norm(x - exact) / jnp.maximum(
             jnp.linalg.norm(exact), 0.1 * usual * exact.size**0.5
         )

@@ -17,6 +17,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from vit_jax.base import files
+from vit_jax.base.tree import Params
 from vit_jax.config import Settings
 from vit_jax.devices import flops
 from vit_jax.devices.compiler import compiler_options
@@ -210,7 +211,7 @@ def _compile(model: nn.Module, mesh: Mesh, images: int) -> tuple[Callable[[], An
         sample = sample_block(model, mesh, images, fields)
         arrays = sample.params, sample.x, sample.grad
 
-        def run(params, x, grad):
+        def run(params: Params, x: jax.Array, grad: jax.Array) -> Any:
             given = sample._replace(params=params, x=x, grad=grad)
             return given.run(sample.block, train=True)
 

@@ -17,9 +17,11 @@ from vit_jax.experiment.step import Metrics, Step
 def watched(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """`tx`, with (gradients, updates) as its new state."""
 
-    def update(grads, state, params=None):
-        updates, _ = tx.update(grads, state, params)
-        return updates, (grads, updates)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        moved, _ = tx.update(updates, state, params)
+        return moved, (updates, moved)
 
     return optax.GradientTransformation(tx.init, update)
 

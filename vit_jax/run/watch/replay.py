@@ -32,9 +32,10 @@ from vit_jax.experiment.accumulation import accumulate
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import stop_gradients
 from vit_jax.experiment.state import TrainState
-from vit_jax.experiment.step import make_inputs
+from vit_jax.experiment.step import Metrics, make_inputs
 from vit_jax.job import watchdog
-from vit_jax.run.build import Run, Watcher
+from vit_jax.objectives.contract import ObjectiveOutput
+from vit_jax.run.build import Run, RunStep, Watcher
 from vit_jax.run.watch.faults import Fault, flip_activation, flip_bit
 
 logger = logging.getLogger("vit_jax")
@@ -84,7 +85,9 @@ def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.
     places = math.prod(mesh.shape[axis] for axis in axes)
     flipped = -1 if flip is None else flip.place // (mesh.size // places)
 
-    def of_place(state, inputs, key, turned, frozen):
+    def of_place(
+        state: TrainState, inputs: Batch, key: jax.Array, turned: jax.Array, frozen: PyTree
+    ) -> Found:
         place = jax.lax.axis_index(axes)
         if places > 1:
             to_next = [(p, (p + 1) % places) for p in range(places)]
@@ -92,7 +95,9 @@ def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.
             inputs = jax.tree.map(lambda own, x: jnp.where(turned, x, own), inputs, moved)
         flips = ~turned & (place == flipped)
 
-        def sums_of(params, state, inputs, key):
+        def sums_of(
+            params: tree.Params, state: TrainState, inputs: Batch, key: jax.Array
+        ) -> ObjectiveOutput:
             params = stop_gradients(params, parts.freeze)
             is_flipped = flip is not None and flip.kind == "flip:activation"
             with flip_activation(flips) if is_flipped else contextlib.nullcontext():
@@ -159,8 +164,10 @@ def watch_replays(
 
     by_stage = run.by_stage(programs, first - 1)
 
-    def watch(step):
-        def watched(number: int, state: TrainState, batch: tree.Batch):
+    def watch(step: RunStep) -> RunStep:
+        def watched(
+            number: int, state: TrainState, batch: tree.Batch
+        ) -> tuple[TrainState, Metrics]:
             if number % every == 0:
                 inputs_of, replays = by_stage(number)
                 program, inputs = replays.pop(number, replays[None]), inputs_of(state, batch)

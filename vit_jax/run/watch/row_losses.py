@@ -14,7 +14,7 @@ from vit_jax.experiment.accumulation import accumulate, weights_of, with_weights
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_inputs
-from vit_jax.objectives.contract import Objective, at_least_one
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, at_least_one
 
 _SHOWN = 64
 
@@ -43,7 +43,9 @@ def make_row_losses(
         inputs, key = inputs_of(state, batch)
         params, mask = state.params, inputs["mask"]
 
-        def sums_of(mask, state, rows, key):
+        def sums_of(
+            mask: jax.Array, state: TrainState, rows: Batch, key: jax.Array
+        ) -> ObjectiveOutput:
             rows = rows | {"mask": mask[rows["row"]]}
             sums = objective.loss(params, state, rows, frozen, key)
             return with_weights(sums, *jax.lax.stop_gradient(weights_of(sums)))

@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
+from vit_jax.base.tree import Batch
 from vit_jax.config import step_range
 from vit_jax.devices.chips import count_chips
 from vit_jax.devices.flops import mfu
+from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import Metrics
 from vit_jax.run.build import RunStep
 from vit_jax.run.watch.ledger import NO_PAST, Past
 
@@ -48,7 +51,7 @@ class Throughput:
     past: Past = NO_PAST
     clock: Callable[[], float] = time.perf_counter
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._noted_s = dict(self.past.seconds)
         self._waited_s = self.past.input_wait_s
         self._began = self._since = self.clock()
@@ -151,7 +154,7 @@ class Results(contextlib.AbstractContextManager):
             del result
             self._ended = number, self._clock()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._queue.put(None)
 
 
@@ -184,7 +187,7 @@ class Profiler(contextlib.AbstractContextManager):
     def watch(self, step: RunStep) -> RunStep:
         """`step`, traced where it is asked for."""
 
-        def watched(number, state, batch):
+        def watched(number: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             self.before(number)
             state, metrics = step(number, state, batch)
             self.after(number, metrics)
@@ -211,5 +214,5 @@ class Profiler(contextlib.AbstractContextManager):
             jax.profiler.stop_trace()
             self._tracing = False
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -31,7 +31,7 @@ from vit_jax.base import tree
 from vit_jax.base.files import write_whole
 from vit_jax.devices.sharding import HostCopy
 from vit_jax.experiment.state import TrainState
-from vit_jax.experiment.step import skip_step
+from vit_jax.experiment.step import Metrics, skip_step
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep
 from vit_jax.run.watch.guards import NonFiniteError
@@ -82,7 +82,9 @@ class Spikes:
             donate_argnums=0,
         )
 
-        def watched(number: int, state: TrainState, batch: tree.Batch):
+        def watched(
+            number: int, state: TrainState, batch: tree.Batch
+        ) -> tuple[TrainState, Metrics]:
             if self._kept is None:
                 self.keep(number - 1, state)
             if number not in self._found:

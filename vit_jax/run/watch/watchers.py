@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from vit_jax.base import tree
+from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import Metrics
 from vit_jax.job import watchdog
 from vit_jax.run.build import Run, RunStep, Watcher
 from vit_jax.run.watch.faults import Fault
@@ -31,7 +33,7 @@ def watched_step(
     """
     loading = {first, *(stage.steps.start + 1 for stage in run.settings.stages)}
 
-    def step(number, state, batch):
+    def step(number: int, state: TrainState, batch: tree.Batch) -> tuple[TrainState, Metrics]:
         if number not in loading:
             return program(number)(state, batch, *frozen)
         with watchdog.phase("compile"):  # also loads the program and connects the devices
@@ -39,9 +41,7 @@ def watched_step(
 
     left = faults_left(run)
     layers, replays = watch_layers(run, frozen, first), watch_replays(run, frozen, left, first)
-    for watch in (layers, replays, inject(run, left)):
-        step = watch(step)
-    return step
+    return inject(run, left)(replays(layers(step)))
 
 
 def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...], first: int) -> Watcher:
@@ -51,8 +51,10 @@ def watch_layers(run: Run, frozen: tuple[tree.PyTree, ...], first: int) -> Watch
     with watchdog.phase("compile"):
         layer_norms = run.by_stage(compile_layer_norms, first - 1)
 
-    def watch(step):
-        def watched(number, state, batch):
+    def watch(step: RunStep) -> RunStep:
+        def watched(
+            number: int, state: TrainState, batch: tree.Batch
+        ) -> tuple[TrainState, Metrics]:
             logs = run.timetable.logs(number)
             norms = layer_norms(number)(state, batch, *frozen) if logs else {}
             state, metrics = step(number, state, batch)
@@ -72,8 +74,10 @@ def inject(run: Run, left: Sequence[Fault]) -> Watcher:
     """Make the faults of `job.inject` that belong to this process, each before its step."""
     mine = [fault for fault in left if is_here(run, fault)]
 
-    def watch(step):
-        def watched(number, state, batch):
+    def watch(step: RunStep) -> RunStep:
+        def watched(
+            number: int, state: TrainState, batch: tree.Batch
+        ) -> tuple[TrainState, Metrics]:
             now = time.time()
             for fault in [fault for fault in mine if fault.is_due(number, now)]:
                 mine.remove(fault)
