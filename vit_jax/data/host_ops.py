@@ -104,9 +104,7 @@ class InceptionCrop(SizedOp):
             image = crop_pixels(image)
         return _bilinear(image, self.hw, self.antialias)
 
-    def _window(
-        self, shape: tf.Tensor, seed: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _window(self, shape: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, ...]:
         begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
             shape,
             tf.zeros([1, 0, 4]),

@@ -305,13 +305,9 @@ class _SelfDistillation:
         )
 
     def _study(
-        self,
-        params: Params,
-        batch: Batch,
-        hidden: Hidden | None,
-        dropout_key: jax.Array,
+        self, params: Params, batch: Batch, hidden: Hidden | None, dropout_key: jax.Array,
         learns: jax.Array | bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """The student's outputs for all views, as `_see`; local views follow the global ones."""
         found = self._see(params, batch[GLOBAL], hidden, dropout_key, hides=True, learns=learns)
         if LOCAL in batch:
@@ -322,16 +318,10 @@ class _SelfDistillation:
         return found
 
     def _see(
-        self,
-        params: Params,
-        images: jax.Array,
-        hidden: Hidden | None,
-        dropout_key: jax.Array | None,
-        model: Model | None = None,
-        *,
-        hides: bool = False,
-        learns: jax.Array | bool = True,
-    ) -> dict[str, jax.Array]:
+        self, params: Params, images: jax.Array, hidden: Hidden | None,
+        dropout_key: jax.Array | None, model: Model | None = None, *,
+        hides: bool = False, learns: jax.Array | bool = True,
+    ) -> dict[str, jax.Array]:  # fmt: skip
         """Outputs of the model and of the heads for views (B, V, H, W, channels).
 
         Args:
@@ -351,9 +341,7 @@ class _SelfDistillation:
         model, own = model or self.model, cast(Any, params[OBJECTIVE])
         options = patches.dropout_options(dropout_key)
 
-        def encode(
-            model: ViT, images: jax.Array, train: bool
-        ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        def encode(model: ViT, images: jax.Array, train: bool) -> tuple[Any, ...]:
             x = model.embed(images)
             if hides and hidden is not None:
                 masked = hidden.in_all_views(images.shape[0])
@@ -407,12 +395,9 @@ class _SelfDistillation:
         return k.first_temperature + rise * (k.teacher_temperature - k.first_temperature)
 
     def _patch_term(
-        self,
-        student: Mapping[str, jax.Array],
-        targets: jax.Array,
-        mask_B: jax.Array,
+        self, student: Mapping[str, jax.Array], targets: jax.Array, mask_B: jax.Array,
         num_global: int,
-    ) -> Term:
+    ) -> Term:  # fmt: skip
         """The mean over all global views; those without hidden patches count as 0."""
         each_BU = patch_entropies(
             student["patches"], targets, student["counts"], self.keys.student_temperature
