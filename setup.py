@@ -1,5 +1,5 @@
 """Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, parquet,
-plan, gcs, wandb, text."""
+plan, gcs, wandb, text, onnx, litert."""
 
 import glob
 import os
@@ -13,6 +13,10 @@ WANDB = "wandb>=0.31.0"
 PARQUET = "pyarrow>=20.0.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
 TEXT = ["ftfy>=6.3.1", "sentencepiece>=0.2.1", "tokenizers>=0.22.0"]
+# Of jax2onnx 0.13 is the last that takes a newer orbax-checkpoint than 0.11.36.
+ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
+# ai-edge-litert needs backports-strenum, whose 1.3 refuses Python 3.11; uv overlooks that.
+LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
@@ -96,10 +100,14 @@ setup(
             LIBTPU,
             PARQUET,
             WANDB,
+            *LITERT,
+            *ONNX,
             *REPORT,
             *TEXT,
         ],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
+        "litert": LITERT,  # export --format=litert
+        "onnx": ONNX,  # export --format=onnx
         "parquet": [PARQUET],  # and Arrow files, and hf:OWNER/NAME
         "plan": [LIBTPU],
         "report": REPORT,

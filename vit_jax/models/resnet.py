@@ -315,7 +315,7 @@ class Trunk(nn.Module):
         if convention.pads_evenly:
             x_BHWC = jnp.pad(x_BHWC, ((0, 0), (1, 1), (1, 1), (0, 0)))
         padding = "VALID" if convention.pads_evenly else "SAME"
-        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=padding)
+        x_BHWC = nn.max_pool(x_BHWC, window_shape=(3, 3), strides=(2, 2), padding=padding)
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
         fields |= {"scan": self.scan, "remat": self.remat}
         for i, depth in enumerate(self.stages):

@@ -30,7 +30,7 @@ from vit_jax.transfer import (
     huggingface_images,
     npz,
     open_clip,
-    stablehlo,
+    runtimes,
     t2t,
     timm,
     timm_config,
@@ -55,7 +55,7 @@ class Format(NamedTuple):
     suffixes: ends of the names that are written; "" is a folder. None: any name.
     library_ops: spec -> the preprocessing string equivalent to what the format's own library does
       with the written files; None if the library does not read preprocessing from them.
-    open: path of a written file -> its function images -> logits, for a format that is not read.
+    precisions: those in which a runtime computes the format, a program; (): it holds weights.
     of_pairs: whether it holds both towers of a model of images and texts; others hold the image
       tower.
     """
@@ -66,7 +66,7 @@ class Format(NamedTuple):
     write: Callable[[epath.Path, Pretrained], list[str]] | None = None
     suffixes: tuple[str, ...] | None = None
     library_ops: Callable[[Spec], str] | None = None
-    open: Callable[[epath.Path], Callable[[np.ndarray], Any]] | None = None
+    precisions: Sequence[str] = ()
     of_pairs: bool = False
 
 
@@ -91,12 +91,15 @@ FORMATS = {
     "open_clip": Format(open_clip.recognises, open_clip.read),
     "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops),
     "t2t": Format(*_of(t2t), ("", ".safetensors")),
-    "stablehlo": Format(
-        check=lambda model: [],  # a program holds every model
-        write=stablehlo.write,
-        suffixes=(".stablehlo",),
-        open=stablehlo.open_program,
-    ),
+    **{
+        name: Format(
+            check=lambda model: [],  # a program holds every model
+            write=partial(runtimes.write, format=name),
+            suffixes=(f".{name}",),
+            precisions=runtime.PRECISIONS,
+        )
+        for name, runtime in runtimes.RUNTIMES.items()
+    },
 }
 
 
@@ -236,7 +239,12 @@ def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Fo
     if format not in writers:
         raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
     writer = writers[format]
-    of_towers = {name: other for name, other in writers.items() if not other.of_pairs}
+    # Of programs, the errors name the one that needs no other package.
+    of_towers = {
+        name: other
+        for name, other in writers.items()
+        if not other.of_pairs and (name == "stablehlo" or not other.precisions)
+    }
     others = [name for name, other in of_towers.items() if not other.check(model)]
     where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
     collect_faults(writer.check(model), where)

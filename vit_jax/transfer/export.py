@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,8 @@ from vit_jax.models.zero_shot import TextSide, need_text_side
 from vit_jax.transfer import FORMATS, Format, find_writer, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
+from vit_jax.transfer.program import GIVES, Choice
+from vit_jax.transfer.runtimes import export_program
 from vit_jax.transfer.source import to_json
 from vit_jax.transfer.tensors import share_equal
 
@@ -42,13 +44,35 @@ _OF_FILES = {  # {key that a receipt states only if it is unusual: its line in t
     "pixel_range": "- Files of more than 8 bits: pixel = 255 (value - {0}) / ({1} - {0}), clipped",
     "exif": "- Files are not turned by their EXIF orientation",
 }
+_OPENED = {  # {program's format: how a file, given by name, is run}
+    "stablehlo": """import jax
+from jax import export
+
+program = export.deserialize(bytearray(open("{0}", "rb").read()))
+call = jax.jit(program.call)  # compiled once for each number of images
+{1} = call(images)  # {2}
+""",
+    "onnx": """import onnxruntime
+
+session = onnxruntime.InferenceSession("{0}")
+{1} = session.run(None, {{"images": images}})[0]  # {2}
+""",
+    "litert": """from ai_edge_litert.interpreter import Interpreter
+
+interpreter = Interpreter("{0}")
+interpreter.allocate_tensors()
+interpreter.set_tensor(interpreter.get_input_details()[0]["index"], image)  # {2}
+interpreter.invoke()
+{1} = interpreter.get_tensor(interpreter.get_output_details()[0]["index"])
+""",
+}
 Logits = Callable[[np.ndarray], Any]
 
 logger = logging.getLogger("vit_jax")
 
 
 def export(
-    source: epath.PathLike | Pretrained, output: epath.PathLike, format: str
+    source: epath.PathLike | Pretrained, output: epath.PathLike, format: str, **choice: Any
 ) -> dict[str, Any]:
     """Write a model in another format, with a receipt; return the receipt.
 
@@ -60,7 +84,9 @@ def export(
     Args:
       source: a source of `load_pretrained`, or a model from `read_pretrained`.
       output: a file or folder to write.
-      format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t" or "stablehlo".
+      format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t", or a program: "stablehlo",
+        "onnx" or "litert".
+      choice: fields of `transfer.program.Choice`, of a program: what it takes and gives.
 
     Raises:
       InputError: if the format cannot hold the model, or `output` cannot be written.
@@ -71,22 +97,20 @@ def export(
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
-    writer = find_writer(format, model, output, "--format=")
+    writer, chosen = find_writer(format, model, output, "--format="), Choice(**choice)
+    chosen.check(format, writer.precisions)
     side = _read_text_side(pretrained, writer)
     check_folder(output.parent, "--output")
     check_names(output, "--output")
     _check_free(output, [output])
     image_size = model.image_size or pretrained.spec.image_size
-    size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
-    shape = (_IMAGES, *size, about(model).channels)
-    images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    expected = np.asarray(_logits(pretrained, side)(images))
     with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
-        files = writer.write(staged, pretrained)
-        with _without_warnings():  # they would name the temporary folder
-            open_files = writer.open or partial(_open, writer=writer, known=pretrained.params)
-            found = np.asarray(open_files(staged)(images))
+        if writer.precisions:
+            files, back = [staged.name], _run_program(staged, pretrained, format, chosen, output)
+        else:
+            files = writer.write(staged, pretrained)
+            back = _read_back(staged, pretrained, side, writer, output)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
             write_whole(side_file(staged), hashes_to_bytes(held_out))
@@ -96,7 +120,9 @@ def export(
             pretrained = pretrained._replace(params=of_pair, spec=spec)
         receipt = _describe_export(pretrained, format, own_dtype, image_size)
         receipt |= {"text": _fields(side.matcher.text)} if side else {}
-        receipt["read_back"] = _compare(found, expected, output)
+        if writer.precisions:
+            receipt |= {"takes": chosen.takes, "gives": chosen.gives}
+        receipt["read_back"] = back
         receipt["software"] = software()
         inside = staged.is_dir()
         root = staged if inside else staged.parent
@@ -147,14 +173,38 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _open(path: epath.Path, writer: Format, known: Mapping[str, np.ndarray]) -> Logits:
-    """The function images -> logits of the model in the files at `path`.
+def _run_program(
+    staged: epath.Path, pretrained: Pretrained, format: str, choice: Choice, output: epath.Path
+) -> dict[str, Any]:
+    """Write a program and compare it; raises RuntimeError if it computes something else."""
+    try:
+        back = export_program(staged, pretrained, format, choice)
+    except RuntimeError as e:
+        raise RuntimeError(f"--output={output}: {e}") from e
+    _warn_of_zeros(back[f"largest_{GIVES[choice.gives]}"], output)
+    return back
 
-    Parameters equal to the `known` ones are taken from there, to hold them once.
-    """
-    found = read_pretrained(path)
-    found = found._replace(params=share_equal(found.params, known))
-    return _logits(found, _read_text_side(found, writer))
+
+def _read_back(
+    staged: epath.Path,
+    pretrained: Pretrained,
+    side: TextSide | None,
+    writer: Format,
+    output: epath.Path,
+) -> dict[str, Any]:
+    """Compare the logits of the model in the files at `staged`; see `_compare`."""
+    model = pretrained.model
+    size = model.image_size or pretrained.spec.image_size
+    size = size or tuple(2 * stride for stride in model.token_stride)
+    shape = (_IMAGES, *size, about(model).channels)
+    images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+    expected = np.asarray(_logits(pretrained, side)(images))
+    with _without_warnings():  # they would name the temporary folder
+        found = read_pretrained(staged)
+        # Equal parameters are held once.
+        found = found._replace(params=share_equal(found.params, pretrained.params))
+        logits = _logits(found, _read_text_side(found, writer))(images)
+    return _compare(np.asarray(logits), expected, output)
 
 
 def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
@@ -185,11 +235,7 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
     """
     difference = float(np.abs(found - expected).max())
     largest = float(np.abs(expected).max())
-    if largest == 0:
-        logger.warning(
-            "%s: all logits are 0, so comparing them shows nothing: the head was never trained; "
-            "use the features, or fine-tune first", output
-        )  # fmt: skip
+    _warn_of_zeros(largest, output)
     if not difference <= _TOLERANCE * max(largest, 1e-6):
         what = f"the exported files give logits that differ by {difference:.3g}"
         raise RuntimeError(f"--output={output}: {what}, with {largest:.3g} the largest")
@@ -199,6 +245,14 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
         "largest_logit_difference": difference,
         "largest_logit": largest,
     }
+
+
+def _warn_of_zeros(largest: float, output: epath.Path) -> None:
+    if largest == 0:
+        logger.warning(
+            "%s: all logits are 0, so comparing them shows nothing: the head was never trained; "
+            "use the features, or fine-tune first", output
+        )  # fmt: skip
 
 
 def _describe_export(
@@ -288,8 +342,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- {classes}; probabilities by {receipt['loss'] or 'softmax'}"
         + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
-        f"- Read back: logits in {back['dtype']} differ by at most "
-        f"{back['largest_logit_difference']:.3g}; the largest is {back['largest_logit']:.3g}",
+        _say_compared(back, receipt.get("gives", "logits")),
     ]
     if receipt["computed_in"] != back["dtype"]:
         lines.append(
@@ -310,6 +363,21 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     return "\n".join(lines) + "\n" + _usage(receipt, output)
 
 
+def _say_compared(back: dict[str, Any], gives: str) -> str:
+    """The card's line on the comparison with the exported files."""
+    one = GIVES[gives]
+    said = f"{gives} in {back['dtype']} differ by at most {back[f'largest_{one}_difference']:.3g}; "
+    said += f"the largest is {back[f'largest_{one}']:.3g}"
+    if "runtime" not in back:
+        return f"- Read back: {said}"
+    versions = ", ".join(f"{name} {version}" for name, version in back["runtime"].items())
+    return (
+        f"- Computed by {versions} for {back['images']} pictures: {said}; smallest cosine "
+        f"{back['cosine']:.6f}, same class {back['same_class']:.1%}; {back['ms_per_image']:.3g} ms "
+        f"for one image, and {back['vit_jax_ms_per_image']:.3g} ms by vit_jax on the same machine"
+    )
+
+
 def _usage(receipt: dict[str, Any], output: epath.Path) -> str:
     """Markdown on opening the files if that needs more than the usual call."""
     model, eps = receipt["model"], receipt["model"].get("norm_eps")
@@ -318,13 +386,13 @@ def _usage(receipt: dict[str, Any], output: epath.Path) -> str:
             "\ntimm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args "
             f"and pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.\n"
         )
-    if receipt["format"] == "stablehlo":
-        shape = ("b", *receipt["preprocessing"]["image_size"], model.get("channels", 3))
-        return (
-            "\n```python\nimport jax\nfrom jax import export\n\n"
-            f'program = export.deserialize(bytearray(open("{output.name}", "rb").read()))\n'
-            "call = jax.jit(program.call)  # compiled once for each number of images\n"
-            f"logits = call(images)  # float32 ({', '.join(map(str, shape))}), RGB, height first\n"
-            "```\n"
+    if receipt["format"] in _OPENED:
+        number = "1" if receipt["format"] == "litert" else "b"
+        shape = (number, *receipt["preprocessing"]["image_size"], model.get("channels", 3))
+        said = ", ".join(map(str, shape))
+        kind = "uint8" if receipt["takes"] == "bytes" else "float32"
+        lines = _OPENED[receipt["format"]].format(
+            output.name, receipt["gives"], f"{kind} ({said}), RGB, height first"
         )
+        return f"\n```python\n{lines}```\n"
     return ""

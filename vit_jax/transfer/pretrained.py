@@ -104,6 +104,14 @@ class Spec(NamedTuple):
         )
         return self._replace(mean=mean, std=std, channels=channels)
 
+    def to_values(self, pixels: np.ndarray) -> np.ndarray:
+        """Pixels (..., channels), float32, in the model's value range."""
+        from vit_jax.data.device_ops import per_channel  # here, because it needs JAX
+
+        per = (per_channel(values, self.channels) for values in (self.mean, self.std))
+        mean, std = (np.asarray(values, np.float32) for values in per)
+        return (pixels / 255 - mean) / std
+
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """This spec for another image size; `ops` resize, and are kept if they contain no size."""
         if image_size == self.image_size:
@@ -229,8 +237,12 @@ def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:
       OSError: if the file cannot be read.
       InputError: if it cannot be decoded, or `path` is neither a path nor bytes.
     """
-    from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
-    from vit_jax.data.host_tf import tf
+    return spec.to_values(load_pixels(path, spec).astype(np.float32))
+
+
+def load_pixels(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:
+    """As `load_image`, but the numbers are pixels from 0 to 255."""
+    from vit_jax.data.host_tf import tf  # here, because it needs TensorFlow
     from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
@@ -251,9 +263,7 @@ def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:
         why = why_unreadable(encoded, spec.reading) or "it is damaged; save it again"
         name = "the bytes" if isinstance(path, bytes) else os.fspath(path)
         raise InputError(f"{name}: not a readable image: {why}") from None
-    per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
-    mean, std = (np.asarray(values, np.float32) for values in per)
-    return (image.numpy().astype(np.float32) / 255 - mean) / std
+    return image.numpy()
 
 
 def class_names(spec: Spec, num_classes: int) -> tuple[str, ...]:

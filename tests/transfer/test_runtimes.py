@@ -1,0 +1,138 @@
+"""Exports as programs: each is computed by its own runtime."""
+
+import importlib.util
+import json
+import re
+
+import numpy as np
+import PIL.Image
+import pytest
+from numpy_vit import random_variables
+
+import vit_jax
+from vit_jax.base import tree
+from vit_jax.base.errors import InputError
+from vit_jax.config import FAMILIES
+from vit_jax.main import main
+from vit_jax.models import create_model, find_family, token_stride
+from vit_jax.models.contract import field_names
+from vit_jax.transfer import read_pretrained, runtimes
+from vit_jax.transfer.pretrained import Pretrained, Spec
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+INSTALLED = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            any(importlib.util.find_spec(package) is None for package in runtime.PACKAGES),
+            reason=f"needs {' and '.join(runtime.PACKAGES)}: pip install -e '.[{name}]'",
+        ),
+    )
+    for name, runtime in runtimes.RUNTIMES.items()
+]
+each_runtime = pytest.mark.parametrize("format", INSTALLED)
+
+
+@each_runtime
+def test_bytes_in_and_probabilities_out_as_predict_gives_them(format, golden, tmp_path, capsys):
+    output, source = tmp_path / f"model.{format}", golden / "timm_vit.safetensors"
+    words = [f"--init_from={source}", f"--output={output}", f"--format={format}"]
+    assert main(["export", *words, "--takes=bytes", "--gives=probabilities"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    receipt = json.loads((tmp_path / f"model.{format}.receipt.json").read_text())
+    assert {**shown, **receipt["read_back"]} == shown
+    assert set(shown["runtime"]) == set(runtimes.RUNTIMES[format].PACKAGES)
+    assert shown["images"] == 16 and shown["cosine"] > 0.9999 and shown["same_class"] == 1
+    assert (receipt["takes"], receipt["gives"]) == ("bytes", "probabilities")
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    found = np.asarray(runtimes.RUNTIMES[format].load(output)(pixels))
+    pretrained = read_pretrained(source)
+    spec = pretrained.spec._replace(ops="decode|resize")
+    expected = vit_jax.predict(pixels, pretrained._replace(spec=spec), output="probabilities")
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    card = (tmp_path / f"model.{format}.md").read_text()
+    assert "probabilities = " in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+
+
+@each_runtime
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(FAMILIES.find(start).names[0], marks=pytest.mark.slow) for start in FAMILIES],
+)
+def test_every_family_is_computed(format, name, tmp_path):
+    small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32,
+             "token_width": 8, "width_factor": 0.125, "depth_factor": 0.1}  # fmt: skip
+    known = field_names(find_family(name))
+    stages = {"stages": (1, 2)} if "stages" in known and not name.startswith("R+") else {}
+    size = tuple(2 * side for side in token_stride(name))
+    fields = {key: value for key, value in small.items() if key in known} | stages
+    model = create_model(name, 5, size, **fields)
+    state = random_variables(model, np.zeros((1, *size, 3), np.float32))
+    params = tree.flatten_names(state.pop("params"))
+    found = Pretrained(
+        "here", model, params, Spec(size, "x"), model_state=tree.flatten_names(state)
+    )
+    for gives in ("logits", "features"):
+        output = tmp_path / f"{gives}.{format}"
+        back = vit_jax.export(found, output, format, gives=gives)["read_back"]
+        assert back["cosine"] > 0.99999
+
+
+@each_runtime
+def test_what_a_runtime_computes_otherwise_is_not_written(
+    format, golden, tmp_path, capsys, monkeypatch
+):
+    load = runtimes.RUNTIMES[format].load
+    monkeypatch.setattr(
+        runtimes.RUNTIMES[format], "load", lambda path: lambda images: 1.01 * load(path)(images)
+    )
+    words = [f"--init_from={golden / 'hf_vit'}", f"--output={tmp_path / f'm.{format}'}"]
+    assert main(["export", *words, f"--format={format}"]) == 1
+    assert "the exported file gives logits of cosine 1.00000 with" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_float16_is_measured_by_cosine_and_class():
+    """Of three classes that are nearly as likely."""
+    scales = np.array([[1, 1.001, 0.5]], np.float32)
+    program = runtimes.Program(lambda by, x: x[:, 0, 0, :1] * by, scales, (1, 1, 3), np.float32)
+
+    def compare(by):
+        choice = runtimes.Choice(precision="float16")
+        return runtimes._compare(program, lambda x: x[:, 0, 0, :1] * by, Spec((1, 1), "x"), choice)
+
+    assert compare(1.01 * scales)["cosine"] == pytest.approx(1)
+    with pytest.raises(RuntimeError, match=r"of cosine 0\.9"):
+        compare(scales**2)
+    with pytest.raises(RuntimeError, match=r"37\.5% of the pictures get another class"):
+        compare(scales[:, [1, 0, 2]])
+
+
+@each_runtime
+def test_int8_is_measured_by_top1_on_pictures_of_known_classes(format, golden, tmp_path, capsys):
+    source = read_pretrained(golden / "timm_vit.safetensors")
+    spec = source.spec._replace(class_names=tuple("abcdefghij"))
+    source, draw = source._replace(spec=spec), np.random.default_rng(0).integers
+    for folder in ("calibration", "pictures"):
+        for i in range(8):
+            image = PIL.Image.fromarray(draw(0, 256, (4, 4, 3), np.uint8)).resize((36, 36))
+            (top,) = vit_jax.predict(image, source, top=1)
+            path = tmp_path / folder / top["classes"][0]["name"] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
+    choice = {"precision": "int8", "pictures": tmp_path / "pictures", "takes": "bytes"}
+    choice["calibration"] = tmp_path / "calibration"
+    output = tmp_path / f"m.{format}"
+    if "int8" not in runtimes.RUNTIMES[format].PRECISIONS:
+        with pytest.raises(InputError, match="precision='int8'"):
+            vit_jax.export(source, output, format, **choice)
+        return
+    back = vit_jax.export(source, output, format, **choice, max_drop=0.5)["read_back"]
+    assert (back["images"], back["vit_jax_top1"]) == (8, 1)
+    assert back["top1"] >= 0.5 and back["cosine"] > 0.9
+    with pytest.raises(RuntimeError, match="its top-1 is"):
+        vit_jax.export(source, tmp_path / f"n.{format}", format, **choice, max_drop=-1)
+    next((tmp_path / "pictures").iterdir()).rename(tmp_path / "pictures/z")
+    with pytest.raises(InputError, match="has no class 'z'"):
+        vit_jax.export(source, tmp_path / f"n.{format}", format, **choice)

@@ -1,0 +1,126 @@
+"""Models as programs images -> outputs, parameters included: what a runtime's file is made of."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from vit_jax.base.errors import Faults, InputError, collect_faults
+from vit_jax.config import LOSSES
+from vit_jax.data.device_ops import to_value_range
+from vit_jax.models.contract import about, with_known
+from vit_jax.transfer.pretrained import Pretrained, loss_of
+
+MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
+
+# {what a program gives: the name of one such number}
+GIVES = {"logits": "logit", "probabilities": "probability", "features": "feature"}
+
+
+class Choice(NamedTuple):
+    """What the program of an export takes and gives, and the pictures that test it.
+
+    takes: "floats", images in the model's value range, or "bytes", uint8 pixels.
+    gives: "logits", "probabilities", or "features", the input of the head.
+    precision: "float32"; "float16", or "int8" where a runtime can quantise.
+    pictures: folder of the pictures on which the exported file is compared with the model; None:
+      parts of the two photographs of scikit-learn. int8 needs one folder in it per class.
+    calibration: folder of other pictures, from which int8 takes the ranges of values.
+    max_drop: the largest loss of top-1 by int8, as a fraction.
+    """
+
+    takes: str = "floats"
+    gives: str = "logits"
+    precision: str = "float32"
+    pictures: epath.PathLike | None = None
+    calibration: epath.PathLike | None = None
+    max_drop: float = 0.01
+
+    def check(self, format: str, precisions: Sequence[str]) -> None:
+        """Raise InputError if the runtime `format` with these `precisions` cannot do it."""
+        faults = Faults()
+        faults.need_known("takes", self.takes, ("floats", "bytes"))
+        faults.need_known("gives", self.gives, GIVES)
+        if precisions:
+            faults.need_known("precision", self.precision, precisions)
+        faults.need(
+            bool(precisions) or self == Choice(),
+            f"format={format}: takes, gives, precision, pictures, calibration and max_drop are of "
+            "programs: stablehlo, onnx and litert; leave them out",
+        )
+        quantised = (self.pictures is not None) and (self.calibration is not None)
+        faults.need(
+            self.precision != "int8" or quantised,
+            "precision=int8: needs pictures (with a folder per class) and calibration (others)",
+        )
+        faults.need(
+            self.precision != "int8" or self.gives != "features",
+            "precision=int8: is tested by top-1, so gives=features does not go with it",
+        )
+        collect_faults(faults)
+
+
+PLAIN = Choice()
+
+
+class Program(NamedTuple):
+    """images (b, *shape) of `dtype` -> outputs (b, n), float32.
+
+    apply: (variables, images) -> outputs.
+    samples: images for calibration, as the program takes them.
+    """
+
+    apply: Callable[[Any, Any], Any]
+    variables: dict[str, Any]
+    shape: tuple[int, int, int]
+    dtype: Any
+    precision: str = "float32"
+    samples: Sequence[np.ndarray] = ()
+
+    @property
+    def call(self) -> Callable[[Any], Any]:
+        return partial(self.apply, self.variables)
+
+    @property
+    def images(self) -> jax.ShapeDtypeStruct:
+        """Images of any number, for tracing."""
+        return jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *self.shape), self.dtype)
+
+
+def make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -> Program:
+    """The program of a model.
+
+    Raises:
+      InputError: if the model has no classes, takes images of any size, or has 2 GiB and more.
+    """
+    model, variables, spec = pretrained.model, pretrained.variables, pretrained.spec
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
+    if num_bytes > MOST_BYTES:
+        raise InputError(
+            f"--format={format}: the parameters have {num_bytes / 2**30:.1f} GiB, but a "
+            "serialised program holds at most 2; export as timm, hf or npz"
+        )
+    size = model.image_size or spec.image_size
+    if size is None:
+        raise InputError(
+            f"{pretrained.source}: takes images of any size; choose the size of the exported "
+            "program with --image_size"
+        )
+    as_bytes, of_features = choice.takes == "bytes", choice.gives == "features"
+    if choice.gives == "probabilities" and model.num_classes is None:
+        raise InputError(f"gives=probabilities: {pretrained.source} has no classes; take features")
+    loss = LOSSES.find(loss_of(pretrained))() if choice.gives == "probabilities" else None
+    model = with_known(model, dtype=jnp.dtype("float32"))
+
+    def apply(variables, images):
+        if as_bytes:
+            images = to_value_range(images, spec.mean, spec.std)
+        found = model.apply(variables, images, method="features" if of_features else None)
+        return found if loss is None else loss.probabilities(found)
+
+    shape, dtype = (*size, about(model).channels), np.uint8 if as_bytes else np.float32
+    return Program(apply, variables, shape, dtype, choice.precision)
