@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 
 from vit_jax.models import create_model
+from vit_jax.models.contract import about
 
 SIZES = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2}
 
@@ -18,7 +19,7 @@ _MODULES = {
 def random_model(name="ViT-mu/4", num_classes=5, image_size=(8, 12), **fields):
     """(model, variables) with random weights."""
     model = create_model(name, num_classes, image_size, **(SIZES | fields))
-    images = np.zeros((1, *model.image_size, 3), np.float32)
+    images = np.zeros((1, *model.image_size, about(model).channels), np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)
     rng = np.random.default_rng(0)
     return model, jax.tree.map(

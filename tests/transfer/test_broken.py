@@ -249,7 +249,7 @@ BROKEN = {
     "hf: of grey images": (
         tensors(HF, edit("vit.embeddings.patch_embeddings.projection.weight",
                          lambda a: np.ascontiguousarray(a[:, :1]))),
-        "(32, 1, 8, 8), but needs (32, 3, 8, 8)",
+        "num_channels=3, but 1 in the arrays",
     ),
     "hf: positions of another size": (
         tensors(HF, edit(HF_POSITIONS, lambda a: np.ascontiguousarray(a[:, :10]))),
@@ -289,7 +289,7 @@ BROKEN = {
     "hf: pixels in words": (
         folder(lambda path: (path / "preprocessor_config.json").write_text(
             '{"image_mean": "half"}')),
-        "image_mean='half': needs 1 or 3 numbers",
+        "image_mean='half': needs numbers of channels",
     ),
     "hf: a head without axes": (
         tensors(HF, put("classifier.weight", np.array(1, np.float32))),

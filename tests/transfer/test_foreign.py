@@ -666,3 +666,23 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, format, fields, said):
         make(format, tmp_path, **fields)
     assert said in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_numbers_of_channels(tmp_path, format, channels):
+    """The files say the channels, a mean and a deviation of each, and give the same model."""
+    model, variables = random_model("ViT-mu/4", gelu="exact", channels=channels)
+    save_pretrained(tmp_path / "out", model, variables, format)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    if format == "hf":
+        assert config["num_channels"] == channels
+        pixels = json.loads((tmp_path / "out/preprocessor_config.json").read_text())["image_mean"]
+    else:
+        assert config["model_args"]["in_chans"] == channels
+        assert config["pretrained_cfg"]["input_size"][0] == channels
+        pixels = config["pretrained_cfg"]["mean"]
+    assert len(pixels) == channels
+    found, read = load_pretrained(tmp_path / "out")
+    assert (found.channels, pretrained_spec(tmp_path / "out").channels) == (channels, channels)
+    jax.tree.map(np.testing.assert_array_equal, read, variables)

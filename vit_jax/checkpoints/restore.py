@@ -93,7 +93,12 @@ def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
 
 def _read_state(step_dir: epath.Path, target: Any) -> Any:
     """Read this process's shards of the leaves that `target` has."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target))
+    # Orbax would read all leaves at once, into buffers beside them: of whole chunks, up to twice as
+    # large as a leaf.
+    at_once = 1 + 2 * largest // 10**9
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=at_once)
+    with ocp.Checkpointer(handler) as checkpointer:
         return checkpointer.restore(
             LiteralPath(step_dir) / "state",
             args=ocp.args.PyTreeRestore(

@@ -53,7 +53,8 @@ from vit_jax.transfer.source import Source, int_or_pair, write_json
 from vit_jax.transfer.tensors import WEIGHTS, Made, write_tensors
 
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
-_STATED = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
+_STATED = {"num_channels": "a positive int", "num_attention_heads": "a positive int",
+           "layer_norm_eps": "a positive number",
            "hidden_act": "text", "id2label": "an object", "rope_theta": "a positive number",
            "layerscale_value": "a positive number", "problem_type": "text",
            "pooler_act": "text"}  # fmt: skip
@@ -98,6 +99,7 @@ def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
                "layer_norm_eps": model.norm_eps}  # fmt: skip
     if pixels.get("do_normalize", True):
         assumed |= {"image_mean": spec.mean, "image_std": spec.std}
+    spec = spec.of(model.channels)
     source.say_assumed(assumed, stated | pixels)
     return Pretrained(str(source.path), model, params, spec, read_text_side=read_text_side)
 
@@ -114,11 +116,13 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
 
     is_dino, is_v3 = name.startswith("dino"), name == "dinov3_vit"
     width, mlp_dim, patch_size = _read_sizes(source, name, theirs)
+    channels = 3 if name == "siglip2_vision_model" else source.size(theirs["embedding/kernel"], 1)
     layers = re.escape(theirs[_DOWN].rpartition(".0.")[0])
     found = {  # keys of config.json that the arrays determine
         "hidden_size": width,
         "num_hidden_layers": source.count_layers(rf"{layers}\.(\d+)\."),
         "patch_size": patch_size,
+        "num_channels": channels,
         "num_register_tokens": source.size(theirs.get("register_tokens", ""), 1) or 0,
     }
     if not name.startswith("dinov2"):  # which states a ratio
@@ -139,6 +143,7 @@ def _make_model(source: Source, name: str, prefix: str, stated: Mapping[str, Any
         num_classes=source.size(f"{head}.weight", 0),
         image_size=image_size,
         patch_size=patch_size,
+        channels=channels,
         width=width,
         depth=found["num_hidden_layers"],
         mlp_dim=mlp_dim,
@@ -311,7 +316,7 @@ def _as_folder(
     if name.startswith("dino"):
         shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)
         arrays[f"{prefix}embeddings.mask_token"] = np.zeros(shape, np.float32)
-    spec = pretrained.spec.at(model.image_size)
+    spec = pretrained.spec.at(model.image_size).of(model.channels)
     config = {"architectures": [architecture], **_config(name, model)}
     if name in VITS or model.num_classes is not None:
         # As in transformers, a model without classes is described with ten labels.
@@ -339,7 +344,7 @@ def _config(name: str, model: ViT) -> dict[str, Any]:
         "layer_norm_eps": model.norm_eps,
         "image_size": int_or_pair(model.image_size),
         "patch_size": int_or_pair(model.patch_size),
-        "num_channels": 3,
+        "num_channels": model.channels,
     }
     if name.startswith("dinov2"):
         config |= {"mlp_ratio": find_ratio(model), "use_swiglu_ffn": model.gated_mlp,

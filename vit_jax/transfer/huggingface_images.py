@@ -16,8 +16,8 @@ logger = logging.getLogger("vit_jax")
 _PIXELS = {
     "do_resize": "true or false", "do_center_crop": "true or false", "do_rescale": "true or false",
     "do_normalize": "true or false", "do_pad": "true or false", "resample": "an int from 0",
-    "rescale_factor": "a positive number", "image_mean": "1 or 3 numbers",
-    "image_std": "1 or 3 positive numbers", "image_processor_type": "text",
+    "rescale_factor": "a positive number", "image_mean": "numbers of channels",
+    "image_std": "positive numbers of channels", "image_processor_type": "text",
     "feature_extractor_type": "text", "ops": "text",
     **READING,
 }  # fmt: skip

@@ -209,6 +209,8 @@ def find_name(model: nn.Module) -> str:
 def find_misfits(name: str, model: nn.Module) -> list[str]:
     """The reasons why a tower of the kind `name` cannot hold `model`."""
     needed, has_head = dict(KINDS[name].needed), getattr(model, "num_classes", None) is not None
+    if name != "siglip2_vision_model":
+        needed["channels"] = range(1, 100)
     if name in VITS and has_head:
         needed["hidden_head"] = (False,)
     if name.startswith("dinov2"):

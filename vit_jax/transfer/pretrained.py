@@ -94,6 +94,16 @@ class Spec(NamedTuple):
         """`exif` and `pixel_range` for a JSON file, which states `exif` only if it is False."""
         return {"exif": None if self.exif else self.exif, "pixel_range": self.pixel_range}
 
+    def of(self, channels: int) -> "Spec":
+        """This spec for images of `channels`; values for other channels give way to their mean."""
+        if (len(self.mean), len(self.std), self.channels) == (channels,) * 3:
+            return self
+        mean, std = (
+            values if len(values) == channels else (sum(values) / len(values),) * channels
+            for values in (self.mean, self.std)
+        )
+        return self._replace(mean=mean, std=std, channels=channels)
+
     def to_values(self, pixels: np.ndarray) -> np.ndarray:
         """Pixels (..., channels), float32, in the model's value range."""
         from vit_jax.data.device_ops import per_channel  # here, because it needs JAX

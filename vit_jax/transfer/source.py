@@ -268,6 +268,12 @@ def _are_numbers(value: Any, length: int, above: float = -math.inf) -> bool:
     return is_list and all(_is_number(number) and number > above for number in value)
 
 
+def _are_of_channels(value: Any, above: float = -math.inf) -> bool:
+    """Whether it is a number for each channel, or one for all."""
+    values = value if isinstance(value, list) else [value]
+    return _are_numbers(values, max(len(values), 1), above)
+
+
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive int": lambda value: type(value) is int and value > 0,
     "an int from 0": lambda value: type(value) is int and value >= 0,
@@ -284,7 +290,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "two numbers": lambda value: _are_numbers(value, 2),
     "three numbers": lambda value: _are_numbers(value, 3),
     "three positive numbers": lambda value: _are_numbers(value, 3, above=0),
-    "1 or 3 numbers": lambda value: _is_number(value) or _are_numbers(value, 3),
-    "1 or 3 positive numbers": lambda v: _are_numbers(v if isinstance(v, list) else [v] * 3, 3, 0),
+    "numbers of channels": lambda value: _are_of_channels(value),
+    "positive numbers of channels": lambda value: _are_of_channels(value, above=0),
 }
 READING = {"exif": "true or false", "pixel_range": "two numbers"}  # of any format's files

@@ -43,7 +43,7 @@ _DEFAULT_HEADS = 12
 _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
 # Arguments that change the computation, each with its only supported value.
-_ONLY = {"pool_include_prefix": False, "in_chans": 3, "scale_attn_norm": False,
+_ONLY = {"pool_include_prefix": False, "scale_attn_norm": False,
          "scale_mlp_norm": False, "proj_bias": True, "final_norm": True, "use_post_norm": False,
          "rope_grid_offset": 0, "rope_grid_indexing": "ij",
          "pos_embed_rope_normalize_coords": "separate"}  # fmt: skip
@@ -119,6 +119,7 @@ def _read_vit(source: Source) -> Pretrained:
         "reg_tokens": fields["registers"],
         "pre_norm": fields["pre_norm"],
         "patch_size": arrays[_PATCHES].shape[2:],
+        "in_chans": arrays[_PATCHES].shape[1],
         "fc_norm": "fc_norm.weight" in arrays,
         "num_classes": source.size("head.weight", 0) or 0,
     }
@@ -134,6 +135,7 @@ def _read_vit(source: Source) -> Pretrained:
         num_classes=found["num_classes"] or None,
         image_size=image_size,
         patch_size=found["patch_size"],
+        channels=found["in_chans"],
         width=width,
         depth=found["depth"],
         mlp_dim=mlp_dim,
@@ -150,7 +152,7 @@ def _read_vit(source: Source) -> Pretrained:
     )
     model = timm_blocks.check_rotary(source, model, config.args)
     params = read_rows(vit_rows(model), source, model)
-    spec = config.read_spec(image_size, model.num_classes, kind.resize)
+    spec = config.read_spec(image_size, model.num_classes, kind.resize).of(model.channels)
     return Pretrained(str(source.path), model, params, spec)
 
 
@@ -238,6 +240,7 @@ def _held(model: nn.Module) -> dict[str, tuple]:
     """{field: values} of a VisionTransformer, or of a DINOv2 where MLPs have a gate."""
     gated = getattr(model, "gated_mlp", False)
     return {
+        "channels": range(1, 100),
         "hidden_head": (False,),
         "registers": (0,) if isinstance(model, DeiT) else range(100),
         "pre_norm": (False, True),
@@ -291,7 +294,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "global_pool": args["global_pool"],
         "model_args": args,
     }
-    return timm_config.write(path, config, arrays, pretrained.spec.at(model.image_size))
+    spec = pretrained.spec.at(model.image_size).of(model.channels)
+    return timm_config.write(path, config, arrays, spec)
 
 
 def _size_args(model: nn.Module) -> dict[str, Any]:
@@ -325,6 +329,7 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
     }
     if model.position_class.acts_on == "nothing":
         args["pos_embed"] = "none"
+    args |= {"in_chans": model.channels} if model.channels != 3 else {}
     if model.layer_scale is not None:
         args["init_values"] = model.layer_scale
     args |= {"reg_tokens": model.registers} if model.registers else {}

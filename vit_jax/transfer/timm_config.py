@@ -30,7 +30,8 @@ _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "eps": "a positive number", "init_values": "a positive number", "act_layer": "text",
               "global_pool": "text", "qk_scale": "a positive number"}  # fmt: skip
-_PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
+_PIXELS = {"mean": "numbers of channels", "std": "positive numbers of channels",
+           "input_size": "a list",
            "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
            "interpolation": "nearest, bilinear or bicubic"}  # fmt: skip
 
@@ -128,7 +129,7 @@ def write(
     pixels = {
         "mean": list(spec.mean),
         "std": list(spec.std),
-        **({} if size is None else {"input_size": [3, *size]}),
+        **({} if size is None else {"input_size": [spec.channels, *size]}),
         "crop_pct": share,
         "crop_mode": mode,
         "interpolation": interpolation,
