@@ -15,7 +15,8 @@ GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # 
 TEXT = ["ftfy>=6.3.1", "sentencepiece>=0.2.1", "tokenizers>=0.22.0"]
 # Of jax2onnx 0.13 is the last that takes a newer orbax-checkpoint than 0.11.36.
 ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
-LITERT = "ai-edge-litert>=2.1.0"
+# ai-edge-litert needs backports-strenum, whose 1.3 refuses Python 3.11; uv overlooks that.
+LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
@@ -97,15 +98,15 @@ setup(
             "setuptools>=77",  # builds a wheel
             "trustme>=1.2.1",
             LIBTPU,
-            LITERT,
             PARQUET,
             WANDB,
+            *LITERT,
             *ONNX,
             *REPORT,
             *TEXT,
         ],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
-        "litert": [LITERT],  # export --format=litert
+        "litert": LITERT,  # export --format=litert
         "onnx": ONNX,  # export --format=onnx
         "parquet": [PARQUET],  # and Arrow files, and hf:OWNER/NAME
         "plan": [LIBTPU],

@@ -1,5 +1,6 @@
 """A server on the loopback that speaks the protocol of the Hugging Face Hub."""
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -29,6 +30,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     repositories: dict = {}  # noqa: RUF012 (of one test at a time)
     asked: list = []  # noqa: RUF012
+    refused = ""  # what is answered by an error, such as "commit"
 
     def do_HEAD(self):
         self.answer(with_body=False)
@@ -36,10 +38,62 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(with_body=True)
 
+    def do_POST(self):
+        """Make a repository, say how files are sent, and take a commit."""
+        path, _, _ = urllib.parse.unquote(self.path).partition("?")
+        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+        self.asked.append((self.command, path))
+        if self.headers.get("Authorization") != "Bearer hf_writes":
+            return self.refuse(401, None)
+        if self.refused and f"/{self.refused}/" in path:
+            return self.refuse(400, None)
+        if path == "/api/repos/create":
+            about = json.loads(lines[0])
+            repo_id = f"{about['organization']}/{about['name']}"
+            self.repositories.setdefault((repo_id, COMMITS["main"]), {})
+            return self.say({"url": f"{constants.ENDPOINT}/{repo_id}"})
+        if path == "/api/validate-yaml":
+            return self.say({"errors": [], "warnings": []})
+        repo_id, what, revision = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit|discussions)/?(.*)", path
+        ).groups()
+        files = self.repositories[repo_id, COMMITS["main"]]
+        if what == "branch":
+            self.repositories[repo_id, revision] = dict(files)
+            return self.say({})
+        if what == "preupload":
+            asked = json.loads(lines[0])["files"]
+            kinds = {"uploadMode": "regular", "shouldIgnore": False}
+            return self.say({"files": [{"path": file["path"], **kinds} for file in asked]})
+        if what == "discussions":
+            return self.say({"num": 1})
+        target = COMMITS.get(revision, revision)
+        files = self.repositories.setdefault((repo_id, target), dict(files))
+        for line in map(json.loads, lines):
+            if line["key"] == "file":
+                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        address = f"{constants.ENDPOINT}/{repo_id}"
+        self.say({"commitUrl": f"{address}/commit/{'c' * 40}", "commitOid": "c" * 40})
+
+    def say(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
     def answer(self, with_body):
         path, _, _ = urllib.parse.unquote(self.path).partition("?")
         if path == _HARNESSES:
             return self.refuse(404, None)
+        if path.endswith("/discussions/1"):
+            about = {"title": "", "num": 1, "author": {}, "status": "draft", "isPullRequest": True}
+            about |= {"createdAt": "2026-01-01T00:00:00.000Z", "events": [],
+                      "repo": {"name": path.removeprefix("/api/models/")[: -len("/discussions/1")],
+                               "type": "model"}}  # fmt: skip
+            about |= {"changes": {"base": "refs/heads/main"}, "filesWithConflicts": []}
+            return self.say(about)
         repo_id, what, revision, file = _ADDRESS.fullmatch(path).groups("")
         what, revision = what or "revision", revision or "main"
         self.asked.append((self.command, file))
@@ -96,7 +150,7 @@ def move_hub(monkeypatch, address):
 @contextlib.contextmanager
 def served(repositories, monkeypatch, tmp_path):
     """Serve them to huggingface_hub, which gets a new cache."""
-    Hub.asked, Hub.repositories = [], repositories
+    Hub.asked, Hub.repositories, Hub.refused = [], repositories, ""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
         threading.Thread(target=there.serve_forever, args=[0.01], daemon=True).start()
         move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")

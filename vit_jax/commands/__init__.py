@@ -8,9 +8,9 @@ once and the process can be interrupted.
 import importlib
 import types
 
-COMMANDS = ("train", "branch", "evaluate", "predict", "export", "benchmark", "plan", "study",
-            "label", "report", "status", "figures", "check", "doctor", "certify", "configs",
-            "models", "keys")  # fmt: skip
+COMMANDS = ("train", "branch", "evaluate", "predict", "export", "push", "benchmark", "plan",
+            "study", "label", "report", "status", "figures", "check", "doctor", "certify",
+            "configs", "models", "keys")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

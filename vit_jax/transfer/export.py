@@ -215,8 +215,9 @@ def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
 
 def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
     """The function images -> logits; with a text side, those for two texts of any ids."""
-    # Pass parameters as an argument: XLA would fold constants and round differently.
-    apply = partial(jax.jit(pretrained.model.apply), pretrained.variables)
+    # Pass parameters as an argument: XLA would fold constants and round differently. On CPUs
+    # `device_put` shares the memory of arrays of devices, such as those of a run.
+    apply = partial(jax.jit(pretrained.model.apply), jax.device_put(pretrained.variables))
     if side is None:
         return apply
     text, match = side.matcher.text, jax.jit(side.matcher.apply)

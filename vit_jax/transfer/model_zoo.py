@@ -138,6 +138,16 @@ def is_fetched(source: str | os.PathLike) -> bool:
     return "://" in source or source.startswith(tuple(_ON_HUB)) or source in PUBLISHED
 
 
+def repository_of(source: str) -> tuple[str, str | None] | None:
+    """(repository, revision or None) of a source on the Hub by name; None for other sources."""
+    source = PUBLISHED[source].address if source in PUBLISHED else source
+    for start, owner in _ON_HUB.items():
+        if source.startswith(start):
+            name, _, revision = source.removeprefix(start).partition("@")
+            return owner + name, revision or None
+    return None
+
+
 def locate(source: str | os.PathLike) -> epath.Path:
     """The file or folder of `source`: a path, an address, "hf:..." or "timm:...", or a name.
 
@@ -156,10 +166,8 @@ def locate(source: str | os.PathLike) -> epath.Path:
             f"init_from={source!r}: a pickle may run code and is never loaded; write its arrays to "
             "a .safetensors file as docs/how_to/weights.md shows"
         )
-    start = next((start for start in _ON_HUB if address.startswith(start)), None)
-    if start is not None:
-        name, _, revision = address.removeprefix(start).partition("@")
-        return fetch_from_hub(_ON_HUB[start] + name, revision=revision or None, source=source)
+    if (named := repository_of(address)) is not None:
+        return fetch_from_hub(named[0], revision=named[1], source=source)
     at_web, is_single = address.startswith(("http://", "https://")), address.endswith(_SINGLE)
     if at_web or ("://" in address and is_single):
         if not urllib.parse.urlsplit(address).path.endswith(_SINGLE):

@@ -1,0 +1,110 @@
+"""The push command, against a server that speaks the Hub's protocol."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from fake_hub import COMMITS, served
+from huggingface_hub import ModelCard
+
+from vit_jax.main import main
+from vit_jax.transfer import load_pretrained, tensors
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_writes")
+    with served({}, monkeypatch, tmp_path) as hub:
+        yield hub
+
+
+def equal_logits(sources):
+    images = np.random.default_rng(0).uniform(-1, 1, (2, 32, 32, 3)).astype(np.float32)
+    first, second = (jax.jit(m.apply)(v, images) for m, v in map(load_pretrained, sources))
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("format", ["timm", "hf"])
+def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, monkeypatch, format):
+    if format == "timm":
+        monkeypatch.setattr(tensors, "SHARD_BYTES", 20_000)
+    source = golden / ("timm_vit.safetensors" if format == "timm" else "hf_vit")
+    words = ["push", str(source), "me/mine", f"--format={format}"]
+    assert main([*words, "--dry_run", "--license=mit"]) == 0
+    out = capsys.readouterr().out
+    assert not hub.repositories
+    assert "license: mit" in out
+    assert main([*words, "--license=mit"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    files = hub.repositories["me/mine", COMMITS["main"]]
+    assert {name: len(content) for name, content in files.items()} == said["files"]
+    assert out.endswith(files["README.md"].decode() + "\n")
+    card = ModelCard(files["README.md"].decode()).data
+    assert (card.license, card.pipeline_tag) == ("mit", "image-classification")
+    assert "hf_writes" not in out + caplog.text + str(files)
+    equal_logits([source, "hf:me/mine@main"])
+
+
+def test_a_branch_and_a_pull_request(hub, golden, capsys):
+    words = ["push", str(golden / "timm_vit.safetensors"), "me/mine"]
+    assert main([*words, "--revision=two"]) == 0
+    assert "model.safetensors" in hub.repositories["me/mine", "two"]
+    assert main([*words, "--pull_request"]) == 0
+    assert "model.safetensors" in hub.repositories["me/mine", "refs/pr/1"]
+    assert '"address": "http' in capsys.readouterr().out
+    assert not hub.repositories["me/mine", COMMITS["main"]]
+    equal_logits([golden / "timm_vit.safetensors", "hf:me/mine@two"])
+
+
+def test_the_same_command_goes_on_after_a_failure(hub, golden, capsys):
+    words = ["push", str(golden / "timm_vit.safetensors"), "me/mine"]
+    hub.refused = "commit"
+    assert main(words) == 2
+    assert "cannot be sent" in capsys.readouterr().err
+    hub.refused = ""
+    assert main(words) == 0
+    assert "model.safetensors" in hub.repositories["me/mine", COMMITS["main"]]
+
+
+def test_faults_name_the_flag_and_the_remedy(hub, golden, capsys, monkeypatch):
+    source = str(golden / "timm_vit.safetensors")
+    assert main(["push", source]) == 2
+    assert "give SOURCE and OWNER/NAME" in capsys.readouterr().err
+    assert main(["push", source, "mine", "--format=npz", "--revision=a", "--pull_request"]) == 2
+    err = capsys.readouterr().err
+    for part in ("'mine': needs OWNER/NAME", "--format=npz: push sends a folder", "--revision=a"):
+        assert part in err
+    monkeypatch.setenv("HF_TOKEN", "hf_reads")
+    assert main(["push", source, "me/mine"]) == 2
+    err = capsys.readouterr().err
+    assert "set HF_TOKEN" in err
+    assert "hf_reads" not in err
+
+
+def test_the_card_of_a_run(hub, golden, tmp_path, capsys):
+    """Results with their split, the recipe as asked and as resolved, figures."""
+    run = tmp_path / "run"
+    shutil.copytree(golden / "run_0_2_0", run)
+    (run / "figures").mkdir()
+    (run / "figures/norms.png").write_bytes(b"a picture")
+    assert main(["push", str(run), "me/mine"]) == 0
+    files = hub.repositories["me/mine", COMMITS["main"]]
+    assert files["norms.png"] == b"a picture"
+    recipe, stored = (json.loads(text) for text in
+                      (files["recipe.json"], (run / "config.json").read_text()))  # fmt: skip
+    assert recipe["asked"]["duration"] == stored["asked"]["duration"]
+    text = files["README.md"].decode()
+    assert "![norms](norms.png)" in text
+    assert f"| duration | `{stored['asked']['duration']}` |" in text
+    assert "evaluate --workdir=" in text
+    results = ModelCard(text).data.eval_results
+    (top1,) = [r for r in results if r.metric_name == "test/top1"]
+    assert (top1.metric_type, top1.dataset_name, top1.dataset_split) == (
+        "accuracy",
+        "digits",
+        "test",
+    )

@@ -1,0 +1,247 @@
+"""Publishes a model on the Hugging Face Hub: weights, preprocessing, receipt, recipe, model card.
+
+huggingface_hub sends the files and reads the token, as base/hub.py says. What a broken upload has
+sent is not sent again by the next one.
+"""
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants, errors
+from huggingface_hub.utils import validate_repo_id
+
+from vit_jax.base import hub
+from vit_jax.base.errors import InputError
+from vit_jax.config.stored import read_stored
+from vit_jax.transfer import FORMATS
+from vit_jax.transfer.export import export
+from vit_jax.transfer.model_zoo import repository_of
+from vit_jax.transfer.pretrained import Pretrained
+from vit_jax.transfer.source import to_json
+from vit_jax.transfer.workdir import workdir_of
+
+_LIBRARIES = {"hf": "transformers", "hf_pair": "transformers", "timm": "timm"}
+_VIT = "2010.11929"  # at arXiv
+_METRICS = {"top1": "accuracy", "accuracy": "accuracy"}  # ours: the Hub's, where it has one
+_SHOWN = (  # keys of the recipe in the card
+    "model.name", "init_from", "objective.name", "data.name", "data.split", "data.ops", "duration",
+    "global_batch_size", "loss.name", "optimizer.name", "optimizer.peak_lr",
+    "optimizer.weight_decay", "schedule.name", "schedule.warmup", "seed",
+)  # fmt: skip
+
+
+def push(
+    pretrained: Pretrained,
+    repository: str,
+    format: str,
+    *,
+    revision: str | None = None,
+    pull_request: bool = False,
+    license: str | None = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Send a model to a repository of the Hub, which is made if there is none.
+
+    Args:
+      pretrained: the model, from `read_pretrained`.
+      repository: OWNER/NAME.
+      format: of the weights, one that is written as a folder.
+      revision: a branch, made if there is none; None: the default branch.
+      pull_request: open a pull request instead.
+      license: the Hub's identifier, such as apache-2.0; None: that of the source, if it is on the
+        Hub and states one.
+      dry_run: send nothing.
+
+    Returns:
+      {"repository", "files": {name: bytes}, "card"}, and {"commit", "address"} of what was sent.
+
+    Raises:
+      InputError: if the format cannot hold the model, or the Hub refuses.
+      RuntimeError: if the exported files compute something else.
+    """
+    _check(repository, format, revision, pull_request)
+    hub.be_quiet()
+    with tempfile.TemporaryDirectory() as work:
+        folder = epath.Path(work) / repository.partition("/")[2]
+        receipt = export(pretrained, folder, format)
+        recipe, figures = _files_of_run(pretrained)
+        for file in figures:
+            file.copy(folder / file.name)
+        if recipe:
+            (folder / "recipe.json").write_text(to_json(recipe))
+        card = folder / "README.md"
+        license = license or _license_of(pretrained)
+        data = _metadata(receipt, repository, format, license, pretrained)
+        papers = re.findall(r"arXiv:(\d{4}\.\d+)", type(pretrained.model).__doc__ or "")
+        shown = [file.name for file in figures], papers or [_VIT]
+        text = card.read_text() + _sections(receipt, recipe, shown, repository, license)
+        card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}")
+        ModelCard(card.read_text(), ignore_metadata_errors=False)  # the Hub's own check
+        sizes = {f.name: f.stat().length for f in sorted(folder.iterdir())}
+        found = {"repository": repository, "files": sizes, "card": card.read_text()}
+        if dry_run:
+            return found
+        api = HfApi()
+        try:
+            api.create_repo(repository, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repository, branch=revision, exist_ok=True)
+            sent = api.upload_folder(
+                repo_id=repository,
+                folder_path=str(folder),
+                commit_message=f"{receipt['model']['family']} from vit_jax",
+                revision=revision,
+                create_pr=pull_request or None,
+            )
+        except hub.ERRORS as e:
+            raise InputError(f"{repository}: {_describe(e, repository)}") from None
+    return found | {"commit": sent.oid, "address": sent.pr_url or sent.commit_url}
+
+
+def _check(repository: str, format: str, revision: str | None, pull_request: bool) -> None:
+    folders = [name for name, f in FORMATS.items() if f.write and "" in (f.suffixes or ())]
+    faults = []
+    try:
+        validate_repo_id(repository)
+        named = repository.count("/") == 1
+    except errors.HFValidationError:
+        named = False
+    if not named:
+        faults.append(f"{repository!r}: needs OWNER/NAME, as in the Hub's addresses")
+    if format not in folders:
+        faults.append(f"--format={format}: push sends a folder; give {' or '.join(folders)}")
+    if pull_request and revision is not None:
+        faults.append(
+            f"--revision={revision}: a pull request has a branch of its own; leave out one of both"
+        )
+    if faults:
+        raise InputError(*faults)
+
+
+def _files_of_run(pretrained: Pretrained) -> tuple[dict[str, Any], list[epath.Path]]:
+    """The config of a run, as asked and as resolved, and its figures; nothing of other sources."""
+    if pretrained.run is None:
+        return {}, []
+    workdir = workdir_of(epath.Path(pretrained.source))
+    stored = read_stored(workdir)
+    recipe = {"asked": stored.asked.to_dict(), "resolved": stored.resolved.to_dict()}
+    figures = workdir / "figures"
+    return recipe, sorted(figures.glob("*.png")) if figures.is_dir() else []
+
+
+def _begun_from(pretrained: Pretrained) -> str | None:
+    """The repository of the Hub that the weights, or those the run began from, come from."""
+    run = pretrained.run
+    named = repository_of(str(run["config"].get("init_from")) if run else pretrained.source)
+    return named and named[0]
+
+
+def _license_of(pretrained: Pretrained) -> str | None:
+    if (origin := _begun_from(pretrained)) is None:
+        return None
+    with contextlib.suppress(*hub.ERRORS):
+        data = HfApi().model_info(origin).card_data
+        return data and data.get("license")
+    return None
+
+
+def _metadata(
+    receipt: Mapping[str, Any],
+    repository: str,
+    format: str,
+    license: str | None,
+    pretrained: Pretrained,
+) -> ModelCardData:
+    """The card's metadata; raises ValueError if it is not the Hub's."""
+    config = receipt.get("config") or {}
+    task = "image-classification" if receipt["model"].get("num_classes") else (
+        "zero-shot-image-classification" if "text" in receipt else "image-feature-extraction"
+    )  # fmt: skip
+    name = str(config.get("data", {}).get("name"))
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=evaluator.get("data_name") or name,
+            dataset_name=evaluator.get("data_name") or name,
+            dataset_split=evaluator.get("split"),
+            metric_type=_METRICS.get(metric, metric),
+            metric_name=f"{of}/{metric}",
+            metric_value=found["value"],
+        )
+        for of, metric, found, evaluator in _results(receipt)
+        if found["value"] is not None
+    ]
+    return ModelCardData(
+        base_model=_begun_from(pretrained),
+        datasets=[name.removeprefix("hf:")] if name.startswith("hf:") else None,
+        eval_results=results or None,
+        library_name=_LIBRARIES.get(format, "vit_jax"),
+        license=license,
+        model_name=repository.partition("/")[2],
+        pipeline_tag=task,
+        tags=["vit_jax", receipt["model"]["family"]],
+    )
+
+
+def _results(receipt: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """(evaluator, metric, result, the evaluator's config) of each result of a run."""
+    evals = (receipt.get("config") or {}).get("evals", {})
+    named = ((*name.partition("/"), r) for name, r in receipt.get("results", {}).items())
+    return [(of, metric, result, evals.get(of, {})) for of, _, metric, result in named]
+
+
+def _sections(
+    receipt: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    shown: tuple[list[str], list[str]],
+    repository: str,
+    license: str | None,
+) -> str:
+    """The sections of the card after the receipt's, in Markdown.
+
+    `shown`: the names of the figures, and the numbers of papers at arXiv.
+    """
+    names, (figures, papers) = receipt["class_names"], shown
+    lines = ["", "## Use", "", "```python", "import vit_jax", "",
+             f'model, variables = vit_jax.load_pretrained("hf:{repository}")', "```"]  # fmt: skip
+    if names:
+        lines += ["", "## Classes", "", ", ".join(names)]
+    if recipe:
+        lines += ["", "## Recipe", "", "[recipe.json](recipe.json) has all keys.", "",
+                  "| key | asked | resolved |", "|---|---|---|"]  # fmt: skip
+        for key in _SHOWN:
+            asked, resolved = (_at(recipe[side], key) for side in ("asked", "resolved"))
+            if resolved is not None:
+                lines.append(f"| {key} | {'' if asked is None else f'`{asked}`'} | `{resolved}` |")
+    if results := _results(receipt):
+        on = ", ".join(sorted({f"{of}: {e.get('split')}" for of, _, _, e in results}))
+        lines += ["", f"The results above were measured in training ({on}); `python -m vit_jax.main"
+                  f" evaluate --workdir={receipt['source']}` measures them again."]  # fmt: skip
+    for name in figures:
+        lines += ["", f"![{name.removesuffix('.png')}]({name})"]
+    lines += ["", "## Licence", "", license or "Not stated."]
+    lines += ["", "## Citation", "", *(f"- https://arxiv.org/abs/{number}" for number in papers)]
+    return "\n".join(lines) + "\n"
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _describe(error: Exception, repository: str) -> str:
+    """The cause and the remedy."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
+        return (
+            f"{constants.ENDPOINT} lets nobody write there without a token that may write; set "
+            "HF_TOKEN, or run `hf auth login`"
+        )
+    return hub.describe(error, repository, "the files", None).replace("fetched", "sent")
