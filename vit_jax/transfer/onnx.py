@@ -7,7 +7,7 @@ quantisation of weights and activations.
 import contextlib
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
         class Samples(CalibrationDataReader):
             left = iter(program.samples)
 
-            def get_next(self):
+            def get_next(self) -> dict[str, np.ndarray] | None:
                 image = next(self.left, None)
                 return None if image is None else {_INPUT: image[None]}
 
@@ -68,7 +68,7 @@ def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("jax2onnx", "onnx_ir", "root")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

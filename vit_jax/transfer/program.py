@@ -116,7 +116,7 @@ def make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) ->
     loss = LOSSES.find(loss_of(pretrained))() if choice.gives == "probabilities" else None
     model = with_known(model, dtype=jnp.dtype("float32"))
 
-    def apply(variables, images):
+    def apply(variables: dict[str, Any], images: Any) -> Any:
         if as_bytes:
             images = to_value_range(images, spec.mean, spec.std)
         found = model.apply(variables, images, method="features" if of_features else None)
