@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import unicodedata
 
 import numpy as np
 import PIL.Image
@@ -13,11 +14,13 @@ import vit_jax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.config import FAMILIES
+from vit_jax.data.words import imagenet_names
 from vit_jax.main import main
 from vit_jax.models import create_model, find_family, token_stride
 from vit_jax.models.contract import field_names
 from vit_jax.transfer import read_pretrained, runtimes
 from vit_jax.transfer.pretrained import Pretrained, Spec
+from vit_jax.transfer.program import Choice, make_program
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -96,21 +99,27 @@ def test_what_a_runtime_computes_otherwise_is_not_written(
 def test_float16_is_measured_by_cosine_and_class():
     """Of three classes that are nearly as likely."""
     scales = np.array([[1, 1.001, 0.5]], np.float32)
-    program = runtimes.Program(lambda by, x: x[:, 0, 0, :1] * by, scales, (1, 1, 3), np.float32)
+    pictures = [np.linspace(sign, 9 * sign, 5)[:, None, None, None] for sign in (1, -1)]
 
-    def compare(by):
-        choice = runtimes.Choice(precision="float16")
-        return runtimes._compare(program, lambda x: x[:, 0, 0, :1] * by, Spec((1, 1), "x"), choice)
+    def compare(by, gives="logits"):
+        choice = runtimes.Choice(precision="float16", gives=gives)
+        compute = (lambda x: x[:, 0, 0, :1] * scales, lambda x: x[:, 0, 0, :1] * by)
+        return runtimes._compare(*compute, pictures, choice)
 
     assert compare(1.01 * scales)["cosine"] == pytest.approx(1)
     with pytest.raises(RuntimeError, match=r"of cosine 0\.9"):
         compare(scales**2)
-    with pytest.raises(RuntimeError, match=r"37\.5% of the pictures get another class"):
+    with pytest.raises(RuntimeError, match=r"50\.0% of the pictures get another class"):
         compare(scales[:, [1, 0, 2]])
+    assert compare(scales[:, [1, 0, 2]], "features")["images"] == 10
+    scales = np.array([[1, 1 + 1e-6, 0.5]])  # as nearly equal as rounding makes them
+    assert compare(scales[:, [1, 0, 2]])["same_class"] == 1
 
 
 @each_runtime
-def test_int8_is_measured_by_top1_on_pictures_of_known_classes(format, golden, tmp_path, capsys):
+def test_int8_is_measured_by_top1_on_pictures_of_known_classes(
+    format, golden, tmp_path, monkeypatch
+):
     source = read_pretrained(golden / "timm_vit.safetensors")
     spec = source.spec._replace(class_names=tuple("abcdefghij"))
     source, draw = source._replace(spec=spec), np.random.default_rng(0).integers
@@ -118,11 +127,12 @@ def test_int8_is_measured_by_top1_on_pictures_of_known_classes(format, golden, t
         for i in range(8):
             image = PIL.Image.fromarray(draw(0, 256, (4, 4, 3), np.uint8)).resize((36, 36))
             (top,) = vit_jax.predict(image, source, top=1)
-            path = tmp_path / folder / top["classes"][0]["name"] / f"{i}.png"
+            path = tmp_path / folder / top["classes"][0]["name"] / f"deeper/{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
     choice = {"precision": "int8", "pictures": tmp_path / "pictures", "takes": "bytes"}
     choice["calibration"] = tmp_path / "calibration"
+    monkeypatch.setattr(runtimes, "_CALIBRATED", 5)
     output = tmp_path / f"m.{format}"
     if "int8" not in runtimes.RUNTIMES[format].PRECISIONS:
         with pytest.raises(InputError, match="precision='int8'"):
@@ -130,9 +140,50 @@ def test_int8_is_measured_by_top1_on_pictures_of_known_classes(format, golden, t
         return
     back = vit_jax.export(source, output, format, **choice, max_drop=0.5)["read_back"]
     assert (back["images"], back["vit_jax_top1"]) == (8, 1)
-    assert back["top1"] >= 0.5 and back["cosine"] > 0.9
-    with pytest.raises(RuntimeError, match="its top-1 is"):
-        vit_jax.export(source, tmp_path / f"n.{format}", format, **choice, max_drop=-1)
+    assert back["top1"] >= 0.5 and back["cosine"] > 0.9 and back["calibration_images"] == 4
+    assert (
+        f"top-1 {back['top1']:.2%}, the model's 100.00%"
+        in (tmp_path / f"m.{format}.md").read_text()
+    )
+    load = runtimes.RUNTIMES[format].load
+    of_others = lambda path: lambda images: np.roll(load(path)(images), 1, axis=-1)  # noqa: E731
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(RuntimeError, match=r"its top-1 is 0\.00%"),
+    ):
+        patched.setattr(runtimes.RUNTIMES[format], "load", of_others)
+        vit_jax.export(source, tmp_path / f"n.{format}", format, **choice)
     next((tmp_path / "pictures").iterdir()).rename(tmp_path / "pictures/z")
     with pytest.raises(InputError, match="has no class 'z'"):
         vit_jax.export(source, tmp_path / f"n.{format}", format, **choice)
+
+
+def test_labels_are_the_first_folders_by_the_names_of_training():
+    lemmas = tuple(imagenet_names().values())
+    paths = ["x/n01443537/1.png", "x/tench, Tinca tinca/deeper/2.png"]
+    assert runtimes._labels(paths, "x", lemmas).tolist() == [1, 0]
+    decomposed = unicodedata.normalize("NFD", "é")
+    assert runtimes._labels([f"x/{decomposed}/1.png"], "x", ("e", "é")).tolist() == [1]
+    with pytest.raises(InputError, match="has no class 'n01443537'"):
+        runtimes._labels(paths, "x", ("e", "é"))
+
+
+def test_a_picture_that_cannot_be_read_is_named(golden, tmp_path, monkeypatch):
+    def refuse(path, spec):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(runtimes, "load_pixels", refuse)
+    PIL.Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"a\.png'?: cannot be read \(Permission denied\)"):
+        vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo", pictures=tmp_path)
+
+
+def test_a_model_without_classes_gives_features(golden, tmp_path):
+    source = read_pretrained(golden / "hf_vit")
+    model = source.model.clone(num_classes=None)
+    params = {name: x for name, x in source.params.items() if not name.startswith("head/")}
+    source = source._replace(model=model, params=params)
+    receipt = vit_jax.export(source, tmp_path / "m.stablehlo", "stablehlo")
+    assert receipt["gives"] == "features" and receipt["read_back"]["largest_feature"] > 0
+    with pytest.raises(InputError, match="is tested by top-1, and"):
+        make_program(source, "onnx", Choice(precision="int8"))

@@ -99,6 +99,8 @@ def export(
     pretrained = pretrained._replace(model=model)
     writer, chosen = find_writer(format, model, output, "--format="), Choice(**choice)
     chosen.check(format, writer.precisions)
+    if writer.precisions and model.num_classes is None and chosen.gives == "logits":
+        chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
     check_folder(output.parent, "--output")
     check_names(output, "--output")
@@ -344,7 +346,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         _say_compared(back, receipt.get("gives", "logits")),
     ]
-    if receipt["computed_in"] != back["dtype"]:
+    if receipt["computed_in"] != "float32" == back["dtype"]:
         lines.append(
             f"- The source computes in {receipt['computed_in']}: its own logits and results differ "
             f"from those in {back['dtype']} by rounding"
@@ -371,6 +373,8 @@ def _say_compared(back: dict[str, Any], gives: str) -> str:
     if "runtime" not in back:
         return f"- Read back: {said}"
     versions = ", ".join(f"{name} {version}" for name, version in back["runtime"].items())
+    if "top1" in back:
+        said += f"; top-1 {back['top1']:.2%}, the model's {back['vit_jax_top1']:.2%}"
     return (
         f"- Computed by {versions} for {back['images']} pictures: {said}; smallest cosine "
         f"{back['cosine']:.6f}, same class {back['same_class']:.1%}; {back['ms_per_image']:.3g} ms "

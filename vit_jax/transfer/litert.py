@@ -18,6 +18,7 @@ from vit_jax.base.files import write_whole
 from vit_jax.transfer.program import Program
 
 PACKAGES = ("ai_edge_litert",)
+DEVICE = "cpu"
 _COMPOSITE = r'stablehlo\.composite "[^"]+" ([^{]*?) \{.*?decomposition = (@[\w."]+).*?\} :'
 PRECISIONS = ("float32", "float16", "int8")
 
@@ -29,7 +30,7 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
     from jax.extend.mlir.dialects import stablehlo
 
     one = jax.ShapeDtypeStruct((1, *program.shape), program.dtype)
-    exported = jax.export.export(jax.jit(program.call))(one)
+    exported = jax.export.export(jax.jit(program.call), platforms=("cpu",))(one)
     # The converter does not know composites, such as erf: their functions are called instead.
     text = re.sub(_COMPOSITE, r"func.call \2(\1) :", exported.mlir_module())
     module = stablehlo.serialize_portable_artifact_str(text, stablehlo.get_current_version())
@@ -49,7 +50,7 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
     if program.precision == "int8":
         converter.representative_dataset = lambda: ([image[None]] for image in program.samples)
     write_whole(path, converter.convert())
-    return {}
+    return {"converter": f"tensorflow {tf.__version__}"}
 
 
 def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:

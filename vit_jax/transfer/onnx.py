@@ -17,6 +17,7 @@ from vit_jax.base.files import write_whole
 from vit_jax.transfer.program import Program
 
 PACKAGES = ("onnxruntime", "jax2onnx")
+DEVICE = "cpu"
 PRECISIONS = ("float32", "float16", "int8")
 OPSET = 21
 _INPUT = "images"

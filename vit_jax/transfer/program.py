@@ -95,7 +95,8 @@ def make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) ->
     """The program of a model.
 
     Raises:
-      InputError: if the model has no classes, takes images of any size, or has 2 GiB and more.
+      InputError: if `choice` needs classes and the model has none, or if the model takes images of
+        any size or has 2 GiB and more.
     """
     model, variables, spec = pretrained.model, pretrained.variables, pretrained.spec
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
@@ -111,8 +112,13 @@ def make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) ->
             "program with --image_size"
         )
     as_bytes, of_features = choice.takes == "bytes", choice.gives == "features"
-    if choice.gives == "probabilities" and model.num_classes is None:
-        raise InputError(f"gives=probabilities: {pretrained.source} has no classes; take features")
+    if model.num_classes is None:
+        if choice.gives == "probabilities":
+            what = f"gives=probabilities: {pretrained.source} has no classes; take features"
+            raise InputError(what)
+        if choice.precision == "int8":
+            what = f"precision=int8: is tested by top-1, and {pretrained.source} has no classes"
+            raise InputError(f"{what}; take float16 or float32")
     loss = LOSSES.find(loss_of(pretrained))() if choice.gives == "probabilities" else None
     model = with_known(model, dtype=jnp.dtype("float32"))
 

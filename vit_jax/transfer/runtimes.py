@@ -1,15 +1,17 @@
 """Runtimes that compute exported programs. Each has one file and one entry in RUNTIMES.
 
-The file states PACKAGES (the runtime first), PRECISIONS, `convert` (path, program -> facts for the
-receipt) and `load` (path -> the function images -> outputs, computed by the runtime).
+The file states PACKAGES (the runtime first), the DEVICE that the runtime computes on (None: that of
+JAX), PRECISIONS, `convert` (path, program -> facts for the receipt) and `load` (path -> the
+function images (b, H, W, C) -> outputs (b, n), computed by the runtime).
 """
 
 import importlib.metadata
 import importlib.util
 import io
+import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +20,18 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
+from vit_jax.data.class_names import as_name, places_of
+from vit_jax.data.words import imagenet_names
 from vit_jax.transfer import litert, onnx, stablehlo
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_pixels
-from vit_jax.transfer.program import GIVES, Choice, Program, make_program
+from vit_jax.transfer.program import GIVES, Choice, make_program
 
 RUNTIMES: dict[str, Any] = {"stablehlo": stablehlo, "onnx": onnx, "litert": litert}
 
 _LEAST_COSINE = {"float32": 0.9999, "float16": 0.999}
 _TOLERANCE = 1e-4  # of float32, times the largest output
 _BATCH = 8
+_CALIBRATED = 512  # at most so many pictures give the ranges of int8
 _TIMED = 10
 
 
@@ -59,27 +64,45 @@ def export_program(
     runtime, program = RUNTIMES[format], make_program(pretrained, format, choice)
     spec = pretrained.spec.at(program.shape[:2])
     if choice.calibration is not None:
-        found = [pixels for _, pixels in read_pictures(choice.calibration, spec)]
-        program = program._replace(samples=as_taken(np.stack(found), spec, choice))
+        paths = _find_pictures(choice.calibration)
+        paths = paths[:: -(-len(paths) // _CALIBRATED)]
+        samples = np.stack([_read_picture(p, spec) for p in paths])
+        program = program._replace(samples=as_taken(samples, spec, choice))
+    pictures = list(_sample_pictures())
+    if choice.pictures is not None:
+        pictures = _find_pictures(choice.pictures)
+    labels, num_classes = None, pretrained.model.num_classes
+    if choice.precision == "int8" and num_classes is not None:
+        labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
     facts = runtime.convert(path, program)
+    facts |= {"calibration_images": len(program.samples)} if len(program.samples) else {}
     versions = {name: importlib.metadata.version(name) for name in runtime.PACKAGES}
-    classes = ()
-    if choice.precision == "int8":
-        classes = class_names(spec, pretrained.model.num_classes)
-    compared = _compare(program, runtime.load(path), spec, choice, classes)
+    device = runtime.DEVICE and jax.local_devices(backend=runtime.DEVICE)[0]
+    apply = partial(jax.jit(program.apply), jax.device_put(program.variables, device))
+    taken = _batches(pictures, spec, choice)
+    compared = _compare(apply, runtime.load(path), taken, choice, labels)
     return {"runtime": versions, **facts, **compared}
 
 
-def read_pictures(folder: epath.PathLike | None, spec: Spec) -> Iterator[tuple[str, np.ndarray]]:
-    """(name of the folder that holds it, uint8 pixels (H, W, C)) of each picture below `folder`."""
+def _find_pictures(folder: epath.PathLike) -> list[str]:
     from vit_jax.data.images.given import find_images
 
-    if folder is None:
-        for picture in _sample_pictures():
-            yield "", load_pixels(picture, spec)
-        return
-    for path in find_images([folder]):
-        yield epath.Path(path).parent.name, load_pixels(path, spec)
+    return find_images([folder])
+
+
+def _read_picture(picture: str | bytes, spec: Spec) -> np.ndarray:
+    """The uint8 pixels (H, W, C) of a path or of a file's bytes."""
+    try:
+        return load_pixels(picture, spec)
+    except OSError as e:
+        raise InputError(f"{picture!r}: cannot be read ({e.strerror}); choose others") from None
+
+
+def _batches(pictures: Sequence[str | bytes], spec: Spec, choice: Choice) -> Iterator[np.ndarray]:
+    """The pictures as the program takes them, (b, H, W, C), read when they are needed."""
+    for start in range(0, len(pictures), _BATCH):
+        part = pictures[start : start + _BATCH]
+        yield as_taken(np.stack([_read_picture(picture, spec) for picture in part]), spec, choice)
 
 
 def _sample_pictures() -> Iterator[bytes]:
@@ -100,33 +123,28 @@ def as_taken(pixels: np.ndarray, spec: Spec, choice: Choice) -> np.ndarray:
 
 
 def _compare(
-    program: Program,
+    apply: Callable[[np.ndarray], Any],
     run: Callable[[np.ndarray], Any],
-    spec: Spec,
+    batches: Iterable[np.ndarray],
     choice: Choice,
-    classes: Sequence[str] = (),
+    labels: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Compare a runtime's outputs with the model's; see `export_program`.
+    """Compare a runtime's outputs (`run`) with the model's (`apply`); see `export_program`.
 
-    `classes`: the names of the outputs, for top-1 on pictures in folders of these names.
+    `labels`: the classes of all pictures (n,), for top-1; None: the outputs are compared.
     """
-    apply = partial(jax.jit(program.apply), jax.device_put(program.variables))
-    names, ours, theirs, taken = [], [], [], np.zeros(0)
-    pictures = list(read_pictures(choice.pictures, spec))
-    for start in range(0, len(pictures), _BATCH):
-        part = pictures[start : start + _BATCH]
-        names += [name for name, _ in part]
-        taken = as_taken(np.stack([pixels for _, pixels in part]), spec, choice)
-        ours.append(np.asarray(apply(taken)))
-        theirs.append(np.asarray(run(taken)))
-    expected, found = np.concatenate(ours), np.concatenate(theirs)
-    largest = float(np.abs(expected).max())
-    difference = float(np.abs(found - expected).max())
-    cosine = float(_cosines(found, expected).min())
-    same = float((found.argmax(-1) == expected.argmax(-1)).mean())
+    of_batches, count, taken = [], 0, np.zeros(0)
+    for taken in batches:
+        expected, found = np.asarray(apply(taken)), np.asarray(run(taken))
+        known = None if labels is None else labels[count : count + len(taken)]
+        of_batches.append(_measure(expected, found, known))
+        count += len(taken)
+    differences, sizes, cosines, *sums = map(np.array, zip(*of_batches, strict=True))
+    difference, largest, cosine = map(float, (differences.max(), sizes.max(), cosines.min()))
+    same, of_model, of_file = (float(hits.sum() / count) for hits in sums)
     one = GIVES[choice.gives]
     result = {
-        "images": len(names),
+        "images": count,
         "dtype": choice.precision,
         f"largest_{one}_difference": difference,
         f"largest_{one}": largest,
@@ -135,31 +153,57 @@ def _compare(
         "ms_per_image": _milliseconds(run, taken),
         "vit_jax_ms_per_image": _milliseconds(apply, taken),
     }
-    said = f"the exported file gives {choice.gives} of cosine {cosine:.5f} with the model's, "
-    said += f"that differ by {difference:.3g} with {largest:.3g} the largest"
-    if classes:
-        labels = _labels(names, classes)
-        of_model, of_file = (float((x.argmax(-1) == labels).mean()) for x in (expected, found))
+    text = f"the exported file gives {choice.gives} of cosine {cosine:.5f} with the model's, "
+    text += f"that differ by {difference:.3g} with {largest:.3g} the largest"
+    if labels is not None:
         if not of_model - of_file <= choice.max_drop:
-            raise RuntimeError(f"{said}; its top-1 is {of_file:.2%}, the model's {of_model:.2%}")
+            raise RuntimeError(f"{text}; its top-1 is {of_file:.2%}, the model's {of_model:.2%}")
         return result | {"top1": of_file, "vit_jax_top1": of_model}
     tolerance = _TOLERANCE if choice.precision == "float32" else np.inf
     if not (
         cosine >= _LEAST_COSINE[choice.precision] and difference <= tolerance * max(largest, 1e-6)
     ):
-        raise RuntimeError(said)
+        raise RuntimeError(text)
     if choice.gives != "features" and same < 1:
-        raise RuntimeError(f"{said}; {1 - same:.1%} of the pictures get another class")
+        raise RuntimeError(f"{text}; {1 - same:.1%} of the pictures get another class")
     return result
 
 
-def _labels(names: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """The classes of pictures by the names of their folders."""
-    if unknown := sorted({*names} - {*classes}):
+def _measure(
+    expected: np.ndarray, found: np.ndarray, labels: np.ndarray | None
+) -> tuple[float, ...]:
+    """Largest difference and output, smallest cosine; numbers of the same and the right classes.
+
+    Outputs (b, n). A class whose output is within the tolerance of the model's largest is the same.
+    """
+    ours, theirs = expected.argmax(-1), found.argmax(-1)
+    rows = np.arange(len(expected))
+    behind = expected[rows, ours] - expected[rows, theirs]
+    return (
+        np.abs(found - expected).max(),
+        np.abs(expected).max(),
+        _cosines(found, expected).min(),
+        (behind <= _TOLERANCE * np.abs(expected).max(-1)).sum(),
+        (ours == labels).sum() if labels is not None else 0,
+        (theirs == labels).sum() if labels is not None else 0,
+    )
+
+
+def _labels(pictures: Sequence[str], folder: epath.PathLike, classes: Sequence[str]) -> np.ndarray:
+    """The classes (n,) of pictures by the names of the first folders below `folder`.
+
+    The classes of ImageNet may have the names of its synsets too.
+    """
+    places = places_of(classes)
+    if tuple(classes) == tuple((synsets := imagenet_names()).values()):
+        places = places_of(list(synsets)) | places
+    parts = (pathlib.Path(path).relative_to(pathlib.Path(folder)).parts for path in pictures)
+    names = [as_name(inside[0]) if len(inside) > 1 else "" for inside in parts]
+    if unknown := sorted({*names} - {*places}):
         raise InputError(
             f"pictures: the model has no class {unknown[0]!r}; it has {', '.join(classes[:5])}, ..."
         )
-    return np.array([classes.index(name) for name in names])
+    return np.array([places[name] for name in names])
 
 
 def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:

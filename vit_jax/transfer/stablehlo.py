@@ -13,6 +13,7 @@ from vit_jax.transfer.program import Program
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 PACKAGES = ("jax",)
+DEVICE = None
 PRECISIONS = ("float32",)
 
 
