@@ -13,9 +13,10 @@ WANDB = "wandb>=0.31.0"
 PARQUET = "pyarrow>=20.0.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
 TEXT = ["ftfy>=6.3.1", "sentencepiece>=0.2.1", "tokenizers>=0.22.0"]
-# Of jax2onnx 0.13 is the last that takes a newer orbax-checkpoint than 0.11.36.
+# jax2onnx 0.13 is the last release that works with orbax-checkpoint above 0.11.36.
 ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
-# ai-edge-litert needs backports-strenum, whose 1.3 refuses Python 3.11; uv overlooks that.
+# ai-edge-litert needs backports-strenum; its release 1.3 does not install with Python 3.11, but uv
+# would choose it.
 LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 

@@ -7,13 +7,13 @@ npz, npz_v2: a file in the first or the later layout of the reference release.
 hf: a folder for transformers; hf_pair: one of both towers of a model of images and texts.
 timm: a folder, or a .safetensors file with a .json beside it.
 stablehlo: a jax.export program for cpu, cuda and tpu with any batch size, including the parameters.
-onnx: such a program for onnxruntime. litert: one for LiteRT on phones, one image a call.
+onnx: a program for onnxruntime. litert: a program for LiteRT on phones, one image a call.
 
 The files are read back before they are moved to --output. The largest difference between logits is
 recorded in the receipt and printed as JSON, together with the names of the files. A program is run
-in its own runtime on pictures: in float32 the cosine of its outputs with the model's is at least
-0.9999, in float16 0.999, each picture gets the same class, and int8 loses at most --max_drop of
-top-1; else nothing is written.
+in its own runtime on pictures. In float32 its outputs differ from the model's by at most 1e-4 of
+the largest and have a cosine of at least 0.9999; in float16 the cosine is at least 0.999. Each
+picture gets the same class. int8 loses at most --max_drop of top-1. Otherwise nothing is written.
 """
 
 import argparse
@@ -45,10 +45,15 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--pictures", metavar="FOLDER", help="compare on these; for int8, a folder for each class"
     )
     of_program.add_argument(
-        "--calibration", metavar="FOLDER", help="other pictures, for the ranges of int8"
+        "--calibration",
+        metavar="FOLDER",
+        help="other pictures; at most 512, evenly spaced, give the ranges of int8",
     )
     of_program.add_argument(
-        "--max_drop", type=float, default=0.01, help="the largest loss of top-1 by int8"
+        "--max_drop",
+        type=float,
+        default=0.01,
+        help="the largest loss of top-1 by int8, as a fraction (0.01: one point)",
     )
 
 
@@ -59,11 +64,12 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.transfer.export import export
+    from vit_jax.transfer.export import check_choice, export
     from vit_jax.transfer.program import Choice
 
     try:
         choice = {name: getattr(flags, name) for name in Choice._fields}
+        check_choice(flags.format, Choice(**choice))
         receipt = export(read_source(flags), flags.output, flags.format, **choice)
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -204,7 +204,9 @@ def save_pretrained(
         vit_jax.save_pretrained("exported", model, variables, format="hf")
 
     Args:
-      path: a file for npz and npz_v2, a folder for hf, either for timm and t2t.
+      path: a file for npz and npz_v2, a folder for hf, either for timm and t2t. A program
+        ("stablehlo", "onnx", "litert") is a file whose name ends in the format; it takes floats,
+        gives logits in float32, and is not compared: `export` does that.
       model: the model; its layers may be scanned.
       variables: the model's variables, with "params" and, if it has them, "batch_stats" or
         "constants".
@@ -229,23 +231,36 @@ def save_pretrained(
     return writer.write(path, Pretrained(str(path), plain, merged, spec, model_state=state))
 
 
+def named_writer(format: str, key: str) -> Format:
+    """The format that `key` names.
+
+    Raises:
+      InputError: if it is none that is written.
+    """
+    writers = {name: format for name, format in FORMATS.items() if format.write is not None}
+    if format not in writers:
+        raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
+    return writers[format]
+
+
 def find_writer(format: str, model: nn.Module, path: epath.Path, key: str) -> Format:
     """The format that `key` names, if it can hold `model` and write it to `path`.
 
     Raises:
       InputError: naming what it cannot hold, and the formats that can.
     """
-    writers = {name: format for name, format in FORMATS.items() if format.write is not None}
-    if format not in writers:
-        raise InputError(f"{key}{format}: {nearest(format, list(writers))}")
-    writer = writers[format]
-    # Of programs, the errors name the one that needs no other package.
+    writer = named_writer(format, key)
     of_towers = {
         name: other
-        for name, other in writers.items()
-        if not other.of_pairs and (name == "stablehlo" or not other.precisions)
+        for name, other in FORMATS.items()
+        if other.check is not None and not other.of_pairs
     }
-    others = [name for name, other in of_towers.items() if not other.check(model)]
+    # Of programs, the error names the one that needs no other package.
+    others = [
+        name
+        for name, other in of_towers.items()
+        if (name == "stablehlo" or not other.precisions) and not other.check(model)
+    ]
     where = f"{key}{format} cannot hold this model; export it as {' or '.join(others)}"
     collect_faults(writer.check(model), where)
     owners = [name for name, other in of_towers.items() if path.suffix in (other.suffixes or ())]

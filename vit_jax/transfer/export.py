@@ -25,11 +25,11 @@ from vit_jax.data.division import hashes_to_bytes, side_file
 from vit_jax.job.software import software
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.zero_shot import TextSide, need_text_side
-from vit_jax.transfer import FORMATS, Format, find_writer, read_pretrained
+from vit_jax.transfer import FORMATS, Format, find_writer, named_writer, read_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.program import GIVES, Choice
-from vit_jax.transfer.runtimes import export_program
+from vit_jax.transfer.runtimes import RUNTIMES, export_program, need_packages
 from vit_jax.transfer.source import to_json
 from vit_jax.transfer.tensors import share_equal
 
@@ -92,13 +92,13 @@ def export(
       InputError: if the format cannot hold the model, or `output` cannot be written.
       RuntimeError: if the exported files compute something else.
     """
-    output = absolute(output)
+    output, chosen = absolute(output), Choice(**choice)
+    check_choice(format, chosen)
     pretrained = read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
-    writer, chosen = find_writer(format, model, output, "--format="), Choice(**choice)
-    chosen.check(format, writer.precisions)
+    writer = find_writer(format, model, output, "--format=")
     if writer.precisions and model.num_classes is None and chosen.gives == "logits":
         chosen = chosen._replace(gives="features")
     side = _read_text_side(pretrained, writer)
@@ -138,6 +138,17 @@ def export(
         _check_free(output, [output] if inside else [output.parent / name for name in made])
         _move(root, output, made, inside)
     return receipt
+
+
+def check_choice(format: str, choice: Choice) -> None:
+    """Check what needs no model, so that nobody waits for one to be read first.
+
+    Raises:
+      InputError: if `format` is unknown, cannot do what `choice` states, or needs a package.
+    """
+    choice.check(format, named_writer(format, "--format=").precisions)
+    if format in RUNTIMES:
+        need_packages(format)
 
 
 @contextlib.contextmanager

@@ -29,8 +29,9 @@ class Choice(NamedTuple):
     precision: "float32"; "float16", or "int8" where a runtime can quantise.
     pictures: folder of the pictures on which the exported file is compared with the model; None:
       parts of the two photographs of scikit-learn. int8 needs one folder in it per class.
-    calibration: folder of other pictures, from which int8 takes the ranges of values.
-    max_drop: the largest loss of top-1 by int8, as a fraction.
+    calibration: folder of other pictures, from which int8 takes the ranges of values; if there
+      are more than 512, at most 512 of them, evenly spaced.
+    max_drop: the largest loss of top-1 by int8, as a fraction (0.01: one point).
     """
 
     takes: str = "floats"
@@ -60,6 +61,16 @@ class Choice(NamedTuple):
         faults.need(
             self.precision != "int8" or self.gives != "features",
             "precision=int8: is tested by top-1, so gives=features does not go with it",
+        )
+        quantises = {"calibration": self.calibration, "max_drop": self.max_drop}
+        for name, value in quantises.items():
+            faults.need(
+                not precisions or self.precision == "int8" or value == getattr(Choice(), name),
+                f"{name}={value}: is of precision=int8; leave it out",
+            )
+        faults.need(
+            self.precision != "int8" or 0 <= self.max_drop < 1,
+            f"max_drop={self.max_drop}: needed: a fraction in [0, 1); 0.01 is one point of top-1",
         )
         collect_faults(faults)
 

@@ -60,7 +60,6 @@ def export_program(
       InputError: if the model or the pictures do not suit the choice.
       RuntimeError: if the runtime computes something else.
     """
-    need_packages(format)
     runtime, program = RUNTIMES[format], make_program(pretrained, format, choice)
     spec = pretrained.spec.at(program.shape[:2])
     if choice.calibration is not None:
