@@ -43,17 +43,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path, _, _ = urllib.parse.unquote(self.path).partition("?")
         lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
         self.asked.append((self.command, path))
-        if self.headers.get("Authorization") != "Bearer hf_writes":
+        if path == "/api/validate-yaml" and self.refused != "validate-yaml":
+            return self.say({"errors": [], "warnings": []})  # to anyone
+        if self.headers.get("Authorization") != "Bearer hf_writes" and "validate" not in path:
             return self.refuse(401, None)
-        if self.refused and f"/{self.refused}/" in path:
+        if self.refused and f"/{self.refused}" in path:
             return self.refuse(400, None)
         if path == "/api/repos/create":
             about = json.loads(lines[0])
             repo_id = f"{about['organization']}/{about['name']}"
             self.repositories.setdefault((repo_id, COMMITS["main"]), {})
             return self.say({"url": f"{constants.ENDPOINT}/{repo_id}"})
-        if path == "/api/validate-yaml":
-            return self.say({"errors": [], "warnings": []})
         repo_id, what, revision = re.fullmatch(
             r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit|discussions)/?(.*)", path
         ).groups()
@@ -72,6 +72,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for line in map(json.loads, lines):
             if line["key"] == "file":
                 files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                del files[line["value"]["path"]]
         address = f"{constants.ENDPOINT}/{repo_id}"
         self.say({"commitUrl": f"{address}/commit/{'c' * 40}", "commitOid": "c" * 40})
 

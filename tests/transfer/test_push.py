@@ -9,6 +9,7 @@ import pytest
 from fake_hub import COMMITS, served
 from huggingface_hub import ModelCard
 
+from vit_jax.base.errors import InputError
 from vit_jax.main import main
 from vit_jax.transfer import load_pretrained, tensors
 
@@ -47,6 +48,33 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, monkeypatch, f
     assert (card.license, card.pipeline_tag) == ("mit", "image-classification")
     assert "hf_writes" not in out + caplog.text + str(files)
     equal_logits([source, "hf:me/mine@main"])
+
+
+def test_shards_replace_the_whole_file_of_an_earlier_push(hub, golden, monkeypatch):
+    """A new model in shards is not read as the old one in a file."""
+    assert main(["push", str(golden / "timm_vit.safetensors"), "me/mine"]) == 0
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 20_000)
+    source = golden / "hf_vit"
+    assert main(["push", str(source), "me/mine", "--format=hf"]) == 0
+    files = hub.repositories["me/mine", COMMITS["main"]]
+    assert "model.safetensors" not in files and "model.safetensors.index.json" in files
+    equal_logits([source, "hf:me/mine"])
+    shard = min(name for name in files if name.endswith(".safetensors"))
+    del files[shard]
+    hub.repositories["me/other", COMMITS["main"]] = files
+    with pytest.raises(InputError, match=f"has no file {shard}, which its model.safetensors.index"):
+        load_pretrained("hf:me/other")
+    files["model.safetensors.index.json"] = b"{"
+    hub.repositories["me/third", COMMITS["main"]] = files
+    with pytest.raises(InputError, match=r"index\.json"):
+        load_pretrained("hf:me/third")
+
+
+def test_a_refused_card_makes_no_repository(hub, golden, capsys):
+    hub.refused = "validate-yaml"
+    assert main(["push", str(golden / "timm_vit.safetensors"), "me/mine"]) == 2
+    assert "--license needs one of its identifiers" in capsys.readouterr().err
+    assert not hub.repositories
 
 
 def test_a_branch_and_a_pull_request(hub, golden, capsys):

@@ -8,8 +8,6 @@ which is checked. Files of the Hugging Face Hub are fetched as base/hub.py says.
 """
 
 import base64
-import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -33,8 +31,8 @@ from vit_jax.base.errors import InputError, nearest
 from vit_jax.base.files import absolute, cache_folder, replaced, write_whole
 from vit_jax.data import tokenizers
 from vit_jax.data.division import HASHES
-from vit_jax.transfer.source import CONFIGS, OPEN_CLIP
-from vit_jax.transfer.tensors import INDEX, WEIGHTS, shard_names
+from vit_jax.transfer.source import CONFIGS, OPEN_CLIP, Source
+from vit_jax.transfer.tensors import INDEX, WEIGHTS
 
 logger = logging.getLogger("vit_jax")
 
@@ -350,22 +348,33 @@ def fetch_from_hub(
 def _fetch_weights(repo_id: str, file: str, revision: str | None) -> pathlib.Path:
     """The cached weights: `file`; in a repository without WEIGHTS its shards, or open_clip's.
 
-    Of shards, it is the path that WEIGHTS would have.
+    With shards it is the path that WEIGHTS would have.
     """
-    fetch = functools.partial(huggingface_hub.hf_hub_download, repo_id, revision=revision)
-    try:
-        return pathlib.Path(fetch(file))
-    except errors.EntryNotFoundError:
-        if file == WEIGHTS:
-            with contextlib.suppress(errors.EntryNotFoundError):
-                index = pathlib.Path(fetch(INDEX))
-                commit = index.parent.name
-                for shard in shard_names(json.loads(index.read_text())):
-                    huggingface_hub.hf_hub_download(repo_id, shard, revision=commit)
-                return index.with_name(WEIGHTS)
-            with contextlib.suppress(errors.EntryNotFoundError):
-                return pathlib.Path(fetch(OPEN_CLIP))
-        raise
+    missing = None
+    for name in (file, INDEX, OPEN_CLIP) if file == WEIGHTS else (file,):
+        try:
+            found = pathlib.Path(huggingface_hub.hf_hub_download(repo_id, name, revision=revision))
+        except errors.EntryNotFoundError as e:
+            missing = missing or e
+            continue
+        return _fetch_shards(repo_id, found) if name == INDEX else found
+    assert missing is not None
+    raise missing
+
+
+def _fetch_shards(repo_id: str, index: pathlib.Path) -> pathlib.Path:
+    """Fetch the shards that a cached INDEX names; the path that WEIGHTS would have."""
+    for shard in Source(epath.Path(index.parent)).files():
+        try:
+            huggingface_hub.hf_hub_download(repo_id, shard.name, revision=index.parent.name)
+        except errors.LocalEntryNotFoundError:
+            raise
+        except errors.EntryNotFoundError:
+            raise InputError(
+                f"hf:{repo_id}: has no file {shard.name}, which its {INDEX} names; the repository "
+                "is not complete, so choose another, or a revision of it"
+            ) from None
+    return index.with_name(WEIGHTS)
 
 
 def _fetch_optional(repo_id: str, file: str, commit: str) -> None:

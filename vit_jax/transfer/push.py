@@ -1,10 +1,9 @@
 """Publishes a model on the Hugging Face Hub: weights, preprocessing, receipt, recipe, model card.
 
-huggingface_hub sends the files and reads the token, as base/hub.py says. What a broken upload has
-sent is not sent again by the next one.
+huggingface_hub sends the files and reads the token, as base/hub.py says. Large files that a broken
+upload has sent are not sent again by the next one.
 """
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from vit_jax.base import hub
 from vit_jax.base.errors import InputError
+from vit_jax.base.files import cache_folder
 from vit_jax.config.stored import read_stored
 from vit_jax.transfer import FORMATS
 from vit_jax.transfer.export import export
@@ -24,6 +24,8 @@ from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import to_json
 from vit_jax.transfer.workdir import workdir_of
 
+# Files of an earlier push that would be read in place of the new ones, or beside them.
+_OLD = ["*.safetensors", "*.safetensors.index.json", "preprocessor_config.json", "recipe.json"]
 _LIBRARIES = {"hf": "transformers", "hf_pair": "transformers", "timm": "timm"}
 _VIT = "2010.11929"  # at arXiv
 _METRICS = {"top1": "accuracy", "accuracy": "accuracy"}  # ours: the Hub's, where it has one
@@ -65,7 +67,9 @@ def push(
     """
     _check(repository, format, revision, pull_request)
     hub.be_quiet()
-    with tempfile.TemporaryDirectory() as work:
+    room = cache_folder("push")  # on a disk: the temporary folder may be memory
+    room.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=room) as work:
         folder = epath.Path(work) / repository.partition("/")[2]
         receipt = export(pretrained, folder, format)
         recipe, figures = _files_of_run(pretrained)
@@ -74,19 +78,20 @@ def push(
         if recipe:
             (folder / "recipe.json").write_text(to_json(recipe))
         card = folder / "README.md"
-        license = license or _license_of(pretrained)
-        data = _metadata(receipt, repository, format, license, pretrained)
+        licence = {"license": license} if license else _licence_of(pretrained)
+        data = _metadata(receipt, repository, format, licence, pretrained)
         papers = re.findall(r"arXiv:(\d{4}\.\d+)", type(pretrained.model).__doc__ or "")
         shown = [file.name for file in figures], papers or [_VIT]
-        text = card.read_text() + _sections(receipt, recipe, shown, repository, license)
+        address = f"hf:{repository}" + (f"@{revision}" if revision else "")
+        text = card.read_text() + _sections(receipt, recipe, shown, address, licence.get("license"))
         card.write_text(f"---\n{data.to_yaml()}\n---\n\n{text}")
-        ModelCard(card.read_text(), ignore_metadata_errors=False)  # the Hub's own check
         sizes = {f.name: f.stat().length for f in sorted(folder.iterdir())}
         found = {"repository": repository, "files": sizes, "card": card.read_text()}
         if dry_run:
             return found
         api = HfApi()
         try:
+            ModelCard(card.read_text()).validate()  # asks the Hub
             api.create_repo(repository, exist_ok=True)
             if revision is not None:
                 api.create_branch(repository, branch=revision, exist_ok=True)
@@ -96,9 +101,15 @@ def push(
                 commit_message=f"{receipt['model']['family']} from vit_jax",
                 revision=revision,
                 create_pr=pull_request or None,
+                delete_patterns=_OLD,
             )
         except hub.ERRORS as e:
             raise InputError(f"{repository}: {_describe(e, repository)}") from None
+        except ValueError as e:  # of the card
+            raise InputError(
+                f"{repository}: the Hub refuses the card's metadata ({e}); --license needs one of "
+                "its identifiers, such as apache-2.0"
+            ) from None
     return found | {"commit": sent.oid, "address": sent.pr_url or sent.commit_url}
 
 
@@ -116,7 +127,7 @@ def _check(repository: str, format: str, revision: str | None, pull_request: boo
         faults.append(f"--format={format}: push sends a folder; give {' or '.join(folders)}")
     if pull_request and revision is not None:
         faults.append(
-            f"--revision={revision}: a pull request has a branch of its own; leave out one of both"
+            f"--revision={revision}: a pull request has a branch of its own; leave out --revision"
         )
     if faults:
         raise InputError(*faults)
@@ -140,20 +151,28 @@ def _begun_from(pretrained: Pretrained) -> str | None:
     return named and named[0]
 
 
-def _license_of(pretrained: Pretrained) -> str | None:
+def _licence_of(pretrained: Pretrained) -> dict[str, str]:
+    """The licence of the card's metadata as the origin of the weights states it; {}: it does not.
+
+    Raises:
+      InputError: if the origin is not reached.
+    """
     if (origin := _begun_from(pretrained)) is None:
-        return None
-    with contextlib.suppress(*hub.ERRORS):
+        return {}
+    try:
         data = HfApi().model_info(origin).card_data
-        return data and data.get("license")
-    return None
+    except hub.ERRORS as e:
+        said = hub.describe(e, origin, "the licence", None)
+        raise InputError(f"the licence of {origin}: {said}; or give --license") from None
+    names = ("license", "license_name", "license_link")
+    return {name: data[name] for name in names if data and data.get(name)}
 
 
 def _metadata(
     receipt: Mapping[str, Any],
     repository: str,
     format: str,
-    license: str | None,
+    licence: Mapping[str, str],
     pretrained: Pretrained,
 ) -> ModelCardData:
     """The card's metadata; raises ValueError if it is not the Hub's."""
@@ -180,7 +199,7 @@ def _metadata(
         datasets=[name.removeprefix("hf:")] if name.startswith("hf:") else None,
         eval_results=results or None,
         library_name=_LIBRARIES.get(format, "vit_jax"),
-        license=license,
+        **licence,
         model_name=repository.partition("/")[2],
         pipeline_tag=task,
         tags=["vit_jax", receipt["model"]["family"]],
@@ -198,16 +217,16 @@ def _sections(
     receipt: Mapping[str, Any],
     recipe: Mapping[str, Any],
     shown: tuple[list[str], list[str]],
-    repository: str,
+    address: str,
     license: str | None,
 ) -> str:
     """The sections of the card after the receipt's, in Markdown.
 
-    `shown`: the names of the figures, and the numbers of papers at arXiv.
+    `shown`: the names of the figures, and the numbers of papers at arXiv. `address`: of the model.
     """
     names, (figures, papers) = receipt["class_names"], shown
     lines = ["", "## Use", "", "```python", "import vit_jax", "",
-             f'model, variables = vit_jax.load_pretrained("hf:{repository}")', "```"]  # fmt: skip
+             f'model, variables = vit_jax.load_pretrained("{address}")', "```"]  # fmt: skip
     if names:
         lines += ["", "## Classes", "", ", ".join(names)]
     if recipe:

@@ -66,7 +66,7 @@ class Source:
         if not self.has_arrays:
             return {}
         arrays: dict[str, np.ndarray] = {}
-        for file in self._shards() if self.path.is_dir() else [self.path]:
+        for file in self.files() if self.path.is_dir() else [self.path]:
             read = _read_npz if file.suffix == ".npz" else read_tensors
             try:
                 arrays |= {name: _as_float32(name, array) for name, array in read(file)}
@@ -78,9 +78,13 @@ class Source:
         self.refuse(["it holds no arrays"] if not arrays else [])
         return arrays
 
-    def _shards(self) -> list[epath.Path]:
-        """The safetensors files of a folder."""
-        if self._weights == OPEN_CLIP or not (self.path / INDEX).exists():
+    def files(self) -> list[epath.Path]:
+        """The safetensors files of a folder; its shards if it has no whole file.
+
+        Raises:
+          InputError: if INDEX is damaged, or names files elsewhere.
+        """
+        if (self.path / self._weights).exists() or not (self.path / INDEX).exists():
             return [self.path / self._weights]
         stated = self.read_stated(read_json(self.path / INDEX), {"weight_map": "an object"})
         shards = shard_names(stated)
