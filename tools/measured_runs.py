@@ -1,6 +1,7 @@
 """Runs measured from outside, and the tables of docs/ that keep their rows; for the tools here."""
 
 import csv
+import io
 import json
 import os
 import pathlib
@@ -33,7 +34,7 @@ def train(words: list[str], workdir: pathlib.Path) -> tuple[dict, float]:
 
 def read_rows(table: pathlib.Path) -> list[dict]:
     """The rows of a CSV file; none where there is no file yet."""
-    return [*csv.DictReader(table.read_text().splitlines())] if table.exists() else []
+    return [*csv.DictReader(io.StringIO(table.read_text()))] if table.exists() else []
 
 
 def has_row(table: pathlib.Path, place: dict) -> bool:
@@ -45,4 +46,6 @@ def add_row(table: pathlib.Path, row: dict) -> None:
     """Print a row and add it to those that the file has by now: others may have added some."""
     print(row, flush=True)
     rows = [*read_rows(table), row]
-    write_whole(epath.Path(table), as_csv([rows[0], *(row.values() for row in rows)]))
+    write_whole(
+        epath.Path(table), as_csv([rows[0], *([row[key] for key in rows[0]] for row in rows)])
+    )

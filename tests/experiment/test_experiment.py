@@ -317,7 +317,8 @@ def test_sizes_that_the_tensor_axis_does_not_divide_are_named(caplog):
 def test_parts_of_a_batch_stay_in_cache_or_in_vmem(name, platform, rows, chosen, monkeypatch):
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
     config.model.name, config.data.image_size, config.model.dtype = name, 224, "bfloat16"
-    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+    devices, shape = np.array([types.SimpleNamespace(platform=platform)]), {"fsdp": 1, "tensor": 1}
+    mesh = types.SimpleNamespace(devices=devices, shape=shape)
 
     def choose():
         settings = settings_of(config)
@@ -325,6 +326,12 @@ def test_parts_of_a_batch_stay_in_cache_or_in_vmem(name, platform, rows, chosen,
         return choose_accum_steps(settings.objective, model, mesh, rows)
 
     assert choose() == chosen
+    if platform == "tpu":
+        shape["fsdp"] = 2
+        assert choose() == 1
+        shape["fsdp"], config.data.image_size = 1, 2016  # few rows fit
+        assert choose() == 1
+        config.data.image_size = 224
     with monkeypatch.context() as patch:
         patch.setattr(ViT, "has_batch_statistics", True, raising=False)
         assert choose() == 1

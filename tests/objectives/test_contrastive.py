@@ -235,7 +235,7 @@ def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_pat
     source = siglip(golden, tmp_path / "pair")
     other = {"data.tokenizer": golden / "tokenizer_clip", **OF_GOLDEN}
     started, state = begin(source, tmp_path / "new", **other)
-    assert "its text tower uses another tokenizer, so the run's starts anew" in caplog.text
+    assert "the run has another tokenizer, so the text tower starts anew" in caplog.text
     assert not [name for name in started.initial_params if name.startswith("objective/")]
     assert state.params["objective"]["logit_bias"] == -10
     says = r"text_depth=1, but 2, objective.loss='softmax', but 'sigmoid'; set --config.obj.*h=2 --"

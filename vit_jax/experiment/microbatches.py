@@ -19,7 +19,7 @@ from vit_jax.objectives.contract import ObjectivePart
 _CPU_BYTES = 5 << 20
 # Of its tokens in the dtype of the model: 64 images of ViT-L/16. Fewer bytes than the second stay
 # whole, as 256 images of ViT-S/16 take less time than 2 parts of 128.
-_TPU_BYTES, _TPU_WHOLE = 25 << 20, 45 << 20
+_TPU_BYTES, _TPU_WHOLE, _LEAST_ROWS = 25 << 20, 45 << 20, 8
 
 
 def settle_microbatches(
@@ -41,8 +41,9 @@ def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share
     """The fewest microbatches of `share` rows a device whose activations stay in its cache or VMEM.
 
     1 on GPUs, for objectives that do not allow it, and for models whose batch statistics parts
-    would change. On TPUs also for a small batch, and if `share` divides only into parts of less
-    than half the rows, in which the layers' weights would take more time than their tokens.
+    would change. On TPUs also for a small batch; if parameters are split, as every part would
+    exchange their gradients; and if a part would have few rows, or `share` divides only into parts
+    of less than half the rows, in which the layers' weights would take more time than their tokens.
     """
     platform = mesh.devices.flat[0].platform
     if not objective.splits_unasked or model.block_bytes is None or model.has_batch_statistics:
@@ -51,8 +52,14 @@ def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share
         rows = max(_CPU_BYTES // model.block_bytes, 1)
         return _fewest_parts(share, rows)
     if platform == "tpu":
+        if (
+            model.num_tokens_in_training is None
+            or max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1
+        ):
+            return 1
         of_row = model.num_tokens_in_training * model.width * jnp.dtype(model.dtype).itemsize
-        rows = max(_TPU_BYTES // of_row, 1)
+        if (rows := _TPU_BYTES // of_row) < _LEAST_ROWS:
+            return 1
         parts = _fewest_parts(share, rows)
         is_worth = share * of_row > _TPU_WHOLE and 2 * share >= rows * parts
         return parts if is_worth else 1

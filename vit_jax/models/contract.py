@@ -202,6 +202,11 @@ class Model(nn.Module):
         return None
 
     @property
+    def num_tokens_in_training(self) -> int | None:
+        """The tokens of an image in the blocks while training; None: not known."""
+        return None
+
+    @property
     def flops_by_sizes(self) -> int | None:
         """FLOPs of forward and backward pass of one image, by a formula; None: there is none."""
         return None

@@ -49,7 +49,7 @@ def compile_plan(
     state = sum(memory.values())
     compiled = None
     # Another process compiles the kernels at the same time.
-    with futures.ThreadPoolExecutor() as threads, saying_how_long(since), jax.set_mesh(mesh):
+    with saying_how_long(since), futures.ThreadPoolExecutor() as threads, jax.set_mesh(mesh):
         counting = threads.submit(count_cycles, find_kernels(traced.jaxpr.jaxpr), target)
         try:
             compiled = traced.lower().compile()

@@ -162,7 +162,8 @@ def fit_texts(side: TextSide, matcher: Matcher, source: str) -> dict[str, np.nda
     Both take the same tokenizer. Token ids that it never gives are left out.
 
     Raises:
-      InputError: with the flags to set, if the text sides differ.
+      InputError: with the flags to set, if the text sides differ, or if the tokenizer gives ids
+        that the source has no embedding of.
     """
     both = side.matcher, matcher
     values = {key: [getattr(m.text, name) for m in both] for name, key in _OF_TEXTS.items()}
@@ -174,6 +175,11 @@ def fit_texts(side: TextSide, matcher: Matcher, source: str) -> dict[str, np.nda
         said = ", ".join(f"{key}={values[key][1]!r}, but {other[key]!r}" for key in other)
         raise InputError(f"init_from={source!r} has another text tower: {said}; set {flags}")
     params, name = dict(side.params), "text/token_embedding/embedding"
+    if len(params[name]) < matcher.text.vocabulary:
+        raise InputError(
+            f"init_from={source!r}: its text tower has {len(params[name])} token ids, its "
+            f"tokenizer {matcher.text.vocabulary}; take a source whose files belong together"
+        )
     params[name] = params[name][: matcher.text.vocabulary]
     found = tree.unflatten_names(params)
     if matcher.text.scan:

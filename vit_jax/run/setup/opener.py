@@ -164,9 +164,9 @@ class Files(Opener):
         tokenizer, self.tokenizer = opened
         if side is not None:
             self.text_side = side if self.tokenizer == theirs else None
-            why = "uses another tokenizer" if theirs else "has no tokenizer beside its weights"
+            why = "the run has another tokenizer" if theirs else "it has no tokenizer"
             text = "both towers are taken" if self.text_side else (
-                f"its image tower is taken; its text tower {why}, so the run's starts anew"
+                f"its image tower is taken; {why}, so the text tower starts anew"
             )  # fmt: skip
             logger.log(logging.INFO if self.text_side else logging.WARNING,
                        "init_from=%s: %s", settings.run.init_from, text)  # fmt: skip
