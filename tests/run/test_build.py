@@ -1,9 +1,10 @@
 """Checks before anything is written: packages, and the splits that a run opens."""
 
+import errno
 import importlib.util
-import os
 import pathlib
 import shlex
+import tempfile
 
 import jax
 import numpy as np
@@ -335,7 +336,10 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
 
 @pytest.mark.usefixtures("without_checks")
 def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     config = make_config()
     config.global_batch_size, config.duration = 8, "1 steps"
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
