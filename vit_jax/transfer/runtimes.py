@@ -67,9 +67,8 @@ def export_program(
         paths = paths[:: -(-len(paths) // _CALIBRATED)]
         samples = np.stack([_read_picture(p, spec) for p in paths])
         program = program._replace(samples=as_taken(samples, spec, choice))
-    pictures = list(_sample_pictures())
-    if choice.pictures is not None:
-        pictures = _find_pictures(choice.pictures)
+    given = choice.pictures is not None
+    pictures = _find_pictures(choice.pictures) if given else list(_sample_pictures())
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
