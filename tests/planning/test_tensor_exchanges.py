@@ -202,6 +202,7 @@ def test_of_other_families_it_is_unknown():
         abstract_state=TrainState(0, {}, {}, {}, ema={}),
         abstract_frozen=(),
         freeze=None,
+        parts=types.SimpleNamespace(join=None),
         num_gradients=1,
         passes=(TokenPass(model),),
     )

@@ -190,6 +190,8 @@ def test_what_is_within_a_deviation_of_the_best_is_said():
     names, near = study.report(Found(study, results)).best
     assert len(names) == 2 and near == [{"optimizer.peak_lr": "2"}]
     winner = {"place": {"a": 1}, "near": near, "values": {}, "workdirs": [], "next": ""}
-    assert running._say_winner(winner)[1].endswith("one standard deviation are optimizer.peak_lr 2")
+    assert running._say_winner(winner)[1].endswith(
+        "one standard deviation of it: optimizer.peak_lr 2"
+    )
     one_seed = {name: result for name, result in results.items() if name.endswith("seed_0")}
     assert study.report(Found(study, one_seed)).best.near == []  # no deviation is known

@@ -81,6 +81,17 @@ def folder(change):
     return spoil
 
 
+def in_shards(weight_map):
+    """A folder with an index, which is read where there is no whole file."""
+
+    def write(path):
+        (path / "model.safetensors").rename(path / "model-1.safetensors")
+        text = json.dumps({"weight_map": weight_map})
+        (path / "model.safetensors.index.json").write_text(text)
+
+    return folder(write)
+
+
 def copy(source, tmp_path):
     target = tmp_path / f"broken{source.suffix}"
     if source.is_dir():
@@ -273,17 +284,14 @@ BROKEN = {
         folder(lambda path: (path / "model.safetensors").unlink()), "not a source of a known",
     ),
     "hf: an index whose shard is missing": (
-        folder(lambda path: (path / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))),
+        in_shards({"a": "model-1.safetensors", "b": "model-2.safetensors"}),
         "model-2.safetensors",
     ),
     "hf: an index with a number for a file": (
-        folder(lambda path: (path / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": 3, "b": [4]}}))), "broken/3'",
+        in_shards({"a": 3, "b": [4]}), "broken/3'",
     ),
     "hf: an index that leads elsewhere": (
-        folder(lambda path: (path / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": "../secret.safetensors"}}))),
+        in_shards({"a": "../secret.safetensors"}),
         "'../secret.safetensors', which is outside",
     ),
     "hf: pixels in words": (

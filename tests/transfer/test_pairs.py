@@ -201,6 +201,11 @@ def test_other_towers_of_open_clip_are_refused(golden, tmp_path, change, says):
         read_pretrained(changed(golden, tmp_path / "own", "open_clip", change))
 
 
+def test_a_run_begins_with_a_text_tower_only_if_its_files_say_how_texts_are_cleaned(golden):
+    sides = [read_pretrained(golden / n).read_text_side() for n in ("hf_siglip_pair", *OPEN_CLIP)]
+    assert [side.by_files for side in sides] == [True, False, False]
+
+
 def test_open_clip_needs_its_config(golden, tmp_path):
     shutil.copy(golden / "open_clip/open_clip_model.safetensors", tmp_path)
     with pytest.raises(InputError, match=r"there is no open_clip_config.json; give the folder"):

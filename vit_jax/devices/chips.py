@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-
 from vit_jax.base.errors import InputError
 
 GIB, GB = 2**30, 10**9
@@ -163,7 +161,7 @@ def count_chips(devices: Iterable[Any]) -> int:
     chip. Every other device is one chip.
     """
 
-    def find_chip(device: jax.Device) -> Any:
+    def find_chip(device: Any) -> Any:
         if device.platform != "tpu":
             return device.id
         return getattr(device, "slice_index", None), *device.coords  # a single slice has no index

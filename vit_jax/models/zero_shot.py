@@ -31,12 +31,14 @@ class TextSide(NamedTuple):
     params: {leaf name: float32 array} of `matcher`; {}: they are the objective's of a train state.
     read_tokenizer: gives the model's `data.tokenizers.Tokenizer`.
     files: paths of that tokenizer's files, if it has some.
+    by_files: whether the files alone say how texts are cleaned and padded, as Hugging Face does.
     """
 
     matcher: Matcher
     params: Mapping[str, np.ndarray]
     read_tokenizer: Callable[[], Any]
     files: Sequence[Any] = ()
+    by_files: bool = True
 
     @property
     def variables(self) -> dict[str, Any]:

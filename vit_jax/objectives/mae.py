@@ -21,7 +21,6 @@ from vit_jax.models.contract import Model
 from vit_jax.models.layers import EncoderFields
 from vit_jax.models.patches import as_images, extract_patches, random_order, row_keys, take
 from vit_jax.models.position import sincos_2d
-from vit_jax.models.vit import ViT
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     InForm,
@@ -196,7 +195,7 @@ class _Mae:
         """
         visible, options = self.count_visible(), patches.dropout_options(dropout_key)
 
-        def encode(model: ViT, images: jax.Array, keep: jax.Array, train: bool) -> jax.Array:
+        def encode(model: Any, images: jax.Array, keep: jax.Array, train: bool) -> jax.Array:
             return model.encode(model.embed(images), keep=keep, train=train)
 
         keep_BV, hidden_BH = order_BN[:, :visible], order_BN[:, visible:]

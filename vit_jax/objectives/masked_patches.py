@@ -27,7 +27,6 @@ from vit_jax.models.patches import (
     take,
     take_once,
 )
-from vit_jax.models.vit import ViT
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     LossFn,
@@ -200,7 +199,7 @@ class _MaskedPatches:
         own, options = cast(Any, params[OBJECTIVE]), patches.dropout_options(dropout_key)
 
         def encode(
-            model: ViT, images: jax.Array, corruption: Corruption, token: jax.Array, train: bool
+            model: Any, images: jax.Array, corruption: Corruption, token: jax.Array, train: bool
         ) -> tuple[jax.Array, jax.Array | None]:
             x_BND = corrupt(model.embed(images), corruption, token, self.num_corrupt)
             keep = model.draw_keep(*x_BND.shape[:2], train=train)

@@ -30,7 +30,6 @@ from vit_jax.config import FROM_0, POSITIVE, SHARE, key
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import Model, with_known
 from vit_jax.models.patches import put_back, row_keys, take_once
-from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -341,7 +340,7 @@ class _SelfDistillation:
         model, own = model or self.model, cast(Any, params[OBJECTIVE])
         options = patches.dropout_options(dropout_key)
 
-        def encode(model: ViT, images: jax.Array, train: bool) -> tuple[Any, ...]:
+        def encode(model: Any, images: jax.Array, train: bool) -> tuple[Any, ...]:
             x = model.embed(images)
             if hides and hidden is not None:
                 masked = hidden.in_all_views(images.shape[0])

@@ -79,7 +79,7 @@ def read_texts(source: Source, name: str, **tokenizer: Any) -> TextSide:
     params = read_rows(text_rows(matcher), source, matcher)
     folder = source.path if source.path.is_dir() else source.path.parent
     files = TokenizerFiles(folder, length, **tokenizer)
-    return TextSide(matcher, params, files.read, files.paths)
+    return TextSide(matcher, params, files.read, files.paths, by_files=not tokenizer)
 
 
 def text_rows(matcher: Matcher) -> list[Row]:

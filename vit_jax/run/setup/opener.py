@@ -159,12 +159,15 @@ class Files(Opener):
         was = stored.resolved.data.tokenizer if (stored := self._before.stored) else None
         read = self.pretrained.read_text_side if self.pretrained and learns else None
         side = read() if read else None
-        theirs = {path.name: path.read_bytes() for path in side.files} if side else {}
+        files = side.files if side and side.by_files else ()
+        theirs = {path.name: path.read_bytes() for path in files}
         opened = open_tokenizer(data, self._workdir, sources[key], was, theirs)
         tokenizer, self.tokenizer = opened
         if side is not None:
             self.text_side = side if self.tokenizer == theirs else None
-            why = "the run has another tokenizer" if theirs else "it has no tokenizer"
+            why = "the run has another tokenizer" if theirs else (
+                "it has no tokenizer" if side.by_files else "its library cleans texts by own rules"
+            )  # fmt: skip
             text = "both towers are taken" if self.text_side else (
                 f"its image tower is taken; {why}, so the text tower starts anew"
             )  # fmt: skip
