@@ -24,28 +24,29 @@ from vit_jax.transfer.program import Choice, make_program
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-INSTALLED = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            any(importlib.util.find_spec(package) is None for package in runtime.PACKAGES),
-            reason=f"needs {' and '.join(runtime.PACKAGES)}: pip install -e '.[{name}]'",
-        ),
+
+def param(name, *values):
+    """A case of a runtime, whose packages are extras; `test` has them all."""
+    packages = runtimes.RUNTIMES[name].PACKAGES
+    mark = pytest.mark.skipif(
+        any(importlib.util.find_spec(package) is None for package in packages),
+        reason=f"needs {' and '.join(packages)}: pip install -e '.[{name}]'",
     )
-    for name, runtime in runtimes.RUNTIMES.items()
-]
+    return pytest.param(name, *values, marks=mark)
+
+
+INSTALLED = [param(name) for name in runtimes.RUNTIMES]
+FLOATS = [param(name, precision) for name, runtime in runtimes.RUNTIMES.items()
+          for precision in ("float32", "float16") if precision in runtime.PRECISIONS]  # fmt: skip
 FAST = ("DeiT-Ti/16", "EfficientNet-B0")  # with two heads, and with batch norms
 SLOW = pytest.mark.slow
 each_runtime = pytest.mark.parametrize("format", INSTALLED)
 
 
-@each_runtime
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(("format", "precision"), FLOATS)
 def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     format, precision, golden, tmp_path, capsys
 ):
-    if precision not in runtimes.RUNTIMES[format].PRECISIONS:
-        pytest.skip(f"{format} has no {precision}")
     output, source = tmp_path / f"model.{format}", golden / "timm_vit.safetensors"
     words = [f"--init_from={source}", f"--output={output}", f"--format={format}"]
     words += [f"--precision={precision}"]

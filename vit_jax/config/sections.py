@@ -197,7 +197,7 @@ class Data(OpenSection):
     text_length: int | None = key(None, "tokens of a caption; None: none are read", within=POSITIVE)
     tokenizer: str | None = key(
         None, "of captions: a folder, its spiece.model or tokenizer.json, or hf:OWNER/NAME; None: "
-        "that of the text tower in init_from, or the run trains one"
+        "init_from's, where it has a text tower, or the run trains one"
     )  # fmt: skip
     vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")

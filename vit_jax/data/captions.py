@@ -89,8 +89,8 @@ def open_tokenizer(
     """The tokenizer of a run, and {name: content} of the files that its workdir keeps.
 
     A run that goes on takes the one in its workdir, and needs `data.tokenizer` only if that is lost
-    or the user names another than before. Without a name, a new run takes that of its weights, or
-    trains one on the captions of `source`, of at most 200,000 images; every process trains the
+    or the user names another than before. Without a name, a new run takes its weights' tokenizer,
+    or trains one on the captions of `source`, of at most 200,000 images; every process trains the
     same.
 
     was: `data.tokenizer` of the run that goes on.

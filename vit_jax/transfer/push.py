@@ -54,8 +54,8 @@ def push(
       format: of the weights, one that is written as a folder.
       revision: a branch, made if there is none; None: the default branch.
       pull_request: open a pull request instead.
-      license: the Hub's identifier, such as apache-2.0; None: that of the source, if it is on the
-        Hub and states one.
+      license: the Hub's identifier, such as apache-2.0; None: the source's, if the Hub has
+        the source and its licence.
       dry_run: send nothing.
 
     Returns:

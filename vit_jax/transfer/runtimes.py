@@ -1,7 +1,7 @@
 """Runtimes that compute exported programs. Each has one file and one entry in RUNTIMES.
 
-The file states PACKAGES (the runtime first), the DEVICE that the runtime computes on (None: that of
-JAX), PRECISIONS, `convert` (path, program -> facts for the receipt) and `load` (path -> the
+The file states PACKAGES (the runtime first), DEVICE (where the runtime computes; None: where JAX
+does), PRECISIONS, `convert` (path, program -> facts for the receipt) and `load` (path -> the
 function images (b, H, W, C) -> outputs (b, n), computed by the runtime).
 """
 

@@ -152,7 +152,7 @@ class Files(Opener):
     def _open_tokenizer(self, settings: Settings, sources: dict[SplitKey, Source]) -> Changes:
         """Open the tokenizer of the captions, and give it to the training data.
 
-        If it is that of the text tower in `init_from`, this tower is taken.
+        The text tower of `init_from` is taken if its tokenizer is the same.
         """
         data, learns = settings.data, settings.objective.learns_texts
         key = config_lib.train_split(data)
