@@ -220,9 +220,9 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     ("own_rows", "layers"),
     [
         pytest.param(False, {}, marks=pytest.mark.slow),
-        pytest.param(False, {"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param(True, {"remat": "full", "scan": True}, marks=pytest.mark.slow),
-        (True, {"depth": 2, "remat": "full", "remat_layers": 1}),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        pytest.param(False, {"remat": "full", "scan": True}, marks=pytest.mark.slow),
+        (True, {"remat": "full"}),
     ],
     ids=str,
 )

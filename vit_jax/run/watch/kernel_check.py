@@ -41,8 +41,12 @@ def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
       InputError: an output or a gradient of the two differs by more than rounding.
     """
     with_kernels = [each for each in passes if has_kernels(each.model)]
-    for model, tokens in dict.fromkeys((form, p.tokens or _tokens_of(p.model))
-                                       for p in with_kernels for form in _forms(p.model)):  # fmt: skip
+    forms = [
+        (model, each.tokens or _tokens_of(model))
+        for each in with_kernels
+        for model in _forms(each.model)
+    ]
+    for model, tokens in dict.fromkeys(forms):
         with watchdog.phase("compile"):
             error, difference = compare_with_plain(model, mesh, tokens)
         if difference is not None:
