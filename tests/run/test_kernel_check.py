@@ -45,9 +45,13 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor, caplog):
 
 @pytest.mark.parametrize(
     ("fields", "keeps"),
-    [({}, [True]), ({"remat": "full"}, [False]), ({"remat": "full", "remat_layers": 1}, [True, False])],
+    [
+        ({}, [True]),
+        ({"remat": "full"}, [False]),
+        ({"remat": "full", "remat_layers": 1}, [True, False]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_recomputed_layers_are_checked_in_their_own_form(fields, keeps, mesh, monkeypatch):
     checked = []
     monkeypatch.setattr(
