@@ -108,6 +108,9 @@ MUTATIONS = [
       "models/test_dropout.py::test_devices_draw_apart_where_they_hold_other_values"),
     M("vit_jax/models/layers.py", "kept / keep_rate", "kept / 1.0",
       "models/test_layers.py::test_stochastic_depth_drops_each_branch_of_whole_examples"),
+    M("vit_jax/models/layers.py", "return block, self.ops.recomputed", "return block, self.ops",
+      "planning/test_kernel_cycles.py::"
+      "test_layers_that_are_recomputed_run_their_kernels_of_rows_again"),
     M("vit_jax/models/layers.py", "max(self.depth - 1, 1)", "self.depth",
       "models/test_layers.py::test_stochastic_depth_grows_linearly_from_zero"),
     M("vit_jax/models/gelu.py", "z * math.sqrt(0.5)", "z * 0.8",
