@@ -76,9 +76,9 @@ def choose_exchange(
     no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs
     without frozen parameters (`freeze`), which it would split; each chip draws its own dropout.
     With it, layers that are recomputed without kernels of rows save no memory: B/16 with full remat
-    in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums are whole
-    anyway, other models on TPUs have it too, with whole parameters, and one exchange a step instead
-    of one a microbatch.
+    in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums
+    are whole anyway, other models on TPUs have it too, with whole parameters, and one exchange a
+    step instead of one a microbatch.
     """
     devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
     if max(shape["fsdp"], shape["tensor"]) > 1:
