@@ -9,7 +9,7 @@ import importlib
 import types
 
 COMMANDS = ("train", "branch", "evaluate", "predict", "export", "push", "benchmark", "plan",
-            "study", "label", "report", "status", "figures", "check", "doctor", "certify",
+            "study", "label", "report", "status", "figures", "prepare", "check", "doctor", "certify",
             "configs", "models", "keys")  # fmt: skip
 
 
