@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -23,6 +24,9 @@ from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.commands.flags import positive_int
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.curation.shards import Plan
 
 _SHARD_SIZE = 4096
 
@@ -64,6 +68,8 @@ def main(flags: argparse.Namespace) -> int:
     others = [key for key, _ in flags.overrides if not key.startswith("data.")]
     for key in others:
         faults.append(f"--config.{key}: prepare takes keys of data only; leave it out")
+    is_all = "all" in (flags.splits or "").split(",")
+    faults.need(not is_all, "--splits=all: give the splits themselves, such as train,val")
     faults.need(flags.quality <= 100, f"--quality={flags.quality}: needs a number from 1 to 100")
     collect_faults(faults)
     files.check_folder(flags.output, "--output")
@@ -89,7 +95,7 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _read_plan(flags: argparse.Namespace):  # noqa: ANN202
+def _read_plan(flags: argparse.Namespace) -> "Plan":
     """The plan that the flags describe; raises InputError that lists all faults."""
     from vit_jax.config import SOURCES, base_config, sections
     from vit_jax.config.text import apply_overrides

@@ -20,9 +20,7 @@ def on_beam(options: Sequence[str]) -> Runner:
     except ImportError as e:
         raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
 
-    def run(
-        plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]
-    ) -> None:
+    def run(plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]) -> None:
         def make(shard: Sequence[Any]) -> Mapping[str, Any]:
             record = make_shard(plan, Shard(*shard))
             beam.metrics.Metrics.counter("vit_jax", "pictures").inc(record["records"])

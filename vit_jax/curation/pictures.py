@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,20 +67,18 @@ class Rule:
             kept &= ~self._is_large(image)
         return tf.cond(
             kept,
-            lambda: (image, tf.shape(to_pixels(image, channels))[:2]),
+            lambda: (image, _sides(image)),
             lambda: self._encode_anew(image, channels, is_jpeg),
         )
 
     def _is_large(self, image: tf.Tensor) -> tf.Tensor:
-        def shape() -> tf.Tensor:
-            return tf.shape(to_pixels(image))
-
-        if image.dtype == tf.string:
-            is_jpeg = tf.io.is_jpeg(image)
-            sides = tf.cond(is_jpeg, lambda: tf.image.extract_jpeg_shape(image), shape)
-        else:
-            sides = shape()
-        return tf.reduce_min(sides[:2]) > self.side
+        if image.dtype != tf.string:
+            return tf.reduce_min(tf.shape(image)[:2]) > self.side
+        is_jpeg = tf.io.is_jpeg(image)
+        sides = tf.cond(
+            is_jpeg, lambda: tf.image.extract_jpeg_shape(image)[:2], lambda: _sides(image)
+        )
+        return tf.reduce_min(sides) > self.side
 
     def _encode_anew(
         self, image: tf.Tensor, channels: int, is_jpeg: tf.Tensor
@@ -109,15 +111,32 @@ class Rule:
         return tf.cond(self._is_large(image), shrink, lambda: to_pixels(image))
 
 
+def _sides(image: tf.Tensor) -> tf.Tensor:
+    """int32 (height, width) of JPEG, PNG or BMP bytes, which are decoded in one step."""
+    return tf.shape(tf.io.decode_image(image, expand_animations=False))[:2]
+
+
 def read_pictures(source: Source, ids: np.ndarray, rule: Rule) -> Iterator[Picture]:
     """The records `ids`, int64 (n,), in this order; those that cannot be decoded are left out.
 
     Raises: ReadError if a file that was there cannot be read.
     """
+    expected = iter(ids.tolist())
+    for picture in _read(source, ids, rule, careful=False):
+        is_other = functools.partial(operator.ne, picture.record)
+        if missing := [*itertools.takewhile(is_other, expected)]:
+            yield from _read(source, np.array(missing), rule, careful=True)
+        yield picture
+    if missing := [*expected]:
+        yield from _read(source, np.array(missing), rule, careful=True)
+
+
+def _read(source: Source, ids: np.ndarray, rule: Rule, *, careful: bool) -> Iterator[Picture]:
+    """As `read_pictures`; failed reads are tried again only with `careful`, which takes longer."""
     files = source.record_files
 
     def encode(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        with sure_reads():
+        with sure_reads() if careful else contextlib.nullcontext():
             example = files.parse(stored, record) if files else source.read(record)
         is_whole = tf.debugging.Assert(example["mask"] > 0, [record])
         with tf.control_dependencies([is_whole]):

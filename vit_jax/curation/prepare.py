@@ -18,7 +18,6 @@ import json
 import logging
 import multiprocessing
 import os
-import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,9 +27,8 @@ import numpy as np
 from etils import epath
 
 import vit_jax
-from vit_jax import data
 from vit_jax.base.errors import InputError
-from vit_jax.base.files import is_object, read_json, write_whole
+from vit_jax.base.files import read_json, write_whole
 from vit_jax.curation.formats import Facts, find_format
 from vit_jax.curation.pictures import Rule, read_pictures
 from vit_jax.curation.shards import (
@@ -38,7 +36,9 @@ from vit_jax.curation.shards import (
     Plan,
     Shard,
     Tally,
+    digest_of,
     finished,
+    labels_of,
     make_shard,
     open_splits,
     shards_of,
@@ -195,9 +195,7 @@ class _Progress:
 def in_processes(workers: int) -> Runner:
     """Makes shards in that many processes; 1: in this one."""
 
-    def run(
-        plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]
-    ) -> None:
+    def run(plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]) -> None:
         if workers == 1:
             for shard in shards:
                 add(make_shard(plan, shard))
@@ -249,25 +247,21 @@ def verify(plan: Plan) -> list[str]:
 
 
 def _fault_of(path: epath.Path, expected: Mapping[str, Any]) -> str:
-    import hashlib
-
     if not path.exists():
         return "is missing"
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 22), b""):
-            digest.update(block)
-    return "" if digest.hexdigest() == expected["sha256"] else "has changed"
+        is_equal = digest_of(file) == expected["sha256"]
+    return "" if is_equal else "has changed"
 
 
 def _faults_of_split(plan: Plan, split: str, expected: Mapping[str, Any]) -> Iterable[str]:
-    read = dataclasses.replace(plan.data, own={}, **reading_of(plan))
+    name, data_dir = reading_of(plan).values()
+    read = dataclasses.replace(plan.data, own={}, name=name, data_dir=data_dir)
     source = open_splits(dataclasses.replace(plan, data=read, splits=(split,)))[split]
     ids, names = np.arange(source.num_examples), Facts.of(source).classes
     tally = Tally()
     for picture in read_pictures(source, ids, Rule()):
-        labels = np.flatnonzero(picture.label) if source.multi_label else [picture.label]
-        tally.count(picture, [int(label) for label in labels] if expected["classes"] else [])
+        tally.count(picture, labels_of(picture) if expected["classes"] else [])
     found = {names[int(label)]: n for label, n in tally.classes.items()} if names else {}
     for what, got, needed in (
         ("pictures", tally.records, expected["records"]),

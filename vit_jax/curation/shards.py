@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
@@ -33,6 +34,7 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.order import record_order
 
 FOLDER = ".prepared"
+_BLOCK = 1 << 22  # bytes
 _SYNTHETIC = (224, 224)  # the size of synthetic images, unless data.image_size gives it
 
 
@@ -63,20 +65,20 @@ class Plan:
         return epath.Path(self.output)
 
     def path(self, shard: Shard) -> epath.Path:
-        return find_format(self.format).path(self.folder, shard.split, shard.index, shard.number)
+        return find_format(self.format).path(self.folder, shard.split, shard.place, shard.number)
 
 
 class Shard(NamedTuple):
-    """Shard `index` of `number` in a split; `fingerprint`: of the source."""
+    """Shard `place` of `number` in a split; `fingerprint`: of the source."""
 
     split: str
-    index: int
+    place: int
     number: int
     fingerprint: str
 
     def record(self, plan: Plan) -> epath.Path:
         """The file that says that the shard is finished."""
-        return plan.folder / FOLDER / f"{self.split}-{self.index:05}.json"
+        return plan.folder / FOLDER / f"{self.split}-{self.place:05}.json"
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,14 +143,14 @@ def make_shard(plan: Plan, shard: Shard) -> dict[str, Any]:
             f"{plan.data.name} {shard.split}: has changed since the preparation began; begin again "
             "with a new --output"
         )
-    first = shard.index * plan.shard_size
+    first = shard.place * plan.shard_size
     places = np.arange(first, min(first + plan.shard_size, source.num_examples))
     tally, path = Tally(), plan.path(shard)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _written(path) as file:
         rows = _rows(source, places, plan, tally)
         find_format(plan.format).write(file.name, rows, Facts.of(source))
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest_of(file)
         size = os.stat(file.name).st_size
     if not tally.records:
         path.unlink()  # a reader would refuse a file without records
@@ -165,12 +167,21 @@ def _written(path: epath.Path) -> Iterator[IO[bytes]]:
     Within the block it can be read through the result.
     """
     if is_object(path):
-        with tempfile.NamedTemporaryFile() as file:
-            yield file
-            path.write_bytes(open(file.name, "rb").read())  # noqa: SIM115
+        with tempfile.NamedTemporaryFile() as local:
+            with open(local.name, "rb") as written:
+                yield written
+            path.write_bytes(pathlib.Path(local.name).read_bytes())
         return
     with replaced(path) as file, open(file.name, "rb") as written:
         yield written
+
+
+def digest_of(file: IO[bytes]) -> str:
+    """The SHA-256 of what is left to read, in hex digits."""
+    digest = hashlib.sha256()
+    for block in iter(lambda: file.read(_BLOCK), b""):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 @dataclasses.dataclass
@@ -230,8 +241,7 @@ def _rows(source: data.Source, places: np.ndarray, plan: Plan, tally: Tally) -> 
             why = source.why_unreadable(record) or "it is damaged; save it again"
             tally.broken.append((source.record_name(record), why))
             continue
-        labels = np.flatnonzero(picture.label) if source.multi_label else [picture.label]
-        labels = [int(label) for label in labels] if has_classes else []
+        labels = labels_of(picture) if has_classes else []
         texts = list[str]()
         for caption in captions:
             try:
@@ -241,6 +251,12 @@ def _rows(source: data.Source, places: np.ndarray, plan: Plan, tally: Tally) -> 
         tally.count(picture, labels)
         yield Row(place, picture.image, labels, texts, name)
         picture = next(pictures, None)
+
+
+def labels_of(picture: Picture) -> list[int]:
+    """The numbers of the classes of a picture."""
+    label = picture.label
+    return np.flatnonzero(label).tolist() if label.ndim else [int(label)]
 
 
 def _names(source: data.Source, ids: np.ndarray) -> Sequence[str]:
