@@ -109,13 +109,13 @@ def _read_plan(flags: argparse.Namespace) -> "Plan":
     data, faults = sections.Data.read(config.data)
     if faults:
         raise InputError(*(f"data.{fault}" for fault in faults))
-    splits = (flags.splits or "").split(",") if flags.splits else None
+    if flags.encoding == "jpeg" and data.channels > 3:
+        raise InputError("--encoding=jpeg: has no alpha; leave it out, or data.channels")
+    splits = flags.splits.split(",") if flags.splits else None
     if splits is None:
         known = SOURCES.find(data.name).splits(data.name, data.data_dir)
         splits = [split for split in known if split != "all"] or ["train"]
     rule = Rule(flags.side, flags.encoding, flags.quality)
-    if flags.encoding == "jpeg" and data.channels > 3:
-        raise InputError("--encoding=jpeg: has no alpha; leave it out, or data.channels")
     return Plan(
         data, tuple(splits), flags.captions, os.fspath(flags.output), flags.format, rule,
         flags.shard_size, flags.shuffle_seed,

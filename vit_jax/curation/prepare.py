@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
@@ -249,7 +249,8 @@ def verify(plan: Plan) -> list[str]:
 def _fault_of(path: epath.Path, expected: Mapping[str, Any]) -> str:
     if not path.exists():
         return "is missing"
-    with path.open("rb") as file:
+    opened: IO[bytes] = path.open("rb")
+    with opened as file:
         is_equal = digest_of(file) == expected["sha256"]
     return "" if is_equal else "has changed"
 
