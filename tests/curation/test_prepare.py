@@ -1,5 +1,6 @@
 """Prepared sets: the records of the source, in each format, whatever was killed meanwhile."""
 
+import dataclasses
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import time
 
 import numpy as np
 import PIL.Image
+import pyarrow as pa
 import pytest
 from prepared_sets import (
     encoded,
@@ -28,6 +30,7 @@ from prepared_sets import (
 from vit_jax.base.errors import InputError
 from vit_jax.curation.pictures import Rule
 from vit_jax.curation.prepare import verify
+from vit_jax.curation.shards import open_splits
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.main import main
@@ -113,6 +116,27 @@ def test_verify_finds_a_changed_byte(tar, images, capsys):
     assert "train-00002.tar: has changed; remove it and" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file_format", ["tar", pytest.param("parquet", marks=pytest.mark.slow)])
+def test_captions_and_several_labels_are_kept(images, tmp_path, file_format):
+    rows = [
+        {"file": f"{images}/train/a/0.jpg", "labels": ["cat", "dog"], "caption": ["two", "more"]},
+        {"file": f"{images}/train/a/1.jpg", "labels": [], "caption": "none"},
+        {"file": f"{images}/train/a/2.jpg", "labels": ["dog"], "caption": []},
+    ]
+    for split in ("train", "val"):
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"in/{split}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{split}.jsonl").write_text(text)
+    plan = plan_of(tmp_path / "out", file_format, "list", tmp_path / "in", captions=True)
+    make(plan)
+    source = open_splits(prepared(plan))["train"]
+    assert source.class_names == ("cat", "dog")
+    assert [label for _, label in pictures(prepared(plan))] == [[1, 1], [0, 0], [0, 1]]
+    texts = [[c if isinstance(c, str) else c.decode() for c in found]
+             for found in source.captions([0, 1, 2])]  # fmt: skip
+    assert texts == [["two", "more"], ["none"], []]
+
+
 def test_another_set_is_not_mixed_in(tar, images):
     plan, _ = tar
     with pytest.raises(InputError, match=r"prepared otherwise: side None -> 32; restore"):
@@ -156,12 +180,12 @@ def cifar(tmp_path_factory):
     builder = tfds.builder_from_directory(where)
     names = builder.info.features["label"].names
     split = builder.as_dataset("test[:1000]", decoders={"image": tfds.decode.SkipDecoding()})
-    lines = ["file,label"]
+    lines = ["file,label,split"]
     for i, example in enumerate(split.as_numpy_iterator()):
         path = root / "train" / names[example["label"]] / f"{i:04}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(example["image"])
-        lines.append(f"{path.relative_to(root)},{path.parent.name}")
+        lines.append(f"{path.relative_to(root)},{path.parent.name},train")
         if i < 100:  # a folder for `val`, so that no training pictures are held out
             (root / "val" / path.parent.name).mkdir(parents=True, exist_ok=True)
             (root / "val" / path.parent.name / path.name).write_bytes(example["image"])
@@ -169,25 +193,57 @@ def cifar(tmp_path_factory):
     return root
 
 
+def other_sources(cifar, folder, expected):
+    """Plans that read the same pictures as a list, as arrays and as an Arrow file of `datasets`."""
+    names = sorted(path.name for path in (cifar / "train").iterdir())
+    images, labels = zip(*expected, strict=True)
+    pixels = np.stack([to_pixels(tf.constant(image)) for image in images])
+    folder.mkdir()
+    np.savez(folder / "all.npz", train_images=pixels, train_labels=labels, class_names=names)
+    (folder / "arrow/train").mkdir(parents=True)
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    pairs = [{"bytes": image, "path": None} for image in images]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"image": pa.array(pairs, kind), "label": pa.array(labels, pa.int64())})
+    noted = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = table.replace_schema_metadata(noted)
+    with pa.ipc.new_stream(folder / "arrow/train/data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    return [
+        plan_of("", name="list", data_dir=cifar / "list.csv"),
+        plan_of("", name="arrays", data_dir=folder / "all.npz"),
+        plan_of("", name="arrow", data_dir=folder / "arrow"),
+    ]
+
+
 @pytest.mark.slow
 def test_cifar10_from_each_source_to_each_format(cifar, tmp_path):
-    """Chains: a folder to each format, and from each of these, and a list, to each again."""
+    """A folder to each format; from each of these, and from other sources, to each again."""
     first = plan_of(tmp_path / "f", data_dir=cifar, shard_size=300)
     rows, expected = training_rows(first, (32, 32)), pictures(first)
+    assert len(expected) == 1000
     plans = []
     for file_format in FORMATS:
         plan = plan_of(tmp_path / f"a_{file_format}", file_format, data_dir=cifar, shard_size=300)
         make(plan)
         plans.append(prepared(plan))
-    plans.append(plan_of("", name="list", data_dir=cifar / "list.csv"))
-    for number, source in enumerate(plans):
+    for number, source in enumerate([*plans, *other_sources(cifar, tmp_path / "o", expected)]):
         for file_format in FORMATS:
-            output = tmp_path / f"b{number}_{file_format}"
-            plan = plan_of(output, file_format, data_dir="", shard_size=300)
-            plan = type(plan)(**{**vars(plan), "data": source.data})
+            output = str(tmp_path / f"b{number}_{file_format}")
+            plan = dataclasses.replace(source, output=output, format=file_format, shard_size=300)
             make(plan)
-            assert pictures(prepared(plan)) == expected, (number, file_format)
-            assert training_rows(prepared(plan), (32, 32)) == rows, (number, file_format)
+            what = source.data.name, file_format
+            assert training_rows(prepared(plan), (32, 32)) == rows, what
+            if source.data.name != "arrays":
+                assert pictures(prepared(plan)) == expected, what
+                continue
+            for (image, label), (was, label_was) in zip(
+                pictures(prepared(plan)), expected, strict=True
+            ):
+                assert label == label_was
+                np.testing.assert_array_equal(
+                    to_pixels(tf.constant(image)), to_pixels(tf.constant(was))
+                )
 
 
 @pytest.mark.slow
