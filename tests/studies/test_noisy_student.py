@@ -306,7 +306,7 @@ def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
     for stage, moment in (
         ("teacher_seed_0", "step:15"),
         ("teacher_seed_0", "evaluation:1"),
-        ("teacher_labels_seed_0", "labels:3"),
+        ("teacher_labels_seed_0", "files:3"),
         ("student_seed_0", "save:1"),
         ("student_seed_0", "evaluation:1"),
     ):
