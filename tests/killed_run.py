@@ -9,7 +9,7 @@ python killed_run.py MOMENT ARGS...; MOMENT is one of
   events:N     halfway through the N-th TensorBoard event of training
   save:N       during the N-th save, when its files are written but not committed and training
                has continued
-  files:N      before `label` or `predict` writes its N-th file: the manifest, the parts, the results
+  files:N      before `label` or `predict` writes its N-th file: the manifest, the parts, ...
 """
 
 import os

@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vit_jax.base import files
 from vit_jax.base.errors import Faults, collect_faults, shown
 from vit_jax.commands.flags import (
     define_format_flag,
@@ -96,7 +97,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    folder = _folder(flags)
+    folder = folder_flag(flags)
     _start(flags, folder)
     from vit_jax.data.images.given import find_images, search_images
     from vit_jax.data.words import read_prompts
@@ -106,8 +107,12 @@ def main(flags: argparse.Namespace) -> int:
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
     wrong = Faults()  # collected before a large model is read
-    for name, suffix in (("features", "" if folder else ".npz"), ("output", ""), ("sheet", ".png")):
-        if given := getattr(flags, name):
+    if folder:
+        place = files.absolute(getattr(flags, folder))
+        setattr(flags, folder, place)
+        wrong.check(files.check_folder, place, f"--{folder}")
+    for name, suffix in (("features", ".npz"), ("sheet", ".png")):
+        if (given := getattr(flags, name)) and name != folder:
             setattr(flags, name, wrong.check(saved.check_output, given, f"--{name}", suffix))
     among = flags.neighbours and wrong.check(find_images, [flags.neighbours])
     labels = flags.labels is not None and wrong.check(_read_labels, flags.labels)
@@ -148,7 +153,7 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.FAILED if num_errors else exit_codes.DONE
 
 
-def _folder(flags: argparse.Namespace) -> str | None:
+def folder_flag(flags: argparse.Namespace) -> str | None:
     """The flag whose value is a folder for parts, which several processes may write."""
     features = flags.features is not None and not pathlib.Path(flags.features).suffix
     return "output" if flags.output else "features" if features else None
@@ -179,7 +184,7 @@ def _write(
     from vit_jax.inference import saved
 
     how = {"batch_size": flags.batch_size, "what": what}
-    if name := _folder(flags):
+    if name := folder_flag(flags):
         folder = getattr(flags, name)
         written = saved.write_predictions(pretrained, source, folder, f"--{name}", **how, **choice)
     else:
@@ -201,13 +206,16 @@ def _check_flags(flags: argparse.Namespace) -> None:
     faults.need(not flags.neighbours or flags.images, "--neighbours: needs images (files, folders)")
     faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
     others = flags.features or flags.neighbours
-    joined = {f"--{name}": getattr(flags, name) for name in _OF_JOBS}
-    joined = [name for name, value in joined.items() if value is not None]
+    several = any(getattr(flags, name) is not None for name in _OF_JOBS)
     faults.need(
-        not joined or _folder(flags),
-        f"{', '.join(joined)}: several processes need --output=DIR or --features=DIR, a folder",
+        not several or folder_flag(flags),
+        "several processes: they need a folder to share, --output=DIR or --features=DIR",
     )
     faults.need(not flags.output or not others, "--output: leave out --features, --neighbours")
+    faults.need(
+        not pathlib.Path(flags.output or "").suffix,
+        f"--output={flags.output}: needs a folder; for one table, write --format=csv > FILE",
+    )
     faults.need(flags.labels is None or not others, "--labels: leave out --features, --neighbours")
     faults.need(flags.prompts is None or flags.labels, "--prompts: needs --labels=WORDS")
     faults.need(

@@ -33,18 +33,15 @@ if TYPE_CHECKING:
 
 
 def check_output(output: os.PathLike | str, flag: str, suffix: str) -> epath.Path:
-    """The absolute path of a file with that suffix, if it can be written; "": of a folder.
+    """The absolute path of a file with that suffix, if it can be written.
 
     Raises:
       InputError: names `flag`.
     """
     output = files.absolute(output)
     if output.suffix != suffix:
-        need = f"the name must end in {suffix}" if suffix else (
-            "needs a folder, for Parquet files; for one table, write --format=csv > FILE"
-        )  # fmt: skip
-        raise InputError(f"{flag}={output}: {need}")
-    (files.check_output if suffix else files.check_folder)(output, flag)
+        raise InputError(f"{flag}={output}: the name must end in {suffix}")
+    files.check_output(output, flag)
     return output
 
 
@@ -105,7 +102,7 @@ def write_predictions(
     """Write the parts of `folder` that are missing; return the summary, on all processes.
 
     Args:
-      folder: from `check_output`; all processes see it.
+      folder: one that can be written; all processes see it.
       flag: that names it.
       what: "classes", or "features" or "dense" of `outputs`.
       batch_size: over all devices of a process.
