@@ -42,6 +42,8 @@ class ReconstructionLoss(SplitEvaluator):
 
     learns_classes = True
     output = "features"
+    multi_label = None
+    reads_labels = False
 
     def reports(self) -> dict[str, Better]:
         return {"loss": "lower", "num_examples": "neither"}
