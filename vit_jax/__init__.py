@@ -41,6 +41,7 @@ _HOMES = {
     "pretrained_spec": "vit_jax.transfer",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
+    "search": "vit_jax.inference.neighbours",
     "study": "vit_jax.api",
     "train": "vit_jax.api",
 }

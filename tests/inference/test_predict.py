@@ -17,7 +17,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.data import loading
 from vit_jax.data.images.given import image_files, open_images
 from vit_jax.inference.neighbours import nearest
-from vit_jax.inference.predict import classify, outputs
+from vit_jax.inference.outputs import outputs
+from vit_jax.inference.predict import classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Cut, Spec, class_names

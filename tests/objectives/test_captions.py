@@ -1,21 +1,17 @@
 """Captions as a target: values and gradients of the published code, rows, devices, whole runs."""
 
-import json
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from at_fault import at_fault
 
 from vit_jax.base import tree
 from vit_jax.config import OBJECTIVES
 from vit_jax.data.tokenizers import TextFacts
 from vit_jax.models import create_model
-from vit_jax.models.patches import row_keys
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.experiment.accumulation import accumulate
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

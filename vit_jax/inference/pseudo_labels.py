@@ -26,7 +26,7 @@ from vit_jax.base.files import absolute, check_folder, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import SOURCES, Settings, sections
 from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
-from vit_jax.inference.predict import check_classes, outputs
+from vit_jax.inference.outputs import check_classes, outputs
 from vit_jax.run.setup.matching import find_places, say_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.pretrained import ops_for

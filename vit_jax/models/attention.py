@@ -92,8 +92,7 @@ class Attention(nn.Module):
     def _project(
         self, name: str, x_BND: jax.Array, width: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Queries, keys or values (B, N, width) without their bias, and the bias (width,) or None.
-        """
+        """Queries, keys or values (B, N, width) without bias, and the bias (width,) or None."""
         product: Callable[..., nn.Module] = Product
         if self.lora_rank is not None and name != "key":
             product = partial(LoraProduct, rank=self.lora_rank)

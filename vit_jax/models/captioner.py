@@ -3,12 +3,14 @@
 Axes: B captions, T positions of a caption, M tokens of an image, C token ids, D width.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from vit_jax.config import key
@@ -75,6 +77,7 @@ class Captioner(EncoderFields, nn.Module):
       id of padding also begins the inputs.
     """
 
+    image_width: int = key(..., "of the image's tokens", within=fields.FROM_1)
     vocabulary: int = key(..., "number of token ids", within=fields.FROM_1)
     length: int = key(..., "positions of a caption", within=fields.FROM_1)
     pad_id: int = key(..., "id of the first input")
@@ -116,3 +119,65 @@ class Captioner(EncoderFields, nn.Module):
     @property
     def attention_shape(self) -> str:
         return "captions add a causal mask to the logits"
+
+    @property
+    def example_inputs(self) -> tuple[jax.Array, jax.Array]:
+        """Inputs that give the parameters their shapes: tokens (1, 1, width), ids (1, T)."""
+        return jnp.zeros((1, 1, self.image_width)), jnp.zeros((1, self.length), jnp.int32)
+
+
+class CaptionSide(NamedTuple):
+    """The part of a model that writes captions: all but its image tower.
+
+    params: {leaf name: float32 array} of `captioner`.
+    read_tokenizer: gives the model's `data.tokenizers.Tokenizer`.
+    """
+
+    captioner: Captioner
+    params: Mapping[str, np.ndarray]
+    read_tokenizer: Callable[[], Any]
+
+
+def most_probable(
+    captioner: Captioner,
+    variables: Any,
+    image_BMD: jax.Array,
+    *,
+    end_id: int,
+    beams: int,
+    top: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The most probable captions that a beam search finds: ids (B, top, T), log probabilities.
+
+    In each step the search keeps the `beams` most probable beginnings of an image, K of them; with
+    one it is greedy. A caption ends with `end_id`, or at its last position. The search ends when
+    the `top` best are complete, as no other can overtake them.
+
+    Source: Graves 2012 (arXiv:1211.3711), section 2.5, for texts without blanks.
+    """
+    (B, *_), K, T, C = image_BMD.shape, beams, captioner.length, captioner.vocabulary
+    images = jnp.repeat(image_BMD, K, axis=0)
+    after_end_C = jnp.where(jnp.arange(C) == end_id, 0.0, -jnp.inf)  # only more ends
+
+    def is_open(carry: Any) -> jax.Array:
+        position, _, _, ended_BK = carry
+        return (position < T) & ~ended_BK[:, :top].all()
+
+    def extend(carry: Any) -> Any:
+        position, ids_BKT, score_BK, ended_BK = carry
+        logits = captioner.apply(variables, images, ids_BKT.reshape(B * K, T))
+        logits = jax.lax.dynamic_index_in_dim(logits, position, axis=1, keepdims=False)
+        logs_BKC = jax.nn.log_softmax(logits).reshape(B, K, C)
+        logs_BKC = jnp.where(ended_BK[:, :, None], after_end_C[None, None], logs_BKC)
+        total = (score_BK[:, :, None] + logs_BKC).reshape(B, K * C)
+        score_BK, chosen_BK = jax.lax.top_k(total, K)
+        beam_BK, id_BK = chosen_BK // C, chosen_BK % C
+        ids_BKT = jnp.take_along_axis(ids_BKT, beam_BK[:, :, None], axis=1)
+        ids_BKT = ids_BKT.at[:, :, position].set(id_BK)
+        return position + 1, ids_BKT, score_BK, id_BK == end_id
+
+    ids_BKT = jnp.full((B, K, T), end_id)
+    score_BK = jnp.tile(jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf)[None], (B, 1))
+    start = (jnp.zeros((), jnp.int32), ids_BKT, score_BK, jnp.zeros((B, K), bool))
+    _, ids_BKT, score_BK, _ = jax.lax.while_loop(is_open, extend, start)
+    return ids_BKT[:, :top], score_BK[:, :top]

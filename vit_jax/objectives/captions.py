@@ -23,7 +23,6 @@ from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.captioner import Captioner
 from vit_jax.models.contract import Model
 from vit_jax.models.patches import row_keys
-from vit_jax.objectives.contrastive import BoundContrastive, Contrastive, check_tower
 from vit_jax.objectives.contract import (
     InForm,
     LossFn,
@@ -36,6 +35,7 @@ from vit_jax.objectives.contract import (
     as_it_is,
     sums_of_rows,
 )
+from vit_jax.objectives.contrastive import BoundContrastive, Contrastive, check_tower
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.pairs import bytes_passed_on
 
@@ -63,7 +63,7 @@ class Captions(Contrastive):
         0.0, "factor of the contrastive loss; 0: captions only", within="[0, inf)"
     )
 
-    writes_captions = True  # type: ignore[assignment] # a property elsewhere
+    writes_captions = True
 
     @property
     def learns_texts(self) -> bool:
@@ -83,6 +83,7 @@ class Captions(Contrastive):
         collect_faults(faults)
         same = ("gelu", "norm", "norm_eps", "dtype", "constrain", "scan", "remat")
         captioner = Captioner(
+            image_width=tower.width,
             vocabulary=text.vocabulary,
             length=text.length,
             pad_id=text.pad_id,
@@ -104,7 +105,8 @@ class Captions(Contrastive):
             pairs = BoundContrastive(cast(Model, model), matcher, self)
             passes.append(TokenPass(matcher.text, facts.text.length))
             passed_on = bytes_passed_on(matcher.text.common_width)
-        bound = _Captions(cast(Model, model), captioner, self, facts.text, pairs)
+        assert facts.text.end_id is not None  # else `make_captioner` has said so
+        bound = _Captions(cast(Model, model), captioner, self, facts.text.end_id, pairs)
         return Objective(
             bound.loss,
             init=bound.init,
@@ -121,13 +123,13 @@ class _Captions(NamedTuple):
     model: Model
     captioner: Captioner
     keys: Captions
-    text: TextFacts
+    end_id: int
     pairs: BoundContrastive | None
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The parameters of the decoder and of the text side, and no state."""
         captioner = self.captioner.clone(constrain=unconstrained, ops=PLAIN)
-        own = captioner.init(rng, *example_inputs(self.model, captioner))["params"]
+        own = captioner.init(rng, *captioner.example_inputs)["params"]
         texts = {} if self.pairs is None else self.pairs.init(jax.random.fold_in(rng, 1))[0]
         return {DECODER: own, **texts}, {}
 
@@ -151,7 +153,7 @@ class _Captions(NamedTuple):
         logits_BTC = cast(jax.Array, self.captioner.apply(
             {"params": own[DECODER]}, tokens_BMD, ids_BT, is_parallel_B, train=True
         ))  # fmt: skip
-        counted_BT = until_end(ids_BT, self.text.end_id)
+        counted_BT = until_end(ids_BT, self.end_id)
         loss_B = caption_losses(logits_BTC, ids_BT, counted_BT, self.keys.smoothing)
         right_BT = (logits_BTC.argmax(axis=2) == ids_BT) * counted_BT
         right_B = right_BT.sum(axis=1) / counted_BT.sum(axis=1)
@@ -165,14 +167,9 @@ class _Captions(NamedTuple):
         return ObjectiveOutput(**sums, model_state=model_state, terms={"contrastive": term})
 
 
-def example_inputs(model: Model, captioner: Captioner) -> tuple[jax.Array, jax.Array]:
-    """Inputs that give a decoder's parameters their shapes: tokens (1, 1, D) and ids (1, T)."""
-    return jnp.zeros((1, 1, model.width)), jnp.zeros((1, captioner.length), jnp.int32)
-
-
-def until_end(ids_BT: jax.Array, end_id: int | None) -> jax.Array:
+def until_end(ids_BT: jax.Array, end_id: int) -> jax.Array:
     """Whether a position holds a token of its caption, up to the first `end_id`, which counts."""
-    is_end_BT = (ids_BT == end_id).astype(jnp.int32)
+    is_end_BT = jnp.equal(ids_BT, end_id)
     return jnp.cumsum(is_end_BT, axis=1) == is_end_BT
 
 

@@ -70,7 +70,10 @@ class Contrastive(ObjectivePart):
         within=POSITIVE,
     )  # fmt: skip
 
-    learns_texts = True
+    @property
+    def learns_texts(self) -> bool:
+        return True
+
     split_params = (
         # Each device looks up its part of the width: tokens are exchanged, and no whole gradient.
         (r"token_embedding/embedding", (None, "fsdp")),
