@@ -22,7 +22,15 @@ data: --config.data.num_classes=1 --config.data.num_examples=1000000000
 """
 
 from vit_jax.base.errors import InputError
-from vit_jax.config import base_config, fewshot, linear_probe, rank, split_words, zeroshot
+from vit_jax.config import (
+    base_config,
+    fewshot,
+    linear_probe,
+    rank,
+    retrieval,
+    split_words,
+    zeroshot,
+)
 from vit_jax.run.setup.recipes import (
     EVAL_OPS,
     debug_on_captions,
@@ -80,6 +88,9 @@ def use_small(c, data):
         use_adamw(c)
         how = {"every": "25 %", "ops": "scaled_decode|resize", "num_images": 2000}
         c.evals.rank = rank(split="train", **how)
+        if c.objective.contrastive_weight:
+            del how["num_images"]
+            c.evals.retrieval = retrieval(split="val?", **how)
         return
     use_cifar10_fast(c)
     c.model.dtype = "float32"

@@ -199,7 +199,7 @@ def test_each_picture_has_its_own_neighbours(golden, tmp_path, number):
     broken = paths[3]
     (tmp_path / "3.png").write_bytes(b"not an image")
     model = read_pretrained(golden / "hf_vit")
-    rows = [*nearest(model, paths, paths, top=1, batch_size=8)]
+    rows = [*nearest(model, tmp_path, [], paths, top=1, batch_size=8)]
     assert [row["file"] for row in rows] == paths
     x = vit_jax.predict(paths, model, output="features", batch_size=8)
     x /= np.linalg.norm(x, axis=1, keepdims=True)

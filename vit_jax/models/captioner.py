@@ -91,7 +91,7 @@ class Captioner(EncoderFields, nn.Module):
             self.vocabulary + 1, self.width, dtype=self.dtype, embedding_init=normal
         )
         self.pos_embedding = self.param("pos_embedding", normal, (self.length, self.width))
-        self.decoder = self.make_encoder()
+        self.encoder = self.make_encoder()
         self.head = nn.Dense(self.vocabulary)
 
     def __call__(
@@ -110,7 +110,7 @@ class Captioner(EncoderFields, nn.Module):
         x_BTD = self.token_embedding(inputs_BT) + positions_TD[None]
         x_BTD = self.constrain(x_BTD, ("batch", None, None))
         sight = Sight(image_BMD.astype(self.dtype), is_parallel_B)
-        return self.head(self.decoder(x_BTD, shared=sight, train=train).astype(jnp.float32))
+        return self.head(self.encoder(x_BTD, shared=sight, train=train).astype(jnp.float32))
 
     @property
     def num_tokens(self) -> int:
