@@ -1,5 +1,6 @@
 """Captions as a target: values and gradients of the published code, rows, devices, whole runs."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -146,9 +147,13 @@ def small(fields=(), **keys):
     return objective, part, model, params | {"objective": own}
 
 
+@functools.cache
+def compiled(loss):
+    return jax.jit(lambda params, batch, key: loss(params, STATE, batch, None, key))
+
+
 def output(objective, params, batch=BATCH, key=0):
-    compute = lambda batch: objective.loss(params, STATE, batch, None, jax.random.key(key))  # noqa: E731
-    return jax.jit(compute)(batch)
+    return compiled(objective.loss)(params, batch, jax.random.key(key))
 
 
 def test_rows_that_do_not_count_change_nothing():
@@ -161,9 +166,11 @@ def test_rows_that_do_not_count_change_nothing():
     assert output(objective, params, other).loss == pytest.approx(float(out.loss), rel=1e-6)
     other["text"][0, 3] = 9
     assert output(objective, params, other).loss != pytest.approx(float(out.loss), rel=1e-4)
-    mixed = [output(objective, params, key=key).loss for key in range(8)]
-    whole = [output(small(parallel_share=share)[0], params).loss for share in (0.0, 1.0)]
-    assert min(whole) < min(mixed) < max(mixed) < max(whole) and len({*map(float, mixed)}) > 4
+    row = {**BATCH, "mask": np.eye(8, dtype=np.float32)[1]}
+    whole = [float(output(small(parallel_share=s)[0], params, row).loss) for s in (0.0, 1.0)]
+    mixed = [float(output(objective, params, row, key).loss) for key in range(8)]
+    near = np.isclose(np.array(mixed)[:, None], np.array(whole)[None], rtol=1e-6)
+    assert (near.sum(axis=1) == 1).all() and near.any(axis=0).all()  # one form or the other
 
 
 def test_a_part_of_the_patches_is_read():
@@ -206,7 +213,7 @@ def test_microbatches_give_the_same_gradients():
     compute = jax.jit(lambda n: accumulate(sums_of, state, batch, key, n)[0], static_argnums=0)
     whole, parts = compute(1), compute(4)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_refusals():
