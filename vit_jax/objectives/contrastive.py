@@ -62,6 +62,9 @@ class Contrastive(ObjectivePart):
     )
     text_heads: int | None = key(None, "of its attention; None: as the model's", within=POSITIVE)
     text_mlp_dim: int | None = key(None, "width of its MLPs; None: as the model's", within=POSITIVE)
+    text_lora_rank: int | None = key(
+        None, "rank of the LoRA adapters on its query and value; None: none", within=POSITIVE
+    )
     causal: bool = key(
         False, "a causal mask, and the end token is pooled; False: the last position"
     )
@@ -112,6 +115,7 @@ class Contrastive(ObjectivePart):
             mlp_dim=self.text_mlp_dim or model.mlp_dim,
             common_width=self.common_width or model.width,
             causal=self.causal,
+            lora_rank=self.text_lora_rank,
             end_id=text.end_id,
             **{name: getattr(model, name) for name in same},
         )

@@ -102,8 +102,9 @@ def _read_texts(
     if matcher.text.scan:
         matcher = matcher.clone(text=matcher.text.clone(scan=False))
         own |= {"text": unstack_layers(own["text"])}
+    tower, own = merge_adapters(matcher.text, tree.flatten_names(own))
     paths = kept_tokenizer(workdir, data).paths
-    return TextSide(matcher, tree.flatten_names(own), lambda: tokenizer, paths)
+    return TextSide(matcher.clone(text=tower), own, lambda: tokenizer, paths)
 
 
 def _read_captions(

@@ -10,6 +10,7 @@ import optax
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 
+_TEXTS = f"{tree.OBJECTIVE}/text/"  # parameters of a text tower
 _PATCHES = re.compile("embedding/(kernel|bias)")  # parameters of the patch embedding
 
 
@@ -79,18 +80,37 @@ def scale_embedding(rate: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-def scale_layers(layer_decay: float) -> optax.GradientTransformation:
+def scale_layers(layer_decay: float, of_texts: bool = False) -> optax.GradientTransformation:
+    """Multiply the updates of each part by `layer_decay` ^ (the number of parts above it).
+
+    `of_texts`: of the text tower that an objective trains, and no others.
+
+    Raises: InputError if there are no layers.
+    """
+    path, key = (_TEXTS, "text_layer_decay") if of_texts else ("", "layer_decay")
+
+    def part_of(name: str) -> str:
+        return "embedding" if name.startswith("token_embedding/") else tree.part_of(name)
+
     def scales(params: tree.PyTree) -> tree.PyTree:
-        parts = tree.parts(params)
-        layers = [part for part in parts if part not in ("embedding", "head")]
+        own = params
+        for name in filter(None, path.split("/")):
+            own = own.get(name, {})
+        layers = [part for part in tree.parts(own) if part not in ("embedding", "head")]
         if not layers:
             raise InputError(
-                f"optimizer.layer_decay={layer_decay}: the model has no layers (layer_0, ...); "
+                f"optimizer.{key}={layer_decay}: the model has no layers (layer_0, ...); "
                 "set it to None"
             )
         above = {part: i for i, part in enumerate(reversed(layers), 1)}
         above |= {"head": 0, "embedding": len(layers) + 1}
-        return tree.map_layers(lambda name: layer_decay ** above[tree.part_of(name)], params)
+
+        def scale(name: str) -> float:
+            if not name.startswith(path):
+                return 1.0
+            return layer_decay ** above[part_of(name.removeprefix(path))]
+
+        return tree.map_layers(scale, params)
 
     def init(params: optax.Params) -> optax.OptState:
         scales(params)  # raises before anything is computed
