@@ -14,7 +14,7 @@ from vit_jax.base import tree
 from vit_jax.devices.flops import program_flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.optimizers.layers import scale_layers
-from vit_jax.models.block_ops import PLAIN
+from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import with_known
 from vit_jax.run.teachers import planned_experiment
 from vit_jax.transfer import read_pretrained
@@ -30,7 +30,7 @@ def test_no_gradient_of_a_frozen_tower_is_computed():
         mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
         made = planned_experiment(settings_of(config), mesh)
         flops[freeze] = made.flops_per_image
-    model, size = with_known(made.model, ops=PLAIN), made.model.image_size
+    model, size = with_known(made.model, ops=PLAIN, constrain=unconstrained), made.model.image_size
     images = jnp.zeros((1, *size, 3))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     apply = lambda variables: model.apply(variables, images, method="features")  # noqa: E731
