@@ -67,7 +67,7 @@ def bound(facts, size=24, fields=(), **keys):
     """(objective, its part, model) with sizes of the golden."""
     sizes = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 64, "num_heads": 2}
     model = create_model("ViT-mu/8", None, size, pool="gap", **sizes | dict(fields))
-    part = OBJECTIVES.make({"name": "captions", "decoder_depth": 2, **keys})
+    part = OBJECTIVES.make({"name": "captions", "decoder_depth": 2, "decoder_mlp_dim": 64} | keys)
     return part.bind(model, None, RunFacts((), (), text=facts)), part, model
 
 

@@ -45,15 +45,17 @@ DECODER = "decoder"  # name of its parameters among the objective's own
 class Captions(Contrastive):
     """Predicts each image's caption, and with `contrastive_weight` also learns from pairs.
 
-    Its own parameters are a decoder and, with the weight, those of `Contrastive`, whose keys then
-    count too.
+    Its own parameters are a decoder, as wide and with as many heads as the model if its keys are
+    None, and, with the weight, those of `Contrastive`, whose keys then count too.
     """
 
-    decoder_width: int | None = key(None, "of the decoder; None: as the model's", within=POSITIVE)
-    decoder_depth: int = key(6, "number of the decoder's layers", within=POSITIVE)
-    decoder_heads: int | None = key(None, "of its attention; None: as the model's", within=POSITIVE)
+    decoder_width: int | None = key(None, "width of the decoder's tokens", within=POSITIVE)
+    decoder_depth: int = key(6, "number of its layers", within=POSITIVE)
+    decoder_heads: int | None = key(
+        None, "heads of attention in each of its layers", within=POSITIVE
+    )
     decoder_mlp_dim: int | None = key(
-        None, "width of its MLPs; None: as the model's", within=POSITIVE
+        None, "hidden width of its MLPs; None: 4 times the width", within=POSITIVE
     )
     parallel_share: float = key(
         0.75, "share of the captions that are predicted in parallel", within="[0, 1]"
@@ -90,7 +92,7 @@ class Captions(Contrastive):
             width=width,
             depth=self.decoder_depth,
             num_heads=heads,
-            mlp_dim=self.decoder_mlp_dim or tower.mlp_dim,
+            mlp_dim=self.decoder_mlp_dim or 4 * width,
             **{name: getattr(tower, name) for name in same},
         )
         return cast(Captioner, in_form(captioner))
