@@ -86,7 +86,8 @@ def write_summary(run: Run) -> dict[str, Any]:
 def _say_progress(run: Run) -> None:
     """Warn if the last training loss is not below the first, and say what would tell more.
 
-    A loss whose teacher learns may rise. Without labels a loss does not show what features are
+    The first counts if it is of the first half: later ones fall little. A loss whose teacher learns
+    may rise. Without labels a loss does not show what features are
     worth; that is said unless an evaluator shows it.
     """
     losses = [(row["step"], loss) for row in read_history(run.workdir)
@@ -95,7 +96,7 @@ def _say_progress(run: Run) -> None:
         return
     (start, first), (step, last) = losses[0], losses[-1]
     objective = run.experiment.objective
-    if step > start and last >= first and not objective.needs_average:
+    if step >= 2 * start and last >= first and not objective.needs_average:
         logger.warning(
             "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
             last, step, first, start,
