@@ -20,6 +20,8 @@ FORMS = {
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
     "siglip": "ViT-B/16 ViT-L/16,debug debug",
     "words": "folder debug",
+    "lit": "- folder debug",
+    "captions": "ViT-B/16 ViT-L/16,pairs folder,pairs cifar10 debug ViT-L/16,pairs,debug",
     "clip": "- ViT-L/14 debug",
     "deit3": "ViT-S/16 ViT-L/16,vit5 ViT-B/16,finetune ViT-B/16,vit5,debug "
     "ViT-S/16,finetune,debug",

@@ -35,7 +35,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import schedule_of
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference import predict as prediction
+from vit_jax.inference import outputs as prediction
 from vit_jax.models import create_model, fields_of, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.variants import Variant
@@ -146,7 +146,8 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, images, requ
 OF_OBJECTIVES = [("quickstart", "", "debug"), ("deit", "DeiT-B/16", "DeiT-S/16,debug"),
                  ("masked_patches", "ViT-B/16,imagenet2012,small_patch", "debug"),
                  ("mae", "ViT-B/16", "debug"), ("lejepa", "cifar10", "debug"),
-                 ("dinov2", "", "debug"), ("siglip", "ViT-B/16", "debug")]  # fmt: skip
+                 ("dinov2", "", "debug"), ("siglip", "ViT-B/16", "debug"),
+                 ("captions", "ViT-B/16", "debug")]  # fmt: skip
 PLANNED_ALWAYS = ("quickstart", "masked_patches")
 
 

@@ -22,6 +22,7 @@ OBJECTIVES: Registry[Any] = Registry(
         "mae": "vit_jax.objectives.mae:Mae",
         "lejepa": "vit_jax.objectives.lejepa:LeJepa",
         "contrastive": "vit_jax.objectives.contrastive:Contrastive",
+        "captions": "vit_jax.objectives.captions:Captions",
         "self_distillation": "vit_jax.objectives.self_distillation:SelfDistillation",
     },
 )

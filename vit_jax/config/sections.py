@@ -265,6 +265,9 @@ class Optimizer(Section):
     layer_decay: float | None = key(
         None, "a layer's rate / the next layer's; None: 1", within="(0, 1]"
     )
+    text_layer_decay: float | None = key(
+        None, "the same of the text tower that an objective trains; None: 1", within="(0, 1]"
+    )
     freeze: str | None = key(None, "regex, e.g. encoder/layer_0/.*; None: nothing", form="regex")
     last_layers: int | None = key(
         None,

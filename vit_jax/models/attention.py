@@ -42,9 +42,9 @@ class Attention(nn.Module):
     takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
     `turns` rotary ones; queries and tokens must then be the same. `scale_D` scales the output, see
     `layers.LayerScale`. `lora_rank` adds an adapter of that rank to the query and value projections
-    (`LoraProduct`), as in section 4.2 of its paper; None: none.
+    (`LoraProduct`), as in section 4.2 of its paper; None: none. `out_bias` gives the output a bias.
 
-    Shapes: (B, N, D), (B, M, D) -> (B, N, D).
+    Shapes: (B, N, D), (B, M, D) -> (B, N, D). The tokens may have another width than the queries.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
       al. 2023 (arXiv:2302.05442), section 2.
     """
@@ -57,6 +57,7 @@ class Attention(nn.Module):
     qkv_bias: bool = True
     key_bias: bool = True
     lora_rank: int | None = None
+    out_bias: bool = True
     dtype: Any = jnp.float32
     ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
@@ -68,8 +69,9 @@ class Attention(nn.Module):
         scale_D: jax.Array | None = None, train: bool = False,
     ) -> jax.Array:  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        width = queries_BND.shape[-1]
         q_BNHK, k_BMHK, v_BMHK = (
-            self._split_heads(name, add_bias_plainly(*self._project(name, x)), turns)
+            self._split_heads(name, add_bias_plainly(*self._project(name, x, width)), turns)
             for name, x in inputs.items()
         )
         bias_BHNM = None
@@ -87,13 +89,15 @@ class Attention(nn.Module):
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
-    def _project(self, name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Queries, keys or values without their bias (B, N, D), and the bias (D,) or None."""
+    def _project(
+        self, name: str, x_BND: jax.Array, width: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Queries, keys or values (B, N, width) without bias, and the bias (width,) or None."""
         product: Callable[..., nn.Module] = Product
         if self.lora_rank is not None and name != "key":
             product = partial(LoraProduct, rank=self.lora_rank)
         return product(
-            x_BND.shape[-1],
+            width,
             use_bias=self._has_bias(name),
             dtype=self.dtype,
             multiply=self.ops.multiply,
@@ -123,6 +127,7 @@ class Attention(nn.Module):
     def _project_out(self, out_BND: jax.Array, scale_D: jax.Array | None) -> jax.Array:
         return Dense(
             out_BND.shape[-1],
+            use_bias=self.out_bias,
             dtype=self.dtype,
             multiply=self.ops.multiply,
             add_bias=self.ops.add_bias,
@@ -148,7 +153,7 @@ class KernelAttention(Attention):
         assert self.dropout == 0 and relative is None
 
         def project(name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            y_BND, bias_D = self._project(name, x_BND)
+            y_BND, bias_D = self._project(name, x_BND, x_BND.shape[-1])
             if self.qk_norm:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
             y_BNHK = self._split_heads(name, self._with_all_heads(y_BND))

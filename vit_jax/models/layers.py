@@ -7,7 +7,7 @@ Parameters are float32; the computation uses `dtype`.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -340,6 +340,9 @@ class EncoderFields(BlockFields):
     scan: bool = False
     remat: str = "none"
 
+    block_class: ClassVar[type[nn.Module]] = EncoderBlock
+    sums_of_block: ClassVar[int] = 2  # see `split_blocks`
+
     @property
     def num_tokens(self) -> int:
         """Tokens of an example."""
@@ -354,13 +357,15 @@ class EncoderFields(BlockFields):
     @nn.nowrap
     def make_encoder(self, name: str | None = None) -> Encoder:
         more: dict[str, Any] = {"depth": self.depth, "scan": self.scan, "remat": self.remat}
+        more["block_class"] = self.block_class
         return Encoder(**self.block_fields(), **more, name=name)
 
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         """Its blocks, which are no part of the model, and always learn."""
         values = (self.num_tokens if tokens is None else tokens) * self.width
-        blocks = split_blocks(self.depth, self.depth if self.remat != "none" else 0, values)
+        recomputed = self.depth if self.remat != "none" else 0
+        blocks = split_blocks(self.depth, recomputed, values, self.sums_of_block)
         return [block._replace(part=None) for block in blocks]
 
 

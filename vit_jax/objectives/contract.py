@@ -16,6 +16,7 @@ from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.config import Part, sections
 from vit_jax.config.settings import Settings
 from vit_jax.data.tokenizers import TextFacts
+from vit_jax.models.captioner import Captioner
 from vit_jax.models.text import Matcher
 
 
@@ -287,6 +288,17 @@ class ObjectivePart(sections.Objective, Part):
         Raises:
           InputError: the model or the tokenizer does not suit.
         """
+        raise NotImplementedError
+
+    @property
+    def writes_captions(self) -> bool:
+        """Whether its own parameters hold those of a `make_captioner`, as "decoder"."""
+        return False
+
+    def make_captioner(
+        self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
+    ) -> Captioner:
+        """The decoder that writes captions from the tokens of `model`; as `make_matcher`."""
         raise NotImplementedError
 
     def conflicts(self, settings: Settings) -> list[str]:

@@ -45,12 +45,14 @@ def open_evaluated(
     sources = dict[SplitKey, data.Source]()
     divider = divider or data.Divider(anew=True)
     faults: dict[str, str] = {}  # each is said once, however many splits are read
+    captions = d.text_length is not None or any(e.reads_captions for e in evals.values())
     for name, entry in evals.items():
         learns = entry.learns_classes
         for split_key, key in config_lib.eval_splits(d, entry).items():
             where = f"evals.{name}.{split_key}"
             made = SOURCES.find(key.data_name).is_made
             asked: dict[str, Any] = {"class_names": None if learns else class_names}
+            asked["captions"] = captions
             if made:
                 asked |= {"num_classes": d.num_classes, "num_examples": d.num_examples}
             try:
