@@ -264,7 +264,7 @@ def test_help(command, capsys):
     assert out.startswith(f"usage: vit_jax {command} ")
     of_runs = ("train", "branch", "evaluate", "predict", "export", "study", "label", "figures",
                "doctor", "keys")  # fmt: skip
-    of_jobs = ("train", "evaluate", "doctor", "certify")
+    of_jobs = ("train", "evaluate", "predict", "label", "doctor", "certify")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "certify",
