@@ -270,7 +270,7 @@ def test_help(command, capsys):
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "certify",
                   "keys")  # fmt: skip
     assert ("--print_config" in out) == (command in of_configs)
-    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check"))
+    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check", "prepare"))
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
 
