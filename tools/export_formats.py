@@ -1,7 +1,7 @@
 """Exports small models of every kind to each runtime, and adds a row for each to a table.
 
 python tools/export_formats.py [--only=WORD]   # the rows that the table lacks
-python docs/hooks.py                           # puts the table into docs/reference/exports.md
+python docs/hooks.py                           # puts the table into docs/how_to/deploy.md
 
 The models are those of tests/golden: random weights of a few layers. Floats are compared on parts
 of two photographs. int8 is compared on pictures in folders of the class that the model gives them,
@@ -30,7 +30,7 @@ from vit_jax.transfer.program import GIVES, Choice
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, sample_pictures
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs/reference/exports.csv"
+TABLE = ROOT / "docs/how_to/exports.csv"
 COLUMNS = ("model", "format", "precision", "cosine", "error", "same_class", "ms", "ours_ms",
            "refused")  # fmt: skip
 MODELS = {  # {kind: file of tests/golden}
@@ -70,18 +70,18 @@ def read_model(kind: str) -> Pretrained:
     return pretrained._replace(spec=pretrained.spec._replace(loss=loss))
 
 
-def write_pictures(pretrained: Pretrained, folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def write_pictures(pretrained: Pretrained, folder: str) -> dict[str, epath.PathLike]:
     """Pictures by the class that the model gives them, and turned ones for calibration."""
-    names = class_names(pretrained.spec, pretrained.model.num_classes)
+    names, root = class_names(pretrained.spec, pretrained.model.num_classes), pathlib.Path(folder)
     pictures = [Image.open(io.BytesIO(content)) for content in sample_pictures()]
     logits = vit_jax.predict(pictures, pretrained, output="logits")
     for i, (picture, best) in enumerate(zip(pictures, np.argmax(logits, -1), strict=True)):
-        path = folder / "pictures" / names[best] / f"{i}.png"
+        path = root / "pictures" / names[best] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.save(path)
-        (folder / "calibration").mkdir(exist_ok=True)
-        picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(folder / f"calibration/{i}.png")
-    return {"pictures": folder / "pictures", "calibration": folder / "calibration"}
+        (root / "calibration").mkdir(exist_ok=True)
+        picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(root / f"calibration/{i}.png")
+    return {name: root / name for name in ("pictures", "calibration")}
 
 
 def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> dict[str, object]:
@@ -89,19 +89,21 @@ def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> d
     gives = "features" if pretrained.model.num_classes is None else (
         "probabilities" if "several" in kind else "logits"
     )  # fmt: skip
-    choice = Choice(gives=gives, precision=precision, max_drop=0.99)
+    choice = Choice(gives=gives, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if precision == "int8" and gives != "features":
-                choice = choice._replace(**write_pictures(pretrained, pathlib.Path(folder)))
-            else:
-                choice = choice._replace(max_drop=Choice().max_drop)
+            if precision == "int8":
+                where: dict[str, epath.PathLike] = {
+                    "pictures": folder,
+                    "calibration": folder,
+                }  # of features: is refused
+                if gives != "features":
+                    where = write_pictures(pretrained, folder)
+                choice = choice._replace(max_drop=0.99, **where)
             choice.check(format, RUNTIMES[format].PRECISIONS)
             found = export_program(epath.Path(folder) / f"m.{format}", pretrained, format, choice)
         except (InputError, RuntimeError) as e:
             return {"refused": " ".join(str(e).split())}
-        except Exception as e:  # the converters raise anything
-            return {"refused": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
     one = GIVES[gives]
     error = found[f"largest_{one}_difference"] / found[f"largest_{one}"]
     return {"cosine": f"{found['cosine']:.7f}", "error": f"{error:.2g}",

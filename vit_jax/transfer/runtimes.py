@@ -72,7 +72,13 @@ def export_program(
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
-    facts = runtime.convert(path, program)
+    try:
+        facts = runtime.convert(path, program)
+    except Exception as e:  # a quantiser's own error of any type
+        if choice.precision != "int8":
+            raise
+        what = f"{format} cannot quantise this model ({type(e).__name__}: {e})"
+        raise RuntimeError(f"{what}; take float16") from e
     facts |= {"calibration_images": len(program.samples)} if len(program.samples) else {}
     versions = {name: importlib.metadata.version(name) for name in runtime.PACKAGES}
     device = runtime.DEVICE and jax.local_devices(backend=runtime.DEVICE)[0]
