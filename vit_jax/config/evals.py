@@ -32,6 +32,7 @@ class Evaluator(Part):
     output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
     measures_rank: whether it measures the rank of the features, by which a collapse is seen.
+    takes_pictures: whether it evaluates pictures in their own shape, by `data.max_tokens`.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
@@ -50,6 +51,7 @@ class Evaluator(Part):
     learns_classes: ClassVar[bool] = False
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
+    takes_pictures: ClassVar[bool] = True
     shows_images: ClassVar[bool] = False
     measures_rank: ClassVar[bool] = False
 

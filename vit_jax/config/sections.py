@@ -123,6 +123,14 @@ class Data(OpenSection):
         "smaller images have more of them, with about as many patches",
         choices=("batch", "tokens"),
     )
+    max_tokens: int | None = key(
+        None,
+        "pictures keep their shape: each is sized to fill at most so many patches, and "
+        "data.image_size is the square with the model's learned positions; None: all are of "
+        "data.image_size",
+        within="[1, 16384]",
+    )
+    patch_size: Size | None = key(None, "of the model, set by the run if data.max_tokens is set")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")

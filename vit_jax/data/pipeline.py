@@ -5,7 +5,8 @@
 
 A batch is a dict of arrays; B is the global batch size, b the number of this process's rows:
 
-    image  uint8 (B, H, W, 3); left out where a batch has only views (preprocessing.py)
+    image  uint8 (B, H, W, 3), or `Pictures` in their own shape, with their `grid` on the host;
+           left out where a batch has only views (preprocessing.py)
     label  int32 (B,)     meaningless where mask is 0
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import tree
+from vit_jax.base.pictures import Pictures
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.captions import with_texts
@@ -143,12 +145,15 @@ def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: 
       sharding: sharding of each global leaf.
       global_batch_size: B, the first dimension of each global leaf.
     """
-    return {
+    arrays: dict[str, Any] = {
         key: jax.make_array_from_process_local_data(
             sharding, leaf, (global_batch_size, *leaf.shape[1:])
         )
         for key, leaf in batch.items()
     }
+    if "grid" in arrays:
+        arrays["image"] = Pictures(arrays["image"], arrays.pop("grid"))
+    return arrays
 
 
 def _put_ahead(

@@ -54,6 +54,7 @@ class PatchFeatures(SplitEvaluator):
     learns_classes = True
     output = "features"
     multi_label = None
+    takes_pictures = False
 
     def reports(self) -> dict[str, Better]:
         return {"share": "neither"}

@@ -42,6 +42,7 @@ class ReconstructionLoss(SplitEvaluator):
 
     learns_classes = True
     output = "features"
+    takes_pictures = False
 
     def reports(self) -> dict[str, Better]:
         return {"loss": "lower", "num_examples": "neither"}

@@ -45,7 +45,8 @@ class DeiT(ViT):
         pair = x_BND[:, 0], x_BND[:, 1]
         return tuple(self.pooled_norm(x_BD) for x_BD in pair) if self.norm_pooled else pair
 
-    def represent(self, x_BND: jax.Array) -> jax.Array:
+    def represent(self, x_BND: jax.Array, counts_B: jax.Array | None = None) -> jax.Array:
+        del counts_B  # the tokens come before the patches
         class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
