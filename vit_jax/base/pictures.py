@@ -1,4 +1,4 @@
-"""Pictures in their own shape, cut into patches: the other form that `image` of a batch may have."""
+"""Pictures in their own shape, cut into patches: the other form of `image` in a batch."""
 
 from typing import Any, NamedTuple
 

@@ -105,8 +105,7 @@ class Data(OpenSection):
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
     pixel_range: tuple[float, ...] | None = key(
-        None,
-        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
+        None, "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits"
     )
     decoding: int = key(
         2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
@@ -124,13 +123,10 @@ class Data(OpenSection):
         choices=("batch", "tokens"),
     )
     max_tokens: int | None = key(
-        None,
-        "pictures keep their shape: each is sized to fill at most so many patches, and "
-        "data.image_size is the square with the model's learned positions; None: all are of "
-        "data.image_size",
-        within="[1, 16384]",
-    )
-    patch_size: Size | None = key(None, "of the model, set by the run if data.max_tokens is set")
+        None, "pictures keep their shape, each sized to fill at most so many patches; positions are "
+        "learned for data.image_size; None: all have that size", within="[1, 16384]",
+    )  # fmt: skip
+    patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
@@ -323,9 +319,7 @@ class Schedule(Section):
     )  # fmt: skip
     warmup: int = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: int = key(
-        "0 steps",
-        "to 0 at the end, on top of the decay: linear, but for wsd",
-        form="duration",
+        "0 steps", "to 0 at the end, on top of the decay: linear, but for wsd", form="duration"
     )
     rule: str | None = key(
         None,

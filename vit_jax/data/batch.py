@@ -110,9 +110,7 @@ class BatchSpec:
     label_size: int | None = None
     text: TextFacts | None = None
 
-    def arrays(
-        self, sharding: jax.sharding.Sharding | None = None
-    ) -> dict[str, Any]:
+    def arrays(self, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
         """{key: the shape and dtype of its array}, with `sharding` if it is given.
 
         Pictures in their own shape are `Pictures` of shapes.
@@ -180,7 +178,7 @@ def make_all(
     pixels = image
     if any(crop.first_view is not None for crop in crops.values()):
         pixels = decode_early(source, image, for_views=True)
-    made = {}
+    made: dict[str, tf.Tensor] = {}
     for name, crop in crops.items():
         found = crop.make(image if crop.first_view is None else pixels, key)
         made |= {name: found} if crop.rule is None else crop.rule.cut(found)

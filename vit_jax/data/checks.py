@@ -82,7 +82,8 @@ def _check_pictures(d: Data, device_ops: Sequence[DeviceOp], faults: Faults) -> 
     key = f"data.max_tokens={d.max_tokens}"
     squares = [op.text for op in device_ops if not op.takes_patches]
     faults.need(
-        not squares, f"{key}: {', '.join(squares)} in data.ops needs images of one size; leave it out"
+        not squares,
+        f"{key}: {', '.join(squares)} in data.ops needs images of one size; leave it out",
     )
     faults.need(
         not d.num_global, f"{key}: views have data.image_size; set --config.data.num_global=0"

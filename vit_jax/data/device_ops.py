@@ -43,8 +43,10 @@ class Flip(DeviceOp):
         mirrored: Any = mirror(images, self.axis)
         if isinstance(images, Pictures):
             chosen = jnp.where(flipped[..., None], mirrored.patches, images.patches)
-            return batch | {"image": images._replace(patches=chosen)}
-        return batch | {"image": jnp.where(flipped, mirrored, images)}
+            images = images._replace(patches=chosen)
+        else:
+            images = jnp.where(flipped, mirrored, images)
+        return batch | {"image": images}
 
 
 class VerticalFlip(Flip):

@@ -46,7 +46,9 @@ class PatchRule(NamedTuple):
             other = -(-(sides[1 - axis] * patch[axis] * k) // (sides[axis] * patch[1 - axis]))
             number = tf.reduce_sum(tf.cast(k * other <= self.most, tf.int64))
             pair = tf.stack([number, other[tf.maximum(number, 1) - 1]])
-            found.append((number * patch[axis] * sides[1 - axis], pair if axis == 0 else pair[::-1]))
+            found.append(
+                (number * patch[axis] * sides[1 - axis], pair if axis == 0 else pair[::-1])
+            )
         (scale, by_rows), (other_scale, by_columns) = found
         grid = tf.where(scale >= other_scale, by_rows, by_columns)
         return tf.cast(tf.minimum(grid, -(-sides * _LARGEST_SCALE // patch)), tf.int32)

@@ -73,7 +73,7 @@ class EvalInputs:
         return NamedSharding(self.mesh, P())
 
     def apply(self, state: TrainState, images: Images, method: str = "__call__") -> jax.Array:
-        """Output of a method of the model for uint8 images (B, H, W, 3), or pictures; to be jitted."""
+        """Output of a method of the model for uint8 images (B, H, W, 3), pictures too; jit it."""
         variables = {"params": state.params, **state.model_state}
         values = to_value_range(images, self.settings.data.mean, self.settings.data.std)
         output = self.model.apply(variables, values, train=False, method=method)

@@ -40,9 +40,10 @@ class Attention(nn.Module):
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
     takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
-    `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B` tokens
-    of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`. `lora_rank` adds an adapter of that rank to the query and value projections
-    (`LoraProduct`), as in section 4.2 of its paper; None: none.
+    `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B`
+    tokens of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`.
+    `lora_rank` adds an adapter of that rank to the query and value projections (`LoraProduct`), as
+    in section 4.2 of its paper; None: none.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -72,7 +73,8 @@ class Attention(nn.Module):
             self._split_heads(name, add_bias_plainly(*self._project(name, x)), turns)
             for name, x in inputs.items()
         )
-        bias_BHNM, more = None, {} if num_keys_B is None else {"num_keys_B": num_keys_B}
+        bias_BHNM = None
+        more: dict[str, Any] = {} if num_keys_B is None else {"num_keys_B": num_keys_B}
         if relative is not None:
             q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
             bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
@@ -133,7 +135,8 @@ class KernelAttention(Attention):
     """`Attention` by a kernel: see `block_ops.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, and of these the first `num_keys_B` of each image; the
-    others are padding; None: all count. The kernel adds the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
+    others are padding; None: all count. The kernel adds the biases, unless they are needed before,
+    for `qk_norm`, and turns queries and keys.
     """
 
     num_keys: int | None = None

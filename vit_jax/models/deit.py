@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 
 from vit_jax.config import key
+from vit_jax.models.own_shapes import Images
 from vit_jax.models.vit import ViT
 
 
@@ -51,7 +52,7 @@ class DeiT(ViT):
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
     def __call__(
-        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+        self, images: Images, *, train: bool = False, mask: jax.Array | None = None
     ) -> Any:
         del mask
         if self.num_classes is None:

@@ -149,7 +149,8 @@ def _hide_padding(scores_BHNM: jax.Array, num_keys_B: jax.Array | None) -> jax.A
     """The logits, -inf for keys from `num_keys_B` on; such a key gets no gradient either."""
     if num_keys_B is None:
         return scores_BHNM
-    counts_BHNM = jnp.arange(scores_BHNM.shape[3]) < num_keys_B[:, None, None, None]
+    numbers_M = jnp.arange(scores_BHNM.shape[3])
+    counts_BHNM = numbers_M[None, None, None] < num_keys_B[:, None, None, None]
     return jnp.where(counts_BHNM, scores_BHNM, -jnp.inf)
 
 

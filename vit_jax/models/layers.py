@@ -175,7 +175,7 @@ class EncoderBlock(BlockFields, nn.Module):
         norm_class = choose_norm(self.norm, self.ops)
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
-        keys = {"relative": relative, "turns": turns, "num_keys_B": num_keys_B}
+        keys: dict[str, Any] = {"relative": relative, "turns": turns, "num_keys_B": num_keys_B}
         msa = partial(self.attention_branch, train=train, **keys)
         mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
@@ -187,7 +187,7 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.nowrap
     def attention_branch(
-        self, y_BND: jax.Array, train: bool, num_keys_B: jax.Array | None = None, **of_keys: Any
+        self, y_BND: jax.Array, train: bool, *, num_keys_B: jax.Array | None = None, **of_keys: Any
     ) -> jax.Array:
         """The attention (B, N, D) of normalised tokens, with dropout.
 
@@ -199,7 +199,7 @@ class EncoderBlock(BlockFields, nn.Module):
         fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
         attention = attention_class(**fields, name="attention")
         scale_D = LayerScale(self.layer_scale, name="scale_attention")(y_BND.shape[-1])
-        last = {"scale_D": scale_D, "train": train}
+        last: dict[str, Any] = {"scale_D": scale_D, "train": train}
         if num_keys_B is not None:
             last["num_keys_B"] = num_keys_B
         y_BND = self.mix(attention, y_BND, **of_keys, **last)

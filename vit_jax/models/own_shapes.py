@@ -1,7 +1,7 @@
 """Pictures in their own shape: the fields of a model that takes them, and positions by coordinates.
 
-Axes: B pictures, N patches of one with padding, O rows or columns of a table, S patches of a table's
-grid, D width.
+Axes: B pictures, N patches of one with padding, O rows or columns of a table, S patches of the grid
+of a table, D width.
 Source: Tschannen et al. 2025 (arXiv:2502.14786), section 2.4.2.
 """
 
@@ -56,10 +56,14 @@ class PictureFields:
         if self.max_tokens is None:
             return []
         kind, at = model.position_class, model.positions_at
-        faults = [] if model.embeds_patches and not model.needs_grid else [
-            f"name: a {type(self).__name__} takes images of one size, not pictures of "
-            "data.max_tokens; choose a ViT, or set data.image_size instead"
-        ]
+        faults = (
+            []
+            if model.embeds_patches and not model.needs_grid
+            else [
+                f"name: a {type(self).__name__} takes images of one size, not pictures of "
+                "data.max_tokens; choose a ViT, or set data.image_size instead"
+            ]
+        )
         if at == "layers" or not (kind.takes_pictures or kind.acts_on == "nothing"):
             faults.append(
                 f"pos_embed={model.pos_embed!r}, pos_embed_at={at!r}: pictures of "
@@ -81,7 +85,7 @@ class PictureFields:
 def resample(
     table_SD: jax.Array, grid: tuple[int, int], pictures: Pictures, filter: str
 ) -> jax.Array:
-    """A table of the `grid` (rows, columns), resampled with antialiasing to each picture's: (B, N, D).
+    """A table of a `grid`, resampled with antialiasing to the grid of each picture: (B, N, D).
 
     The weights of a patch are a product of its row's and its column's, so that one product with the
     table gives all patches.
@@ -89,7 +93,8 @@ def resample(
     by_axis = []
     for axis, place_BN in enumerate(pictures.places):
         stretch_B11 = grid[axis] / pictures.grid[:, axis, None, None]
-        far_BNO = (place_BN[..., None] + 0.5) * stretch_B11 - (np.arange(grid[axis]) + 0.5)
+        old_11O = np.arange(grid[axis])[None, None] + 0.5
+        far_BNO = (place_BN[..., None] + 0.5) * stretch_B11 - old_11O
         weights_BNO = FILTERS[filter](jnp.abs(far_BNO) / jnp.maximum(stretch_B11, 1))
         total_BN1 = weights_BNO.sum(axis=2, keepdims=True)
         by_axis.append(weights_BNO / jnp.where(total_BN1 == 0, 1, total_BN1))  # 0: of padding
@@ -101,7 +106,7 @@ def mean_of_first(x_BND: jax.Array, counts_B: jax.Array | None) -> jax.Array:
     """The mean (B, D) over the first `counts_B` tokens of each row; None: over all."""
     if counts_B is None:
         return x_BND.mean(axis=1)
-    counts_BN1 = (np.arange(x_BND.shape[1]) < counts_B[:, None])[..., None]
+    counts_BN1 = (np.arange(x_BND.shape[1])[None] < counts_B[:, None])[..., None]
     total_BD = jnp.where(counts_BN1, x_BND, 0).sum(axis=1)
     return total_BD / counts_B[:, None].astype(total_BD.dtype)
 

@@ -72,9 +72,9 @@ def draw_among(rng: jax.Array, counts_B: jax.Array, num: int, share: float) -> j
     A row keeps `count_kept_of` its own patches; the entries behind them are padding.
     """
     noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(row_keys(rng, len(counts_B)))
-    order_BN = jnp.argsort(noise_BN + (jnp.arange(num) >= counts_B[:, None]), axis=1)
+    order_BN = jnp.argsort(noise_BN + (jnp.arange(num)[None] >= counts_B[:, None]), axis=1)
     order_BM = order_BN[:, : count_kept(num, share)]
-    kept_BM = jnp.arange(order_BM.shape[1]) < count_kept_of(counts_B, num, share)[:, None]
+    kept_BM = jnp.arange(order_BM.shape[1])[None] < count_kept_of(counts_B, num, share)[:, None]
     return jnp.sort(jnp.where(kept_BM, order_BM, order_BM + num), axis=1) % num
 
 

@@ -334,7 +334,11 @@ class PositionChoice:
 
     pos_embed: str
     pos_embed_at: str | None
-    needs_grid: bool  # whether layers need all patches of an image, in rows and columns
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether layers need all patches of an image, in rows and columns."""
+        return False
 
     @classmethod
     def pos_embeds(cls) -> tuple[str, ...]:

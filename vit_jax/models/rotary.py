@@ -147,7 +147,9 @@ class RotaryFields:
         if rng is not None and self.rotary_is_random:
             sides = [*self._changed(sides, rng)]
         periods = self.periods(self.rotary_base, head_width)
-        angles_BNA = jnp.concatenate([side[..., None] / periods for side in sides], axis=2)
+        angles_BNA = jnp.concatenate(
+            [side[..., None] / periods[None, None] for side in sides], axis=2
+        )
         rows = len(angles_BNA)
         own = [jnp.broadcast_to(angles_RA, (rows, *angles_RA.shape))
                for angles_RA in self._of_registers(registers, head_width)]  # fmt: skip

@@ -181,11 +181,12 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     def _encode_all(self, images: Images, train: bool) -> tuple[jax.Array, jax.Array | None]:
         """`tokens`, and the number of patches of each picture among them; None: all are."""
-        x_BND, more, counts_B = self.embed(images), {}, None
+        x_BND, counts_B = self.embed(images), None
+        more: dict[str, Any] = {}
         if isinstance(images, Pictures):
             more, counts_B = {"pictures": images}, images.counts
-        elif self.image_size is None:
-            more = {"image_size": images.shape[1:3]}
+        if self.image_size is None:
+            more["image_size"] = images.shape[-3:-1]  # of a picture one patch
         keep = self.draw_keep(*x_BND.shape[:2], counts_B=counts_B, train=train)
         if keep is not None and counts_B is not None:
             counts_B = count_kept_of(counts_B, x_BND.shape[1], self.keep_tokens)
@@ -266,7 +267,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = self.grid_of(image_size) if self.needs_grid else None
-        of_keys = {"shared": shared, "turns": turns}
+        of_keys: dict[str, Any] = {"shared": shared, "turns": turns}
         if pictures is not None:
             counts_B = pictures.counts if counts_B is None else counts_B
             of_keys["num_keys_B"] = self.num_prefix_tokens + counts_B

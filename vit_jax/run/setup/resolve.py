@@ -16,8 +16,8 @@ A config file cannot know them:
     measured  opener.Files.kernels     the form of the blocks, on accelerators
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
-"recipe" (the config file), "default", "source" (of the weights), "model", "teachers", "data", "rule",
-"duration" (of the run), "devices", "measured" (on them) or "branch" (what made the run from
+"recipe" (the config file), "default", "source" (of the weights), "model", "teachers", "data",
+"rule", "duration" (of the run), "devices", "measured" (on them) or "branch" (what made the run from
 another).
 """
 

@@ -74,7 +74,7 @@ def _check_sections(config: ConfigDict, faults: Faults) -> None:
     for name, entry in settings.evals.items():
         faults.need(
             settings.data.max_tokens is None or entry.takes_pictures,
-            f"evals.{name}: takes images of one size, not pictures of data.max_tokens; leave it out",
+            f"evals.{name}: takes images of one size, no pictures of data.max_tokens; leave it out",
         )
     check_run(settings, config, faults)
 
