@@ -9,6 +9,7 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 import os
 from typing import ClassVar
 
+from vit_jax.config.drawn import EXAMPLE as DRAWN
 from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
 from vit_jax.config.study import Study
@@ -123,8 +124,8 @@ class Data(OpenSection):
         choices=("batch", "tokens"),
     )
     max_tokens: int | None = key(
-        None, "pictures keep their shape, each sized to fill at most so many patches; positions are "
-        "learned for data.image_size; None: all have that size", within="[1, 16384]",
+        None, "pictures keep their shape, each sized to fill at most so many patches, or a number "
+        f'drawn for each step, "{DRAWN}"; None: all have data.image_size', form="draws",
     )  # fmt: skip
     patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -81,26 +81,27 @@ def host_batches(
     seed: int,
     rows: np.ndarray,
     data_order: order.Order | None = None,
-    first: int | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch of `steps`, in NumPy.
 
     The contents of a row depend only on (seed, step, row), not on `rows` or the first step. No
-    earlier batch is read to reach the first step. `data_order` None means `record`. `first` is the
-    position of the first image; None: all steps before have as many rows.
+    earlier batch is read to reach the first step. `data_order` None means `record`. `firsts` are
+    the positions of the first image of each step; None: all steps before have as many rows.
 
     Raises: InputError, before the first batch, if the ops do not give images of their size.
     """
-    first = steps.start * spec.size if first is None else first
-    local_rows = tf.constant(rows + (first - steps.start * spec.size), tf.int64)
+    if firsts is None:
+        firsts = range(steps.start * spec.size, steps.stop * spec.size, spec.size)
+    local_rows, of_steps = tf.constant(rows, tf.int64), tf.constant(firsts, tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
     def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        positions = step * spec.size + local_rows
+        positions = of_steps[step - steps.start] + local_rows
         return data_order(positions), order.keys(positions, seed)
 
     batches = local_batches(source, spec.crops, steps, arrange, len(rows))
-    positions = (first + (step - steps.start) * spec.size + rows for step in steps)
+    positions = (first + rows for first in firsts)
     return batches if spec.text is None else with_texts(batches, source, positions, seed)
 
 

@@ -418,6 +418,6 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
     schedule = [settings.values["data.image_size"], d.image_size_keeps]
     sizes = schedule if len(settings.sizes) > 1 else []
-    sizes += [] if d.max_tokens is None else [d.max_tokens, d.patch_size]
+    sizes += [] if d.max_tokens is None else [settings.values["data.max_tokens"], d.patch_size]
     texts = [d.text_length, d.vocabulary_digest] if d.text_length is not None else []
     return fingerprint(*identity, *channels, *views, *ranges, *sizes, *texts)
