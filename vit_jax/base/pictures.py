@@ -22,6 +22,11 @@ class Pictures(NamedTuple):
         return tuple(self.patches.shape)
 
     @property
+    def dtype(self) -> Any:
+        """Of the pixels."""
+        return self.patches.dtype
+
+    @property
     def counts(self) -> Any:
         """The number of patches of each picture, (B,)."""
         return self.grid[:, 0] * self.grid[:, 1]

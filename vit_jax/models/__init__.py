@@ -9,6 +9,7 @@ import flax.linen as nn
 
 from vit_jax.base.errors import Faults, InputError, nearest
 from vit_jax.config import FAMILIES, image_hw, sections
+from vit_jax.config.drawn import find_fault_of_draws
 from vit_jax.config.parts import as_pair
 from vit_jax.models.contract import Model, about, as_family, field_names
 from vit_jax.models.fields import check_fields, field_defaults
@@ -196,7 +197,8 @@ def check_model(model: sections.Model, data: sections.Data, faults: Faults) -> N
         f"data.max_tokens={data.max_tokens}: model.name={model.name!r} takes images of one size; "
         "choose a ViT, or set data.image_size instead",
     )
-    has_size = data.image_size is not None or data.max_tokens is not None
+    most = data.max_tokens
+    has_size = data.image_size is not None if most is None else find_fault_of_draws(most) is None
     if takes_pictures and not wrong and has_size and model.name is not None:
         faults.check_in("model.", model_of, model, data)
 

@@ -71,6 +71,7 @@ class Contrastive(ObjectivePart):
     )  # fmt: skip
 
     learns_texts = True
+    takes_pictures = True
     split_params = (
         # Each device looks up its part of the width: tokens are exchanged, and no whole gradient.
         (r"token_embedding/embedding", (None, "fsdp")),
