@@ -222,6 +222,10 @@ def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     found = vit_jax.compare([tmp_path / "run"])
     assert (found["runs"], found["config"]) == (["run"], {})
     assert found["metrics"]["test/top1"] == [summary["test/top1"]]
+    read = vit_jax.read_metrics(tmp_path / "run")
+    assert read["test/top1"][4] == summary["test/top1"] and [*read["train/loss"]] == [2, 4]
+    with at_fault(f"{tmp_path}"):
+        vit_jax.read_metrics(tmp_path)
     assert config.duration == "40 steps"  # the caller's config is left as it was
     assert vit_jax.train(*args, data=given) == summary
     how = {"overrides": {"evals.test.batch_size": 360}}
@@ -346,9 +350,20 @@ def test_the_page_on_python_calls_what_there_is(monkeypatch, capsys):
 
     found = {
         "runs": [], "config": {}, "metrics": {"val/top1": [0.9]}, "rows": [], "best": "",
+        "train/loss": {1: 2.0},
         "read_back": 0.0, "memory_bytes": {"fits": True}, "estimate": {"run": {"hours": 1.0}},
     }  # fmt: skip
-    for name in ("train", "evaluate", "branch", "compare", "plan", "study", "export", "figures"):
+    for name in (
+        "train",
+        "evaluate",
+        "branch",
+        "compare",
+        "plan",
+        "read_metrics",
+        "study",
+        "export",
+        "figures",
+    ):
         result = {"side_effect": note} if name == "train" else {"return_value": found}
         monkeypatch.setattr(vit_jax, name, create_autospec(getattr(vit_jax, name), **result))
     text = (notebooks.ROOT / "docs/how_to/python.md").read_text()

@@ -39,6 +39,7 @@ _HOMES = {
     "plan": "vit_jax.api",
     "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",
+    "read_metrics": "vit_jax.api",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
     "study": "vit_jax.api",

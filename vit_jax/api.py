@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -247,6 +248,27 @@ def compare(workdirs: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[s
 
     paths = [workdirs] if isinstance(workdirs, str | os.PathLike) else workdirs
     return runs.compare(runs.best_first(runs.read_all(paths)[0]))
+
+
+def read_metrics(workdir: str | os.PathLike) -> dict[str, dict[int, float | None]]:
+    """Read all that a run has logged and evaluated, while it trains too.
+
+        loss = vit_jax.read_metrics("runs/a")["train/loss"]
+        matplotlib.pyplot.plot(loss.keys(), loss.values())
+
+    Returns:
+      {metric: {step: value}} in the order of steps; None: the value was not finite. Metrics and
+      their units: see metrics.jsonl in docs/reference/workdir.
+
+    Raises:
+      InputError: a ValueError, if no run has begun in `workdir`.
+    """
+    from vit_jax.checkpoints.history import read_values
+
+    path = epath.Path(workdir)
+    if not (path / "config.json").exists():
+        raise InputError(f"{path}: holds no run; needed: the --workdir of one")
+    return read_values(path, sys.maxsize)
 
 
 def figures(

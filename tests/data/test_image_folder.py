@@ -157,12 +157,13 @@ def test_all_holds_out_nothing(tmp_path):
     assert folder(tmp_path / "divided", "all").read(tf.constant(6, tf.int64))["label"] == 1
 
 
-def test_a_given_val_is_used_with_train_s_labels(tmp_path):
+def test_a_given_val_is_used_with_train_s_labels(tmp_path, caplog):
     make_folder(tmp_path / "train", TEN_EACH)
     make_folder(tmp_path / "val", {"eel": 2})
     train, val = folder(tmp_path), folder(tmp_path, "val")
     assert (train.num_examples, names(val)) == (30, ["val/eel/0.jpg", "val/eel/1.jpg"])
     assert val.class_names == ("cat", "dog", "eel")
+    assert "val: no images of cat, dog, which " in caplog.text
     assert val.read(tf.constant(0, tf.int64))["label"] == 2
 
 

@@ -319,6 +319,12 @@ def test_choices_that_cannot_be(kind, choices):
     assert [re.split("[:=]", fault)[0] for fault in faults] == [f"evals.own.{key}"]
 
 
+def test_evaluators_that_read_no_labels_take_several_an_image():
+    without = {name for name in EVALUATORS if not EVALUATORS.find(name).reads_labels}
+    assert without == {"patch_features", "rank", "reconstruction"}
+    assert {EVALUATORS.find(name).multi_label for name in without} == {None}
+
+
 def test_a_fault_names_the_evaluator():
     def measure(state):
         raise InputError("train_split: none can be read", "test_split: none can be read")

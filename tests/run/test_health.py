@@ -97,7 +97,9 @@ def test_long_waits_are_named_once_until_they_are_over():
     (text,) = add(16.0, save_s=1.0)
     assert text.startswith("3.0 of the last 11.0 s: the devices wait for images")
     (text,) = add(30.0, input_wait_s=9.0, save_s=2.0)
-    assert "checkpoint.every='1000 steps' and checkpoint.memory_every='10 steps'" in text
+    assert (
+        "checkpoint.every (now '1000 steps') and checkpoint.memory_every (now '10 steps')" in text
+    )
     assert add(50.0, input_wait_s=1.0) == []
     assert len(add(70.0, input_wait_s=3.0)) == 1
 

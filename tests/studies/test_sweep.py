@@ -60,6 +60,9 @@ def test_faults_are_told_at_once():
     assert {*keys} == {f"--sweep={text}" for text in texts} - {"--sweep=a=1"}
     assert {*keys_at_fault(sweep_of("seed=1,1"))} == {"study"}  # one workdir for two runs
     assert "study.sweep" in keys_at_fault(sweep_of())
+    for text in ("optimizer.peak_lr='x'", "optimizer.lrr"):
+        with pytest.raises(InputError, match=f"--sweep={text}: "):
+            study_of(sweep_of(f"{text.partition('=')[0]}=x")).check_all()
 
 
 def test_the_metric_is_one_that_the_evaluator_will_report():

@@ -159,6 +159,8 @@ def restore_newest(
             continue
         if fingerprint is not None:
             check_same_data(meta, fingerprint, str(directory))
+        if invalid:
+            logger.warning("step %d is taken instead", step)
         for bad in invalid if move_aside else ():
             _move_aside(directory, bad)
         return state, meta

@@ -131,9 +131,11 @@ def _list_recipes(flags: argparse.Namespace) -> int:
     from vit_jax.planning.recipe_costs import affordable, without_costs
 
     known = _known(flags)
-    rows = affordable(flags.budget, target, **known)
+    found = affordable(flags.budget, target, **known)
+    if flags.format == "json":
+        return _show(flags, found.rows, None, bool(found.rows))
     draw = functools.partial(recipes_table, asked=target.name, without=without_costs(target))
-    return _show(flags, rows, draw, bool(rows))
+    return _show(flags, found, draw, bool(found.rows))
 
 
 def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:

@@ -204,7 +204,9 @@ def change_op(ops: str, name: str, text: str) -> str:
     return "; ".join(map("|".join, views))
 
 
-def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
+def apply_overrides(
+    config: ConfigDict, overrides: Sequence[tuple[str, str]], flag: str = "--config."
+) -> list[str]:
     """Set each `key` to its parsed `text`, in place; return the faults.
 
     `evals.NAME` is None or an evaluator, and `data.ops.NAME` None or the arguments of an op; see
@@ -212,6 +214,8 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
 
     Skips `plugins`: the caller imports them first, with `plugins.using`, so that `base_config()`
     includes them and their keys.
+
+    `flag` begins a fault, before the key.
     """
     faults = []
     of_parts = {f"{registry.section}.{k}": known for registry in REGISTRIES
@@ -230,12 +234,12 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             elif parent in declared and declared[parent].form == "ops":
                 _set(config, parent, change_op(known[parent], leaf, text))
             elif key not in known:
-                faults.append(f"--config.{key}: no such key; {nearest_key(key, list(known))}")
+                faults.append(f"{flag}{key}: no such key; {nearest_key(key, list(known))}")
             else:
                 default = defaults.get(key, declared[key].default if key in declared else ...)
                 _set(config, key, text, default is None, declared.get(key))
         except ValueError as e:
-            faults.append(f"--config.{key}={text!r}: {e}")
+            faults.append(f"{flag}{key}={text!r}: {e}")
     return faults
 
 

@@ -48,6 +48,7 @@ class Rank(SplitEvaluator):
     learns_classes = True
     output = "features"
     multi_label = None
+    reads_labels = False
     measures_rank = True
 
     def reports(self) -> dict[str, Better]:

@@ -43,6 +43,8 @@ class ReconstructionLoss(SplitEvaluator):
     learns_classes = True
     output = "features"
     takes_pictures = False
+    multi_label = None
+    reads_labels = False
 
     def reports(self) -> dict[str, Better]:
         return {"loss": "lower", "num_examples": "neither"}

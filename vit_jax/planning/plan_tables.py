@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from vit_jax.devices.flops import format_bytes
-from vit_jax.planning.recipe_costs import stage_after
+from vit_jax.planning.recipe_costs import Affordable, stage_after
 
 _SMALL = 0.01  # share of the time of all kernels, below which a kind has no row
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
@@ -235,33 +235,35 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
     return [table, f"the fastest: {_as_flags(rows[0]['changes']) or 'as the config has it'}"]
 
 
-def recipes_table(
-    rows: list[dict[str, Any]], asked: str, without: Collection[str] = ()
-) -> list[Any]:
+def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) -> list[Any]:
     """One row per recipe, the cheapest first.
 
     Args:
-      rows: as of `affordable`.
       asked: the slice of --topology.
       without: the recipes without costs on its chips.
     """
-    if not rows:
-        return ["No shipped recipe costs as little."]
-    name = Column("recipe", no_wrap=True)
-    table = Table(name, "slice", "hours", "cost", title="Recipes, by estimated cost")
-    for row in rows:
-        where = row["slice"] + " (may not fit)" * (row["fits"] == "maybe")
-        cost = _amount(row["cost"], ",.2f", 0.01)
-        table.add_row(row["recipe"], where, _amount(row["hours"], ",.3g", 0.01), cost)
-    counts = _what_counts(rows[0]["goodput"])
-    said = [
-        table,
-        f"Hours: {counts}; calculated at 40 % of the chips' peak where no compiler has found more "
-        "time. A plan with --config=RECIPE has all figures of a recipe; if it is compiled, it may "
-        "be up to 1.7 times faster.",
-    ]
-    found = [(row["recipe"], stage_after(row["recipe"])) for row in rows]
-    if first := [f"{recipe} ({second})" for recipe, second in found if second]:
+    said: list[Any] = []
+    if rows := found.rows:
+        name = Column("recipe", no_wrap=True)
+        by = Column("time by", no_wrap=True)
+        table = Table(name, "slice", by, "hours", "cost", title="Recipes, by estimated cost")
+        for row in rows:
+            where = row["slice"] + " (may not fit)" * (row["fits"] == "maybe")
+            hours, cost = _amount(row["hours"], ",.3g", 0.01), _amount(row["cost"], ",.2f", 0.01)
+            table.add_row(row["recipe"], where, row["by"], hours, cost)
+        said += [table, f"Hours: {_what_counts(rows[0]['goodput'])}. A plan with --config=RECIPE "
+                 "has all figures of a recipe."]  # fmt: skip
+    else:
+        said.append("No shipped recipe costs as little.")
+    if found.least is not None:
+        said.append(
+            "A calculated time is at 40 % of the chips' peak; the compiler's is down to "
+            f"{found.least:.0%} of it."
+        )
+    if found.perhaps:
+        said.append(f"Above the budget by calculation only: {', '.join(found.perhaps)}.")
+    stages = [(row["recipe"], stage_after(row["recipe"])) for row in rows]
+    if first := [f"{recipe} ({second})" for recipe, second in stages if second]:
         said.append(f"Without the stage that follows: {', '.join(first)}.")
     if any(row["slice"] != asked for row in rows):
         said.append(

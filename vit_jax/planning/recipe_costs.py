@@ -2,7 +2,7 @@
 
 import csv
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit_jax.base.errors import InputError
 from vit_jax.devices.chips import Slice, find_slice
@@ -35,31 +35,60 @@ def stage_after(recipe: str) -> str | None:
     return None if second in words.split(",") else second
 
 
+class Affordable(NamedTuple):
+    """What a budget pays for.
+
+    rows: the cheapest first, each {"recipe", "by", "slice", "fits", "goodput", "hours",
+      "chip_hours", "cost"}.
+    least: the least time of a compiled recipe, as a share of its calculated time; None: there is
+      none to compare.
+    perhaps: recipes that cost more by calculation, but less with that share of the time.
+    """
+
+    rows: list[dict[str, Any]]
+    least: float | None
+    perhaps: list[str]
+
+
 def affordable(
     budget: float, target: Slice, price_per_chip_hour: float, goodput: float | None = None
-) -> list[dict[str, Any]]:
-    """The recipes that cost at most `budget` on the chips of `target`, the cheapest first.
+) -> Affordable:
+    """The recipes that cost at most `budget` on the chips of `target`.
 
-    For each {"recipe", "slice", "fits", "goodput", "hours", "chip_hours", "cost"}; the slice is the
-    one that the table has of these chips. `goodput`: as in `estimate`.
+    The slice is the one that the table has of these chips; the compiler's row counts before a
+    calculated one. `goodput`: as in `estimate`.
 
     Raises: InputError: the table has no such chips.
     """
-    rows = read_costs()
-    own = {row["recipe"]: row for row in rows if row["slice"].partition(":")[0] == target.chip}
+    table = read_costs()
+    own = [row for row in table if row["slice"].partition(":")[0] == target.chip]
     if not own:
-        known = ", ".join(dict.fromkeys(row["slice"] for row in rows))
+        known = ", ".join(dict.fromkeys(row["slice"] for row in table))
         raise InputError(
             f"--topology={target.name}: no costs are known for its chips; {known} "
             "are; plan one recipe with --config=RECIPE"
         )
-    found: list[dict[str, Any]] = []
-    for row in own.values():
+    by: dict[str, dict[str, dict[str, str]]] = {"calculation": {}, "compiler": {}}
+    for row in own:
+        by[row["by"]][row["recipe"]] = row
+    calculated, compiled = by.values()
+    shares = [
+        float(row["chip_hours"]) / float(calculated[recipe]["chip_hours"])
+        for recipe, row in compiled.items() if recipe in calculated
+    ]  # fmt: skip
+    least = min(shares, default=None)
+    rows: list[dict[str, Any]] = []
+    perhaps = []
+    for recipe, row in (calculated | compiled).items():
         chip_hours = float(row["chip_hours"]) / (goodput or 1.0)
         cost = chip_hours * price_per_chip_hour
-        if cost <= budget and row["fits"] != "no":
-            figures = {key: row[key] for key in ("recipe", "slice", "fits")}
+        if row["fits"] == "no":
+            continue
+        if cost <= budget:
+            figures = {key: row[key] for key in ("recipe", "by", "slice", "fits")}
             hours = chip_hours / find_slice(row["slice"]).num_chips
             run = {"goodput": goodput, "hours": hours, "chip_hours": chip_hours, "cost": cost}
-            found.append(figures | run)
-    return sorted(found, key=lambda row: row["cost"])
+            rows.append(figures | run)
+        elif recipe not in compiled and least is not None and cost * least <= budget:
+            perhaps.append(recipe)
+    return Affordable(sorted(rows, key=lambda row: row["cost"]), least, perhaps)

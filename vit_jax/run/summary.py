@@ -11,7 +11,6 @@ import jax
 from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints.history import check_summary, read_history
-from vit_jax.config import EVALUATORS
 from vit_jax.config.metric_names import say_no_gain
 from vit_jax.run.build import Run
 from vit_jax.run.selection import read_selection
@@ -22,8 +21,6 @@ from vit_jax.run.watch.speed import rented_chips
 from vit_jax.run.writers import values_at
 
 logger = logging.getLogger("vit_jax")
-
-_WITHOUT_LABELS = {"rank", "reconstruction", "patch_features"}  # evaluators
 
 
 def read_summary(run: Run) -> dict[str, Any] | None:
@@ -89,7 +86,8 @@ def write_summary(run: Run) -> dict[str, Any]:
 def _say_progress(run: Run) -> None:
     """Warn if the last training loss is not below the first, and say what would tell more.
 
-    A loss whose teacher learns may rise. Without labels a loss does not show what features are
+    The first counts if it is of the first half: later ones fall little. A loss whose teacher learns
+    may rise. Without labels a loss does not show what features are
     worth; that is said unless an evaluator shows it.
     """
     losses = [(row["step"], loss) for row in read_history(run.workdir)
@@ -98,15 +96,13 @@ def _say_progress(run: Run) -> None:
         return
     (start, first), (step, last) = losses[0], losses[-1]
     objective = run.experiment.objective
-    if step > start and last >= first and not objective.needs_average:
+    if step >= 2 * start and last >= first and not objective.needs_average:
         logger.warning(
             "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
             last, step, first, start,
         )  # fmt: skip
-    if "label" not in objective.needs and all(
-        EVALUATORS.name_of(evaluator) in _WITHOUT_LABELS
-        for evaluator in run.settings.evals.values()
-    ):
+    compared = any(evaluator.reads_labels for evaluator in run.settings.evals.values())
+    if "label" not in objective.needs and not compared:
         logger.info(
             "train/loss is %.4g and was %.4g at step %d; it does not show what the features are "
             "worth, but a few labelled images do: vit_jax evaluate --init_from=%s "

@@ -98,6 +98,7 @@ class Study(Part):
     workdir: ClassVar[str]
 
     may_be_empty: ClassVar[Sequence[str]] = ()  # of the lists of entries
+    flag: ClassVar[str] = "--config."  # by which a user sets its members' keys
 
     @staticmethod
     def of(config: ConfigDict, workdir: str = "WORKDIR") -> "Study":
@@ -158,7 +159,7 @@ class Study(Part):
     ) -> ConfigDict:
         """The config of a member; faults of its overrides are added to `faults`."""
         own = copy.deepcopy(self.config)  # keeps the types of keys that are None
-        found = apply_overrides(own, list(overrides.items()))
+        found = apply_overrides(own, list(overrides.items()), self.flag)
         if faults is not None:
             faults += found
         return own

@@ -46,6 +46,8 @@ class Sweep(Study):
 
     sweep: tuple[str, ...] = key((), 'values, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"')
 
+    flag = "--sweep="
+
     @functools.cached_property
     def axes(self) -> dict[str, list[str]]:
         """{key: its values}; raises InputError as `parse_sweep`."""

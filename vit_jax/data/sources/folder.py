@@ -127,6 +127,12 @@ class Folder(DataSet):
             kept = of_classes(class_names, {path: (name,) for path, name in classes.items()}, base)
             classes = {path: classes[path] for path in kept}
             _warn_of_links(base, classes, layout.train_root)
+            there = {*classes.values()}
+            if there and (without := [n for n in class_names if as_name(n) not in there]):
+                warn_once(
+                    f"{shown(base)}: no images of {few(without)}, which {shown(layout.train_root)} "
+                    "has; metrics of this split leave these classes out"
+                )
         elif classes and split != "all":
             given = "val" in layout.splits
             splits = split_files(divider, layout.root, base, classes, None if given else groups)

@@ -158,7 +158,7 @@ class Stalls:
 
     def __init__(self, checkpoint: Checkpoint):
         saves = {"every": checkpoint.every, "memory_every": checkpoint.memory_every}
-        given = " and ".join(f"checkpoint.{key}='{n} steps'" for key, n in saves.items() if n)
+        given = " and ".join(f"checkpoint.{key} (now '{n} steps')" for key, n in saves.items() if n)
         self._remedies = {
             "input_wait": "the devices wait for images: take simpler data.ops, another data.reader "
             "or more CPU cores; `vit_jax benchmark --what=input` measures the input",
