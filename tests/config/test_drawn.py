@@ -39,7 +39,9 @@ def test_each_program_gets_its_own_steps():
         for step in steps:
             assert next(streams[stages.find(step)]) == stages.images(step)
         assert not [left for stream in streams.values() for left in stream]
-        counts = [stages.count(i, steps.stop) - stages.count(i, steps.start) for i in range(3)]
+        counts = [
+            stages.steps_in(i, steps.stop) - stages.steps_in(i, steps.start) for i in range(3)
+        ]
         assert counts == [len(firsts[i]) for i in range(3)]
     assert stages.needed(40) == 0  # every program may come again
     for start in (0, 33):

@@ -8,6 +8,8 @@ import pytest
 from vit_jax import create_model
 from vit_jax.base.errors import InputError
 from vit_jax.base.pictures import Pictures
+from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.dot_product import dot_product_attention, plain_attention
 from vit_jax.models.patches import count_kept_of, draw_among, extract_patches
 from vit_jax.transfer.resample import resample_grid
@@ -134,3 +136,14 @@ def test_what_needs_one_size_says_so():
     pictures = as_pictures(make_images())
     with pytest.raises(InputError, match=r"pictures in patches of \(4, 4, 1\): this model needs"):
         model.apply(variables, pictures._replace(patches=pictures.patches[..., :1]))
+
+
+@pytest.mark.parametrize("form", ["attention", "rows"])
+def test_forms_with_kernels_count_the_same_keys(form):
+    """TPUs' kernels know one number of keys, so pictures take the plain attention there."""
+    model, variables = make(pool="gap", max_tokens=MOST)
+    with jax.set_mesh(make_mesh(replica=1, data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1])):
+        forms = tpu_forms(model, jax.sharding.get_mesh())
+        found = model.clone(ops=forms[form]).apply(variables, as_pictures(make_images()))
+    expected = model.apply(variables, as_pictures(make_images()))
+    np.testing.assert_allclose(found, expected, atol=2e-5)

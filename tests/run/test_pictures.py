@@ -12,6 +12,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
+from vit_jax.inference.predict import predict
 from vit_jax.run import loop
 from vit_jax.run.setup.validation import find_faults
 
@@ -62,7 +63,7 @@ def make_config(folder):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_run_goes_on_within_each_number_of_tokens(make_config, tmp_path, monkeypatch):
+def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     summary = train_and_evaluate(make_config(), whole)
     run = prepare(make_config(), whole)
@@ -88,6 +89,11 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, tmp_path, monke
     }
     with at_fault("data.max_tokens"):
         prepare(make_config(data__max_tokens="16"), whole)
+    # A prediction sees the pictures as the run's evaluation does.
+    paths = sorted((folder / "val").rglob("*.png"))
+    found = predict([*map(str, paths)], whole, output="probabilities")
+    loss = -np.log(np.asarray(found)[np.arange(6), np.repeat([0, 1], 3)]).mean()
+    np.testing.assert_allclose(loss, summary["val/loss"], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -74,12 +74,12 @@ class DrawnStages(Stages):
         block, at = divmod(steps, len(self._numbers))
         return self.order_of(block)[at]
 
-    def count(self, stage: int, steps: int) -> int:
+    def steps_in(self, stage: int, steps: int) -> int:
         blocks, rest = divmod(steps, len(self._numbers))
         return blocks * self._numbers.count(stage) + self.order_of(blocks)[:rest].count(stage)
 
     def images(self, steps: int) -> int:
-        return sum(stage.batch * self.count(i, steps) for i, stage in enumerate(self))
+        return sum(stage.batch * self.steps_in(i, steps) for i, stage in enumerate(self))
 
     def needed(self, start: int) -> int:
         return 0

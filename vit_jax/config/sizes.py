@@ -54,7 +54,7 @@ class Stages(tuple[Stage, ...]):
         stage = self[self.find(steps)]
         return stage.first + (steps - stage.steps.start) * stage.batch
 
-    def count(self, stage: int, steps: int) -> int:
+    def steps_in(self, stage: int, steps: int) -> int:
         """How many of the first `steps` steps the stage of that number has."""
         own = self[stage].steps
         return len(range(own.start, min(steps, own.stop)))

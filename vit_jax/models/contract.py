@@ -68,6 +68,7 @@ class Model(nn.Module):
     scan = WITHOUT["scan"]
     channels = WITHOUT["channels"]
     keep_tokens = WITHOUT["keep_tokens"]
+    max_tokens = WITHOUT["max_tokens"]
 
     # (regular expression for the end of a parameter's name, mesh axis of each of its last axes) for
     # names that no other family has; see `devices.sharding.RULES`.

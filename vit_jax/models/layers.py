@@ -175,8 +175,8 @@ class EncoderBlock(BlockFields, nn.Module):
         norm_class = choose_norm(self.norm, self.ops)
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
-        keys: dict[str, Any] = {"relative": relative, "turns": turns, "num_keys_B": num_keys_B}
-        msa = partial(self.attention_branch, train=train, **keys)
+        msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
+        msa = partial(msa, num_keys_B=num_keys_B)
         mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
             y_BND = norm(name="norm")(x_BND)

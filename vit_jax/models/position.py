@@ -172,7 +172,10 @@ class PositionEmbedding:
 
     def of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
         """The vectors (B, N, D) of the patches of each picture; `filter`: see `own_shapes`."""
-        raise NotImplementedError
+        del tables, pictures, filter
+        raise InputError(
+            f"pos_embed: {type(self).__name__} knows one grid only; choose learned_1d or sincos_2d"
+        )
 
     def build_of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
         """`build` for pictures of different grids: (B, P + N, D)."""

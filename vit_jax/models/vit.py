@@ -39,9 +39,8 @@ POOLS = ("token", "gap", "token_gap", "map")
 class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
     """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
-    In place of images it takes `Pictures` too.
-
-    In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
+    It takes `Pictures` in place of images. In training (`train=True`), dropout and stochastic depth
+    need the random stream `dropout`.
 
     Fields:
       num_classes: C; with None the model has no head and `__call__` returns the features.
@@ -181,16 +180,14 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     def _encode_all(self, images: Images, train: bool) -> tuple[jax.Array, jax.Array | None]:
         """`tokens`, and the number of patches of each picture among them; None: all are."""
-        x_BND, counts_B = self.embed(images), None
-        more: dict[str, Any] = {}
+        x_BND, counts_B, more = self.embed(images), None, dict[str, Any]()
         if isinstance(images, Pictures):
             more, counts_B = {"pictures": images}, images.counts
         if self.image_size is None:
             more["image_size"] = images.shape[-3:-1]  # of a picture one patch
         keep = self.draw_keep(*x_BND.shape[:2], counts_B=counts_B, train=train)
         if keep is not None and counts_B is not None:
-            counts_B = count_kept_of(counts_B, x_BND.shape[1], self.keep_tokens)
-            more["counts_B"] = counts_B
+            more["counts_B"] = counts_B = count_kept_of(counts_B, x_BND.shape[1], self.keep_tokens)
         return self.encode(x_BND, keep=keep, **more, train=train), counts_B
 
     def embed(self, images: Images) -> jax.Array:
@@ -201,8 +198,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
         """
         if isinstance(images, Pictures):
             patches = self.flat_patches(images, self.patch_size, self.channels)
-            x_BND = self.embedding(patches.astype(self.dtype))
-            return self.constrain(x_BND, ("batch", None, None))
+            return self.constrain(self.embedding(patches.astype(self.dtype)), ("batch", None, None))
         check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
@@ -251,7 +247,9 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
             shared = self.positions(image_size).build_checked(*given)
         if acts_on == "tokens" and self.positions_at == "stem":
             assert shared is not None
-            x_BND, shared = x_BND + self.ops.repeat(shared, x_BND.shape[0], self.dtype), None
+            if pictures is None:
+                shared = self.ops.repeat(shared, x_BND.shape[0], self.dtype)
+            x_BND, shared = x_BND + shared.astype(self.dtype), None
         sizes = self.num_prefix_tokens, self.registers, self.width // self.num_heads
         turns = self.make_turns(pictures or self.grid_of(image_size), *sizes, train)
         if acts_on == "turns":
@@ -421,7 +419,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     @nn.nowrap
     def find_faults(self) -> list[str]:
-        faults = super().find_faults() + self.find_position_faults()
+        faults = super().find_faults() + self.find_position_faults() + self.find_picture_faults()
         if "token" in self.pool and self.class_token is False:
             faults.append(f"class_token=False: pool={self.pool!r} needs it; choose pool gap or map")
         if self.pool == "token_gap" and (self.norm_pooled or self.hidden_head):
@@ -444,7 +442,6 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
             )
         if self.image_size is not None:
             faults += find_undivided(self.image_size, self.patch_size, self.token_stride)
-        faults += self.find_picture_faults()
         if self.num_heads > 0 and self.width % self.num_heads:
             faults.append(
                 f"num_heads={self.num_heads} does not divide width={self.width}; "

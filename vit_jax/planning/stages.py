@@ -21,7 +21,7 @@ def plan_stages(settings: Settings, target: Target, plan: Plan) -> dict[str, Any
     if len(plans) > 1:
         for i, (run, figures) in enumerate(zip(settings.by_stage, plans, strict=True)):
             share = run.model.own.get("keep_tokens", 1.0)
-            steps = settings.stages.count(i, settings.run.duration)
+            steps = settings.stages.steps_in(i, settings.run.duration)
             figures |= {"keep_tokens": share, "total_steps": steps}
     return add_up(plans)
 

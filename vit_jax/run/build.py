@@ -186,7 +186,7 @@ class Run:
         """FLOPs of the first `steps` steps: forward and backward, without rematerialisation."""
         stages = self.settings.stages
         return sum(
-            stages.count(i, steps) * stage.batch * each.flops_per_image
+            stages.steps_in(i, steps) * stage.batch * each.flops_per_image
             for i, (stage, each) in enumerate(zip(stages, self.experiments, strict=True))
         )
 
