@@ -323,7 +323,7 @@ MUTATIONS = [
       "run/test_build.py::test_a_run_of_another_config_names_the_flags_that_keep_it"),
     M("vit_jax/run/loop.py", " or self.selection.best_step == due.step", "",
       "run/test_selection.py::test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed"),
-    M("vit_jax/run/build.py", "first=stages.images(start),", "first=None,",
+    M("vit_jax/run/build.py", "firsts=firsts,", "firsts=None,",
       "run/test_sizes.py::test_every_example_comes_once_in_an_epoch[tokens]"),
     M("vit_jax/objectives/other_sizes.py", "state.replace(ema=ema)", "state",
       "experiment/test_stages.py::test_every_objective_has_one_state_for_all_sizes[dino:debug-6]"),

@@ -17,6 +17,7 @@ from read_settings import data_and_evals, model_fields, settings_of, splits_of, 
 from shipped_forms import CONFIGS, EVERY_FORM, FORMS, OF_EVALUATION, load, without_files
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Pictures
 from vit_jax.config import (
     FAMILIES,
     REQUIRED_TO_EVALUATE,
@@ -165,6 +166,9 @@ def made_up_batch(experiment, c):
     rng = np.random.default_rng(0)
     batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
              for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
+    if c.data.max_tokens is not None:
+        grids = np.tile(np.int32([[1, c.data.max_tokens]]), (len(batch["mask"]), 1))
+        batch["image"] = Pictures(batch["image"], grids)
     for name in {"mask", "text_mask"} & {*batch}:
         batch[name] = np.ones_like(batch[name])
     batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)

@@ -34,6 +34,7 @@ class Evaluator(Part):
     reads_captions: whether it needs the captions of its splits.
     reads_labels: whether it compares with labels, and so shows what the features are worth.
     measures_rank: whether it measures the rank of the features, by which a collapse is seen.
+    takes_pictures: whether it evaluates pictures in their own shape, by `data.max_tokens`.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
@@ -52,6 +53,7 @@ class Evaluator(Part):
     learns_classes: ClassVar[bool] = False
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
+    takes_pictures: ClassVar[bool] = True
     shows_images: ClassVar[bool] = False
     reads_labels: ClassVar[bool] = True
     reads_captions: ClassVar[bool] = False

@@ -9,6 +9,7 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 import os
 from typing import ClassVar
 
+from vit_jax.config.drawn import EXAMPLE as DRAWN
 from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
 from vit_jax.config.study import Study
@@ -105,8 +106,7 @@ class Data(OpenSection):
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
     pixel_range: tuple[float, ...] | None = key(
-        None,
-        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
+        None, "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits"
     )
     decoding: int = key(
         2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
@@ -123,6 +123,11 @@ class Data(OpenSection):
         "smaller images have more of them, with about as many patches",
         choices=("batch", "tokens"),
     )
+    max_tokens: int | None = key(
+        None, "pictures keep their shape, each sized to fill at most so many patches, or a number "
+        f'drawn for each step, "{DRAWN}"; None: all have data.image_size', form="draws",
+    )  # fmt: skip
+    patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
@@ -318,9 +323,7 @@ class Schedule(Section):
     )  # fmt: skip
     warmup: int = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: int = key(
-        "0 steps",
-        "to 0 at the end, on top of the decay: linear, but for wsd",
-        form="duration",
+        "0 steps", "to 0 at the end, on top of the decay: linear, but for wsd", form="duration"
     )
     rule: str | None = key(
         None,

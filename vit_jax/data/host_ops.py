@@ -246,7 +246,7 @@ class TorchvisionResize(CoveringResize):
         return sides * height // tf.reduce_min(sides) if of_shorter else tf.constant(self.gives)
 
     def _resized(self, image: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        return _halves_up(tf.image.resize(image, size, self.filter, antialias=True))
+        return _one_pass(image, size, self.filter)
 
 
 class Crop(SizedOp):
@@ -426,6 +426,16 @@ def _cubic(x: tf.Tensor) -> tf.Tensor:
 
 # Weight of a pixel by its distance, by Keys 1981 if bicubic.
 _WEIGHTS = {"bilinear": lambda x: tf.maximum(1.0 - x, 0.0), "bicubic": _cubic}
+
+
+def resize_as_pillow(image: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """uint8 (h, w, C) -> uint8 (*size, C), bilinearly and antialiased; see `TorchvisionResize`."""
+    wide = _one_pass(image, tf.stack([tf.shape(image)[0], size[1]]), "bilinear")
+    return _one_pass(wide, size, "bilinear")
+
+
+def _one_pass(image: tf.Tensor, size: tf.Tensor, filter: str) -> tf.Tensor:
+    return _halves_up(tf.image.resize(image, size, filter, antialias=True))
 
 
 def _halves_up(values: tf.Tensor) -> tf.Tensor:

@@ -40,9 +40,10 @@ class Attention(nn.Module):
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
     takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
-    `turns` rotary ones; queries and tokens must then be the same. `scale_D` scales the output, see
-    `layers.LayerScale`. `lora_rank` adds an adapter of that rank to the query and value projections
-    (`LoraProduct`), as in section 4.2 of its paper; None: none. `out_bias` gives the output a bias.
+    `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B`
+    tokens of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`.
+    `lora_rank` adds an adapter of that rank to the query and value projections (`LoraProduct`), as
+    in section 4.2 of its paper; None: none. `out_bias` gives the output a bias.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D). The tokens may have another width than the queries.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -66,7 +67,7 @@ class Attention(nn.Module):
     def __call__(
         self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train: bool = False,
+        scale_D: jax.Array | None = None, num_keys_B: jax.Array | None = None, train: bool = False,
     ) -> jax.Array:  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         width = queries_BND.shape[-1]
@@ -75,17 +76,17 @@ class Attention(nn.Module):
             for name, x in inputs.items()
         )
         bias_BHNM = None
+        more: dict[str, Any] = {} if num_keys_B is None else {"num_keys_B": num_keys_B}
         if relative is not None:
             q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
             bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
-        dropped = {}
         if train and self.dropout > 0:
             B, N, H, _ = q_BNHK.shape
             shape, axes = (B, H, N, k_BMHK.shape[1]), ("batch", "tensor", None, None)
             key, draw = self.make_rng("dropout"), self.ops.draw_bytes
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
-            dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
-        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
+            more |= {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
+        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **more)
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
@@ -138,8 +139,9 @@ class Attention(nn.Module):
 class KernelAttention(Attention):
     """`Attention` by a kernel: see `block_ops.AttentionKernel`. No dropout, no relative positions.
 
-    Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
-    the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
+    Only the first `num_keys` tokens count, and of these the first `num_keys_B` of each image; the
+    others are padding; None: all count. The kernel adds the biases, unless they are needed before,
+    for `qk_norm`, and turns queries and keys.
     """
 
     num_keys: int | None = None
@@ -148,7 +150,7 @@ class KernelAttention(Attention):
     def __call__(
         self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train: bool = False,
+        scale_D: jax.Array | None = None, num_keys_B: jax.Array | None = None, train: bool = False,
     ) -> jax.Array:  # fmt: skip
         assert self.dropout == 0 and relative is None
 
@@ -161,7 +163,7 @@ class KernelAttention(Attention):
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        return self._attend(qkv, biases, turns, scale_D)
+        return self._attend(qkv, biases, turns, scale_D, num_keys_B)
 
     @nn.nowrap
     def _attend(
@@ -170,9 +172,11 @@ class KernelAttention(Attention):
         biases: tuple[jax.Array | None, ...],
         turns: jax.Array | None,
         scale_D: jax.Array | None,
+        num_keys_B: jax.Array | None,
     ) -> jax.Array:
         assert self.ops.attention_kernel is not None
-        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, self.num_keys)
+        num_keys = self.num_keys if num_keys_B is None else num_keys_B
+        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, num_keys)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 

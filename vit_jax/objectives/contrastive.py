@@ -73,6 +73,8 @@ class Contrastive(ObjectivePart):
         within=POSITIVE,
     )  # fmt: skip
 
+    takes_pictures = True
+
     @property
     def learns_texts(self) -> bool:
         return True

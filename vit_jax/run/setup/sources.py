@@ -17,7 +17,12 @@ from vit_jax.config import SOURCES, Evaluator, Settings, SplitKey
 from vit_jax.config.metric_names import chosen_metrics
 from vit_jax.config.sections import Data, Run
 from vit_jax.data.contract import fingerprint
-from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
+from vit_jax.data.preprocessing import (
+    Preprocessing,
+    describe_batch,
+    eval_batch,
+    fingerprint_of_views,
+)
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.losses import Loss, balanced_weights
 from vit_jax.run.setup.matching import GENERIC_NAME, SYNSET
@@ -388,7 +393,7 @@ def check_evaluated_images(
     faults = Faults()
     for name, entry in evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
-        spec = data.image_batch(1, d.image_size, ops, key)
+        spec = eval_batch(d, 1, ops, key)
         for split in config_lib.eval_splits(d, entry).values():
             faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
     collect_faults(faults)
@@ -415,5 +420,6 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
     schedule = [settings.values["data.image_size"], d.image_size_keeps]
     sizes = schedule if len(settings.sizes) > 1 else []
+    sizes += [] if d.max_tokens is None else [settings.values["data.max_tokens"], d.patch_size]
     texts = [d.text_length, d.vocabulary_digest] if d.text_length is not None else []
     return fingerprint(*identity, *channels, *views, *ranges, *sizes, *texts)
