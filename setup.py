@@ -1,5 +1,5 @@
 """Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, parquet,
-plan, gcs, wandb, text, onnx, litert."""
+plan, gcs, wandb, text, onnx, litert, curation."""
 
 import glob
 import os
@@ -18,6 +18,7 @@ ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
 # ai-edge-litert needs backports-strenum; its release 1.3 does not install with Python 3.11, but uv
 # would choose it.
 LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
+BEAM = "apache-beam>=2.77.0"  # not in `test`: it needs older packages than the pinned ones
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
@@ -73,7 +74,7 @@ setup(
         "numpy>=2.3.5",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.12.5,<1.0",  # 1.0 takes away the interface that checkpoints/ uses
-        "pillow>=13.0.0",
+        "pillow>=12.1.1",
         "psutil>=7.0.0",
         "pyyaml>=6.0.2",
         "rich>=14.0.0",
@@ -106,6 +107,7 @@ setup(
             *REPORT,
             *TEXT,
         ],
+        "curation": [BEAM],  # prepare --beam
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "litert": LITERT,  # export --format=litert
         "onnx": ONNX,  # export --format=onnx

@@ -286,6 +286,19 @@ def words_cifar10() -> str:
     return _table(heads, lines)
 
 
+def exports() -> str:
+    """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
+    with open(ROOT / "docs/how_to/exports.csv") as file:
+        found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in csv.DictReader(file)}
+    heads, kinds = (dict.fromkeys(key[i] for key in found) for i in (1, 0))
+
+    def cell(row: dict) -> str:
+        return row["refused"] or f"{row['cosine']}; {row['error']}; {row['ms']} / {row['ours_ms']}"
+
+    lines = [(kind, *(cell(found[kind, head]) for head in heads)) for kind in kinds]
+    return _table(("model", *heads), lines)
+
+
 def notebook() -> str:
     """The cells of the tutorial's notebook; headings of the page's title are left out."""
     cells = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text())["cells"]
@@ -369,7 +382,7 @@ def certificates() -> str:
 
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
-    evaluator_keys, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
+    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
     recipe_costs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
+from vit_jax.commands.predict import folder_flag
 from vit_jax.config import Settings, eval_splits, plugins
 from vit_jax.config.text import shipped_configs
 from vit_jax.data import SOURCES, mixed_keys
@@ -77,8 +78,9 @@ class Job:
         return name if name[:1].isalpha() else f"run-{name}".strip("-")  # starts with a letter
 
     def on(self, platform: str) -> "Job":
-        """The same job, restricted to `platform` unless it sets a platform itself."""
-        if any(word.startswith("--config.mesh.platform") for word in self.words):
+        """The same job, restricted to `platform` unless it sets one itself or takes no config."""
+        takes_none = self.words[0] == "predict"
+        if takes_none or any(word.startswith("--config.mesh.platform") for word in self.words):
             return self
         word = f"--config.mesh.platform={platform}"
         return dataclasses.replace(self, words=(*self.words, word))
@@ -98,8 +100,10 @@ def check_job(words: Sequence[str]) -> Job:
     if command not in COMMANDS:
         raise InputError(f"-- {command}: no such command; known: {', '.join(COMMANDS)}")
     flags = parse_flags(command, words[1:] if words[0] == command else words)
-    if command == "certify":
-        flags.workdir = None if flags.output is None else os.fspath(flags.output)
+    if command in ("certify", "predict"):  # whose --workdir is the model's
+        name = "output" if command == "certify" else folder_flag(flags)
+        place = None if name is None else getattr(flags, name)
+        flags.workdir = flags.output = None if place is None else os.fspath(place)
     if not hasattr(flags, "workdir"):
         raise InputError(f"-- {command}: has no workdir, so it cannot be a job; run it directly")
     if command == "study":
@@ -113,11 +117,11 @@ def check_job(words: Sequence[str]) -> Job:
     if command == "evaluate" and (flags.init_from or flags.config):
         raise InputError("-- evaluate: as a job it takes only --workdir; run it directly")
     # `evaluate` takes its config from the workdir.
-    alone = {"evaluate": ("workdir",), "certify": ("output",)}
+    alone = {"evaluate": ("workdir",), "certify": ("output",), "predict": ("output",)}
     of_command = alone.get(command, ("config", "workdir"))
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
     config, named, data = getattr(flags, "config", None), (), ()
-    extras = needed_extras(None, flags.workdir)
+    extras = (*needed_extras(None, flags.workdir), *["parquet"] * (command == "predict"))
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
         if config is not None:
             loaded = load_valid_config(flags)

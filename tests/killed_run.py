@@ -9,7 +9,7 @@ python killed_run.py MOMENT ARGS...; MOMENT is one of
   events:N     halfway through the N-th TensorBoard event of training
   save:N       during the N-th save, when its files are written but not committed and training
                has continued
-  labels:N     before `label` writes its N-th file: labels.json, the parts, labels.npz, summary.json
+  files:N      before `label` or `predict` writes its N-th file: the manifest, the parts, ...
 """
 
 import os
@@ -19,7 +19,6 @@ import threading
 
 from vit_jax.base import files
 from vit_jax.checkpoints import checkpoint
-from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.run import loop, record, train
 from vit_jax.run.watch import speed
@@ -87,9 +86,8 @@ def arm(moment):
 
         speed.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
-    elif kind == "labels":
-        write = pseudo_labels.write_whole
-        pseudo_labels.write_whole = after(count, write, lambda *_: kill())
+    elif kind == "files":
+        files.open_for_append = after(count, files.open_for_append, lambda *_: kill())
     else:
         raise ValueError(moment)
 

@@ -108,6 +108,9 @@ MUTATIONS = [
       "models/test_dropout.py::test_devices_draw_apart_where_they_hold_other_values"),
     M("vit_jax/models/layers.py", "kept / keep_rate", "kept / 1.0",
       "models/test_layers.py::test_stochastic_depth_drops_each_branch_of_whole_examples"),
+    M("vit_jax/models/layers.py", "return block, self.ops.recomputed", "return block, self.ops",
+      "planning/test_kernel_cycles.py::"
+      "test_layers_that_are_recomputed_run_their_kernels_of_rows_again"),
     M("vit_jax/models/layers.py", "max(self.depth - 1, 1)", "self.depth",
       "models/test_layers.py::test_stochastic_depth_grows_linearly_from_zero"),
     M("vit_jax/models/gelu.py", "z * math.sqrt(0.5)", "z * 0.8",
@@ -467,6 +470,14 @@ MUTATIONS = [
     M("vit_jax/planning/hlo.py", "times = count * self._trip_count(each, condition)",
       "times = count", "planning/test_hlo.py::test_exchanges_count_as_often_as_their_loop_runs"),
     # inference
+    M("vit_jax/inference/parts.py", "missing[jax.process_index() ::", "missing[0 ::",
+      "inference/test_parts.py::test_each_process_writes_its_share"),
+    M("vit_jax/inference/parts.py", "yield part, x[of_part],", "yield part, x,",
+      "inference/test_parts.py::test_each_process_writes_its_share"),
+    M("vit_jax/inference/parts.py", "if not parts.path(part).exists()]", "]",
+      "inference/test_parts.py::test_rows_are_the_same_after_kills"),
+    M("vit_jax/inference/parts.py", "before.get(key) != facts[key]", "False",
+      "inference/test_parts.py::test_a_folder_belongs_to_one_model_and_one_data_set"),
     M("vit_jax/inference/predict.py", "np.argsort(-probabilities", "np.argsort(probabilities",
       "inference/test_predict.py::test_images_and_folders"),
     M("vit_jax/inference/evaluate.py", '"ema", "ema_model_state"', '"ema_model_state"',
@@ -606,6 +617,12 @@ MUTATIONS = [
       "transfer/test_export.py::test_a_program_for_any_batch_on_every_platform"),
     M("vit_jax/experiment/optimizers/layers.py", "leaf * rate if", "leaf + rate if",
       "experiment/test_optimizers.py::test_zero_gradients_shrink_weights_by_rate_times_decay"),
+    # curation
+    M("vit_jax/curation/pictures.py", "kept &= ~self._is_large(image)",
+      "kept |= ~self._is_large(image)",
+      "curation/test_prepare.py::test_a_rule_never_enlarges_and_keeps_bytes_that_fit"),
+    M("vit_jax/curation/shards.py", 'path.stat().length == record["bytes"]', "path.exists()",
+      "curation/test_prepare.py::test_what_was_killed_is_made_again_with_the_same_bytes"),
     # configs and the tables behind them
     M("configs/augreg.py", '"sigmoid", -10.0', '"sigmoid", 0.0',
       "test_configs.py::test_recipe_is_the_papers"),

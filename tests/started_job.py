@@ -40,8 +40,8 @@ class Job:
                 f"--process_id={i}",
             )  # fmt: skip
             program = FAULTY if fault else ("-m", "vit_jax.main")
-            arguments = [*([fault] if fault else []), *(joined if num_processes > 1 else ()),
-                         *words, *more]  # fmt: skip
+            arguments = [*([fault] if fault else []), *words,
+                         *(joined if num_processes > 1 else ()), *more]  # fmt: skip
             output.write_bytes(b"")
             self.processes.append(Forked(program, arguments, output, environment))
 

@@ -264,13 +264,13 @@ def test_help(command, capsys):
     assert out.startswith(f"usage: vit_jax {command} ")
     of_runs = ("train", "branch", "evaluate", "predict", "export", "study", "label", "figures",
                "doctor", "keys")  # fmt: skip
-    of_jobs = ("train", "evaluate", "doctor", "certify")
+    of_jobs = ("train", "evaluate", "predict", "label", "doctor", "certify")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "certify",
                   "keys")  # fmt: skip
     assert ("--print_config" in out) == (command in of_configs)
-    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check"))
+    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check", "prepare"))
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
 

@@ -117,6 +117,8 @@ def make_kinds():
 
 
 KINDS = make_kinds()
+if int(PIL.__version__.partition(".")[0]) < 13:  # reads four bytes a pixel where there are three
+    del KINDS["TIFF YCbCr"]
 
 
 def by_pillow(kind, channels):

@@ -216,14 +216,25 @@ def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_
     assert seen == [(2, 8, 32)] * 2
 
 
-@pytest.mark.parametrize("own_rows", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("own_rows", "layers"),
+    [
+        pytest.param(False, {}, marks=pytest.mark.slow),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        pytest.param(False, {"remat": "full", "scan": True}, marks=pytest.mark.slow),
+        (True, {"remat": "full"}),
+    ],
+    ids=str,
+)
+def test_kernels_of_rows_compute_what_the_layers_do(
+    own_rows, layers, interpreted_kernels, monkeypatch
+):
     """With the masks of dropout and of stochastic depth, and the gradients, of the layers apart."""
     monkeypatch.setitem(kernels._VMEM_MIB, "cpu", 128)
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
     fields = {"width": 128, "mlp_dim": 256, "depth": 1, "dtype": "bfloat16", "norm": "rms"}
     fields |= {"stochastic_depth": 0.4, "uniform_depth": True, "layer_scale": 0.5}
-    model = small_model(**fields, dropout=0.2)
+    model = small_model(**fields | layers, dropout=0.2)
     images = jnp.asarray(np.random.default_rng(0).normal(size=(32, 24, 24, 3)), jnp.float32)
     params = jax.jit(model.init)(jax.random.key(0), images)
     params = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
@@ -273,7 +284,8 @@ def test_kernels_of_rows_compute_what_the_layers_do(own_rows, interpreted_kernel
         ({"qk_norm": True}, ["mlp"]),
         ({"lora_rank": 2}, []),
         ({"parallel": True}, []),
-        ({"remat": "full"}, []),
+        ({"remat": "full"}, ["projections", "mlp"]),
+        ({"remat": "dots"}, []),
     ],
     ids=str,
 )

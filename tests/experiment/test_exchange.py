@@ -45,11 +45,11 @@ def loss(params, model_state, batch, rng):
     return ObjectiveOutput(rows, batch["mask"].sum(), {"top1": out[:, 0].sum()}, model_state)
 
 
-def gradients_of(mesh, accum_steps, join=None):
+def gradients_of(mesh, accum_steps, join=None, freeze=None):
     """The gradients, the metrics and the model's state of a step, and its program."""
     step = make_train_step(
         objective_of(loss), watched(optax.identity()), lambda batch, keys: batch, 0,
-        accum_steps=accum_steps, join=join,
+        accum_steps=accum_steps, join=join, freeze=freeze,
     )  # fmt: skip
 
     def found(state, batch):
@@ -114,13 +114,17 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     assert state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
-@pytest.mark.parametrize(("joins", "exchanges"), [(True, 1), (False, 2)])
-def test_whole_gradients_of_microbatches_are_exchanged_once_a_step(joins, exchanges):
+@pytest.mark.parametrize(
+    ("joins", "freeze", "exchanges"),
+    [(True, None, 1), (False, None, 2), (True, "b", 1), (True, "a", 0)],
+)
+def test_whole_gradients_of_microbatches_are_exchanged_once_a_step(joins, freeze, exchanges):
+    """Of the gradients that are not 0 as their parameters are frozen."""
     mesh = make_mesh(replica=2, data=4, fsdp=1, tensor=1)
     shardings = dict.fromkeys(WEIGHTS, NamedSharding(mesh, P()))
-    join = functools.partial(share_gradients, shardings=shardings, model=Model())
-    (grads, metrics, _), program = gradients_of(mesh, 2, join if joins else None)
-    (expected, expected_metrics, _), _ = gradients_of(mesh, 1)
+    join = functools.partial(share_gradients, shardings=shardings, model=Model(), freeze=freeze)
+    (grads, metrics, _), program = gradients_of(mesh, 2, join if joins else None, freeze)
+    (expected, expected_metrics, _), _ = gradients_of(mesh, 1, freeze=freeze)
     for name, value in expected.items():
         np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
@@ -251,7 +255,8 @@ def test_when_chips_add_the_gradients_of_all_microbatches_once(joins, mesh, mode
     devices = processes(**{"platform": "tpu"} | mesh)
     exchange = choose_exchange(vit, SUPERVISED, devices, accum_steps=2)
     assert (exchange.join is not None) == joins and not exchange.splits_params
-    assert choose_exchange(vit, SUPERVISED, devices, "head", 2) == Exchange()
+    frozen = choose_exchange(vit, SUPERVISED, devices, "head", 2)
+    assert (frozen.join is not None) == joins and not frozen.splits_params
 
 
 def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):

@@ -22,7 +22,7 @@ from vit_jax.config.stored import read_config
 from vit_jax.config.text import load_config
 from vit_jax.data.division import hash_of, read_division
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference import predict as prediction
+from vit_jax.inference import saved
 from vit_jax.main import main
 from vit_jax.run.setup.sources import open_evaluated
 from vit_jax.run.setup.workdir import write_workdir
@@ -153,7 +153,7 @@ def opened(monkeypatch):
 
     monkeypatch.setattr(data, "make_source", note)
     monkeypatch.setattr(evaluation, "evaluate_one", lambda *_: {})
-    monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
+    monkeypatch.setattr(saved, "write_features", lambda *_, **__: {"unreadable": 0})
     return splits
 
 

@@ -241,7 +241,7 @@ REFUSED = {
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
     "two faults": (["x.png", "--data=digits:test"], "give either images", "--data: needs"),
     "nothing to read or write": (["no.png", "--features=f.npy"], "no.png: no such", "in .npz"),
-    "data without features": (["--data=digits:test"], "--data: needs --features"),
+    "data without features": (["--data=digits:test"], "--data: needs --output=DIR or"),
     "features of another kind": (["x.png", "--features=f.npy"], "end in .npz"),
     "features in a folder's place": (["x.png", "--features=d.npz"], "d.npz: is a folder"),
     "features nowhere, of no model": (

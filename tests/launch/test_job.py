@@ -58,6 +58,16 @@ def test_extras_that_the_config_needs(job, words, extras):
     assert job.check_job([QUICKSTART, *words]).extras == extras
 
 
+def test_predictions_are_a_job_of_their_folder(job):
+    words = ["predict", "--workdir=runs/mine", "--data=digits:test"]
+    for name in ("--output", "--features"):
+        checked = job.check_job([*words, f"{name}=gs://bucket/all"])
+        assert (checked.workdir, checked.extras) == ("gs://bucket/all", ("gcs", "parquet"))
+        assert checked.on("cpu") == checked and checked.data == ()
+    with at_fault("--output"):
+        job.check_job([*words, "--features=all.npz"])
+
+
 def test_data_sets_of_a_mixture_are_looked_for_in_their_own_folders(job):
     checked = job.check_job([QUICKSTART, "--workdir=w", f"--config.data.mix={MIXED}"])
     assert checked.data == (("data.mix", "cifar10", "gs://bucket/data"),

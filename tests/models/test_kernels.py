@@ -191,13 +191,22 @@ def test_repeated_tokens_and_their_gradient():
 
 
 @pytest.mark.parametrize(
-    ("gelu", "norm", "random", "gated"),
-    [("tanh", "layer", True, False), ("exact", "rms", False, False), ("silu", "layer", True, True)],
+    ("gelu", "norm", "random", "gated", "keeps"),
+    [
+        ("tanh", "layer", True, False, True),
+        ("exact", "rms", False, False, True),
+        ("silu", "layer", True, True, True),
+        ("silu", "layer", True, True, False),
+        pytest.param("tanh", "rms", False, False, False, marks=pytest.mark.slow),
+    ],
 )
-def test_mlp(gelu, norm, random, gated):
-    """The branch of two blocks of rows, with dropout and stochastic depth and without."""
+def test_mlp(gelu, norm, random, gated, keeps):
+    """The branch of two blocks of rows, with dropout and stochastic depth and without.
+
+    `keeps`: its hidden units, or the backward pass computes them again.
+    """
     R, D, F = 256, 128, 384
-    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, Blocks(R, 128, 2**27))
+    spec = mlp.Spec(gelu, 0.3 if random else 0.0, norm, 1e-6, keeps, Blocks(R, 128, 2**27))
     draw = np.random.default_rng(0)
     drawn = mlp.Drawn()
     if random:

@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import Mesh
 from tpu_form import fastest_on_tpu
 
+from vit_jax.devices import kernels
 from vit_jax.devices.chips import find_slice
-from vit_jax.devices.flops import jaxpr_flops
+from vit_jax.devices.flops import jaxpr_flops, program_flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.planning import kernel_cycles
@@ -18,12 +19,12 @@ SIZES = {"width": 128, "depth": 3, "mlp_dim": 128, "num_heads": 2}
 TARGET = Target(find_slice("v5e:2x2"))
 
 
-def gradients(mesh: Mesh, **fields):
+def gradients(mesh: Mesh, num_images: int = 4, **fields):
     """The jaxpr of a small model's gradients, with kernels."""
     model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **(SIZES | fields))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
     model = model.clone(ops=fastest_on_tpu(model, mesh))
-    images = jax.ShapeDtypeStruct((4, 32, 32, 3), jnp.float32)
+    images = jax.ShapeDtypeStruct((num_images, 32, 32, 3), jnp.float32)
     with jax.set_mesh(mesh):
         grad = jax.grad(lambda params, images: model.apply(params, images).sum())
         return jax.jit(grad).trace(params, images).jaxpr.jaxpr
@@ -42,6 +43,34 @@ def mesh():
 def test_kernels_are_counted_as_often_as_they_run(mesh, fields, passes):
     found = {call.name: call.count for call in find_kernels(gradients(mesh, **fields))}
     assert found == {"short_attention_forward": 3 * passes, "short_attention_backward": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "again"),
+    [({}, 0), ({"scan": True, "remat": "full"}, 3), ({"remat": "full", "remat_layers": 2}, 2)],
+    ids=str,
+)
+def test_layers_that_are_recomputed_run_their_kernels_of_rows_again(
+    mesh, fields, again, monkeypatch
+):
+    """All but the forward pass of the MLP, as nothing reads its output."""
+    monkeypatch.setitem(kernels._VMEM_MIB, "cpu", 128)
+    jaxpr = gradients(mesh, 64, **fields)
+    found = {}
+    for call in find_kernels(jaxpr):
+        found[call.name] = found.get(call.name, 0) + call.count
+    assert found.pop("mlp_forward") == 3
+    assert found == {
+        "projections_forward": 3 + again,
+        "projections_backward": 3,
+        "short_attention_forward": 3 + again,
+        "short_attention_backward": 3,
+        "mlp_backward": 3,
+    }
+    product = 2 * (64 * 8) * 128 * 128  # 64 images of 5 tokens and their padding
+    without = program_flops(gradients(mesh, 64))
+    attention = 4 * 64 * 8**2 * 128
+    assert program_flops(jaxpr) - without == again * (5 * product + attention)
 
 
 def test_flops_of_kernels_are_those_of_their_products(mesh):

@@ -19,6 +19,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
+from vit_jax.planning import calculated
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout
 from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.search import (
@@ -73,14 +74,13 @@ def planned(monkeypatch, pytestconfig):
     """Plans of a state of 8 GiB and of layers that keep `by_layer` GiB each, or a tenth of it.
 
     A layer takes 3 cycles, 4 if it recomputes, a tenth more in a scan, and less over fsdp. The
-    compiler's peaks are `error` times the calculated ones. `waits`: {fsdp: seconds of exchanges};
-    `uneven`: the values of fsdp that split tiles.
+    compiler's peaks are `error` times the calculated ones. By calculation a layer that recomputes
+    takes 1 s; `waits`: {fsdp: seconds of exchanges}; `lost`: seconds without kernels, over fsdp.
     """
     facts = types.SimpleNamespace(
         by_layer=0.5,
         error=1.0,
         waits={1: 3, 4: 2, 16: 1},
-        uneven=(),
         lost=0.0,
         compiled=[],
         calculated=[],
@@ -108,10 +108,9 @@ def planned(monkeypatch, pytestconfig):
         facts.calculated.append((fsdp, scan, again))
         return {
             "memory_bytes": memory_of(config, target, 1.0, uncertainty=UNCERTAINTY),
-            "recomputed": again / DEPTH + 0.05 * scan, "exchange_s": (facts.waits[fsdp], 0.0),
-            "without_kernels_s": facts.lost if fsdp > 1 else 0.0,
-            "uneven": fsdp in facts.uneven,
-        }  # fmt: skip
+            "added_s": again + scan + facts.waits[fsdp] + facts.lost * (fsdp > 1),
+            "hidden_s": 0.0,
+        }
 
     def plan(settings, target, devices=None):
         config = settings.to_config()
@@ -218,10 +217,11 @@ def test_a_run_takes_the_fastest(planned, caplog):
         (0.1, {1: 1, 4: 1, 16: 1}, [(16, 0), (4, 0), (1, 0), (16, 12), (4, 12), (1, 12)]),
         # Without remat it only fits over fsdp 16.
         (1.4, {1: 1, 4: 2, 16: 3}, [(16, 0), (4, 3), (16, 3), (4, 4), (4, 5), (1, 7), (1, 9)]),
+        (1.4, {1: 1, 4: 2, 16: 9}, [(4, 3), (4, 4), (4, 5), (1, 7), (16, 0), (1, 9)]),
     ],
-    ids=["waits least", "least memory", "recomputes least"],
+    ids=["waits least", "least memory", "recomputes least", "recomputes rather than waits"],
 )
-def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits, ranked):
+def test_the_fastest_recomputes_and_waits_least(planned, by_layer, waits, ranked):
     planned.by_layer, planned.waits = by_layer, waits
     layouts = [flatten(layout) for layout in rank(config_of(), SIXTEEN)]
     found = [
@@ -264,13 +264,8 @@ def test_a_mesh_with_kernels_comes_first_if_they_gain_more_than_it_waits(planned
     assert rank(config_of(), SIXTEEN)[0].mesh.fsdp == first
 
 
-def test_no_mesh_that_splits_tiles_comes_first(planned):
-    planned.by_layer, planned.uneven = 0.1, (16,)
-    assert [c.mesh.fsdp for c in rank(config_of(), SIXTEEN)][:3] == [4, 1, 16]
-
-
 @pytest.mark.parametrize(("fsdp", "rows"), [(16, 24), (64, 6)])
-def test_rows_of_weights_that_fill_no_tile(fsdp, rows):
+def test_rows_of_weights_that_fill_no_tile_add_to_a_step(fsdp, rows, monkeypatch):
     own = {
         "model.name": "ViT-S/16",
         "model.depth": 1,
@@ -278,8 +273,23 @@ def test_rows_of_weights_that_fill_no_tile(fsdp, rows):
         "mesh.fsdp": fsdp,
         "mesh.data": -1,
     }
-    figures = calculate_layout(settings_of(config_of(**own)), Target(SLICES["v5e:8x8"]))
-    assert 384 // fsdp == rows and figures["uneven"] == (rows % 8 > 0)
+    layout = settings_of(config_of(**own)), Target(SLICES["v5e:8x8"])
+    added_s = calculate_layout(*layout)["added_s"]
+    monkeypatch.setattr(calculated, "_ROWS", 1)
+    assert 384 // fsdp == rows
+    assert (added_s > calculate_layout(*layout)["added_s"]) == (rows % 8 > 0)
+
+
+def test_layers_that_are_computed_again_add_to_a_step():
+    """In proportion, and a scan more than all of them unrolled."""
+    own = {"model.depth": 4, "model.remat": "full", "model.scan": False, "mesh.fsdp": 16}
+    added = [
+        calculate_layout(settings_of(config_of(**own | changes)), SIXTEEN)["added_s"]
+        for changes in ({"model.remat": "none"}, {"model.remat_layers": 1},
+                        {"model.remat_layers": 3}, {}, {"model.scan": True})
+    ]  # fmt: skip
+    assert added == sorted(set(added))
+    assert added[2] - added[1] == pytest.approx(2 * (added[3] - added[2]), rel=1e-6)
 
 
 def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):

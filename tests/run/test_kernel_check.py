@@ -43,6 +43,28 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor, caplog):
     assert factor == 1 or "--config.model.kernels=plain" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "keeps"),
+    [
+        ({}, [True]),
+        ({"remat": "full"}, [False]),
+        ({"remat": "full", "remat_layers": 1}, [True, False]),
+    ],
+    ids=str,
+)
+def test_recomputed_layers_are_checked_in_their_own_form(fields, keeps, mesh, monkeypatch):
+    checked = []
+    monkeypatch.setattr(
+        kernel_check, "compare_with_plain",
+        lambda model, mesh, tokens: checked.append(model.ops.rows.keeps_hidden) or (0.0, None),
+    )  # fmt: skip
+    rows = RowKernels(FastBlock, lambda *_: None, lambda _: None)
+    ops = BlockOps(attention_kernel=lambda *_: None, rows=rows)
+    model = create_model("ViT-Ti/16", 5, 16, **SIZES | {"depth": 2}, **fields).clone(ops=ops)
+    check_kernels([TokenPass(model), TokenPass(model)], mesh)
+    assert checked == keeps
+
+
 @pytest.mark.slow
 def test_the_kernel_of_an_mlp_is_checked(mesh):
     """A plain form in its place, since kernels compile for seconds."""

@@ -22,7 +22,7 @@ from vit_jax.data import make_source
 from vit_jax.data.sources.pseudo import read_pseudo_labels, select
 from vit_jax.data.subset import soften
 from vit_jax.devices.chips import find_slice
-from vit_jax.inference import pseudo_labels
+from vit_jax.inference import parts, pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target
 from vit_jax.run.setup.validation import find_faults
@@ -157,7 +157,7 @@ def label(config, teacher, workdir):
 
 @pytest.mark.usefixtures("one_device")
 def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch):
-    monkeypatch.setattr(pseudo_labels, "_RECORDS_OF_PART", 200)  # of 360
+    monkeypatch.setattr(parts, "_LEAST", 170)  # 192, as a batch has 32, of 360
     teacher = read_pretrained(labelled / "teacher.npz")
     computed = []
 
@@ -165,24 +165,28 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
         computed.append(len(kwargs["record_ids"]))
         return found(*args, **kwargs)
 
-    found = pseudo_labels.outputs
-    monkeypatch.setattr(pseudo_labels, "outputs", outputs)
+    found = parts.outputs
+    monkeypatch.setattr(parts, "outputs", outputs)
     config = debug_config(confidence=0.0)
     summary = label(config, teacher, tmp_path)
-    assert computed == [200, 160] and summary["labels/kept"] == summary["labels/examples"] == 360
+    assert computed == [360] and summary["labels/kept"] == summary["labels/examples"] == 360
     part = np.load(tmp_path / "part_00000.npz")
     top = part["top"]
     assert top.dtype == np.float32 and (top != part["probabilities"].max(axis=1)).any()
     config.study.confidence = float(np.median(top))  # the choice changes, the probabilities do not
     summary = label(config, teacher, tmp_path)
-    assert computed == [200, 160] and 0 < summary["labels/kept"] < 360
+    assert computed == [360] and 0 < summary["labels/kept"] < 360
     assert summary["choice"]["study.confidence"] == config.study.confidence
     assert 0 <= summary["labels/top1"] < 1
 
     (tmp_path / "part_00001.npz").unlink()  # as if it was killed before
+    manifest = tmp_path / "labels.json"  # of an earlier version, whose parts had one size
+    stated = json.loads(manifest.read_text())
+    monkeypatch.setattr(pseudo_labels, "_RECORDS_OF_PART", stated.pop("records_of_part"))
+    manifest.write_text(json.dumps(stated))
     before = (tmp_path / "labels.npz").read_bytes()
     assert label(config, teacher, tmp_path) == summary
-    assert computed == [200, 160, 160] and (tmp_path / "labels.npz").read_bytes() == before
+    assert computed == [360, 360 - 192] and (tmp_path / "labels.npz").read_bytes() == before
     config.study.unlabelled = "digits@train"
     with at_fault("--workdir"):
         label(config, teacher, tmp_path)
@@ -306,7 +310,7 @@ def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
     for stage, moment in (
         ("teacher_seed_0", "step:15"),
         ("teacher_seed_0", "evaluation:1"),
-        ("teacher_labels_seed_0", "labels:3"),
+        ("teacher_labels_seed_0", "files:3"),
         ("student_seed_0", "save:1"),
         ("student_seed_0", "evaluation:1"),
     ):

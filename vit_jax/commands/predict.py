@@ -22,6 +22,10 @@ line, with {} for the label. It needs: pip install -e '.[text]'
 --features=FILE.npz saves the features before the head, or with --tokens=patches the features of
 every patch.
 
+For many images, --output=DIR writes the classes as Parquet files, and --features=DIR the features
+as arrays of float16 with Parquet files of their names. Several processes share the work if a
+launcher starts them. After an interruption, run the same command again: finished files are kept.
+
 --captions writes the most probable caption of each image, with a run of --config=captions:folder.
 --beams=4 searches further, and --top=3 then prints the three most probable.
 
@@ -35,26 +39,37 @@ import argparse
 import csv
 import itertools
 import json
+import pathlib
+import signal
 import sys
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vit_jax.base import files
 from vit_jax.base.errors import Faults, collect_faults, shown
 from vit_jax.commands.flags import (
     define_format_flag,
     define_image_flags,
+    define_process_flags,
     define_source_flags,
     open_source,
     positive_int,
     read_source,
+    start_job,
 )
 from vit_jax.devices.mesh import start_backend
 from vit_jax.insight.tables import as_csv
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.data import Source
+    from vit_jax.transfer import Pretrained
+
+_OF_JOBS = ("coordinator", "num_processes", "process_id", "num_devices")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +77,10 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     define_image_flags(parser, batch_size=64)
     parser.add_argument("--labels", metavar="WORDS", help="classes in words: 'a cat,a dog,nothing'")
     parser.add_argument("--prompts", metavar="FILE", help="texts with {} for a label, one a line")
-    parser.add_argument("--features", metavar="FILE", help=".npz file to write")
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder of Parquet files to write, for many images"
+    )
+    parser.add_argument("--features", metavar="PATH", help=".npz file or folder to write")
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
@@ -86,6 +104,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thresholds", metavar="FILE", help="smallest probability to print, or a classes.csv"
     )
+    define_process_flags(parser)
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -95,16 +114,22 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    start_backend()
+    folder = folder_flag(flags)
+    _start(flags, folder)
     from vit_jax.data.images.given import find_images, search_images
     from vit_jax.data.words import read_prompts
+    from vit_jax.inference import saved
     from vit_jax.inference.labels import with_labels
-    from vit_jax.inference.predict import check_output
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
     wrong = Faults()  # collected before a large model is read
-    output = flags.features and wrong.check(check_output, flags.features, "--features", ".npz")
-    sheet = flags.sheet and wrong.check(check_output, flags.sheet, "--sheet", ".png")
+    if folder:
+        place = files.absolute(getattr(flags, folder))
+        setattr(flags, folder, place)
+        wrong.check(files.check_folder, place, f"--{folder}")
+    for name, suffix in (("features", ".npz"), ("sheet", ".png")):
+        if (given := getattr(flags, name)) and name != folder:
+            setattr(flags, name, wrong.check(saved.check_output, given, f"--{name}", suffix))
     if flags.neighbours:
         wrong.check(find_images, [flags.neighbours])
     labels = flags.labels is not None and wrong.check(_read_labels, flags.labels)
@@ -117,16 +142,18 @@ def main(flags: argparse.Namespace) -> int:
         pretrained = with_labels(pretrained, labels, prompts)
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
     how = {"batch_size": flags.batch_size}
-    if output:
-        return _write_features(flags, pretrained, paths, output, faults)
+    if flags.features:
+        what = {"pooled": "features", "patches": "dense"}[flags.tokens]
+        source = open_source(flags, pretrained, paths)
+        return _write(flags, pretrained, source, faults, what)
     if flags.neighbours:
         from vit_jax.inference import neighbours
 
         top = flags.top or 5
         asked = flags.neighbours, flags.text, paths
         rows = [*neighbours.nearest(pretrained, *asked, top=top, **how), *absent]
-        if sheet:
-            neighbours.write_sheet(sheet, rows, pretrained.spec.reading)
+        if flags.sheet:
+            neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
         num_errors = _print_rows(rows, flags.format, top, _NEIGHBOURS)
     elif flags.captions:
         from vit_jax.inference.captions import write_captions
@@ -136,30 +163,20 @@ def main(flags: argparse.Namespace) -> int:
         rows = itertools.chain(written, absent)
         num_errors = _print_rows(rows, flags.format, min(how["top"], flags.beams), _CAPTIONS)
     else:
-        num_errors = _classify(flags, pretrained, paths, absent)
+        return _classify(flags, pretrained, paths, faults)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
 
 
-def _write_features(
-    flags: argparse.Namespace, pretrained: Any, paths: list[str], output: Any, faults: Any
-) -> int:
-    """Write --features and print a summary; `faults`: of the paths that give no images."""
-    from vit_jax.inference.predict import write_features
-
-    for path, fault in faults.items():
-        print(f"error: {path}: {fault}", file=sys.stderr)
-    what = {"pooled": "features", "patches": "dense"}[flags.tokens]
-    source = open_source(flags, pretrained, paths)
-    how = {"batch_size": flags.batch_size, "what": what}
-    written = write_features(pretrained, source, output, **how)
-    print(json.dumps(written))
-    return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
-
-
 def _classify(
-    flags: argparse.Namespace, pretrained: Any, paths: list[str], absent: list[dict[str, Any]]
+    flags: argparse.Namespace,
+    pretrained: "Pretrained",
+    paths: list[str],
+    faults: Mapping[str, str],
 ) -> int:
-    """Print the classes of each image; return the number of errors, with the rows `absent`."""
+    """Print or write the classes of each image; return the exit code.
+
+    `faults`: of the paths that give no images.
+    """
     from vit_jax.inference.outputs import check_classes
     from vit_jax.inference.predict import classify, read_thresholds
 
@@ -170,10 +187,56 @@ def _classify(
         least = "0.5"
     thresholds = 0.0 if least is None else read_thresholds(least, pretrained)
     top = top or (5 if least is None else None)
+    if flags.output:
+        return _write(flags, pretrained, source, faults, "classes", top=top, thresholds=thresholds)
     how = {"top": top, "thresholds": thresholds, "batch_size": flags.batch_size}
-    rows = classify(pretrained, source, **how)
+    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
+    rows = itertools.chain(classify(pretrained, source, **how), absent)
     num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
-    return _print_rows(itertools.chain(rows, absent), flags.format, num_columns)
+    return exit_codes.FAILED if _print_rows(rows, flags.format, num_columns) else exit_codes.DONE
+
+
+def folder_flag(flags: argparse.Namespace) -> str | None:
+    """The flag whose value is a folder for parts, which several processes may write."""
+    features = flags.features is not None and not pathlib.Path(flags.features).suffix
+    return "output" if flags.output else "features" if features else None
+
+
+def _start(flags: argparse.Namespace, folder: str | None) -> None:
+    """Start JAX, in a job of several processes if there is a folder for parts."""
+    if folder is None:
+        start_backend()
+        return
+    from vit_jax.config import base_config
+
+    start_job(flags, base_config())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # every part is written whole
+
+
+def _write(
+    flags: argparse.Namespace,
+    pretrained: "Pretrained",
+    source: "Source",
+    faults: Mapping[str, str],
+    what: str,
+    **choice: Any,
+) -> int:
+    """Write predictions or features to files, print a summary, and return the exit code."""
+    import jax
+
+    from vit_jax.inference import saved
+
+    how = {"batch_size": flags.batch_size, "what": what}
+    if name := folder_flag(flags):
+        folder = getattr(flags, name)
+        written = saved.write_predictions(pretrained, source, folder, f"--{name}", **how, **choice)
+    else:
+        written = saved.write_features(pretrained, source, flags.features, **how)
+    if jax.process_index() == 0:
+        for path, fault in faults.items():
+            print(f"error: {path}: {fault}", file=sys.stderr)
+        print(json.dumps(written))
+    return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -189,15 +252,26 @@ def _check_flags(flags: argparse.Namespace) -> None:
     )
     faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
     faults.need(not flags.text or flags.neighbours, "--text: needs --neighbours=FOLDER")
+    several = any(getattr(flags, name) is not None for name in _OF_JOBS)
+    faults.need(
+        not several or folder_flag(flags),
+        "several processes: they need a folder to share, --output=DIR or --features=DIR",
+    )
+    faults.need(
+        not pathlib.Path(flags.output or "").suffix,
+        f"--output={flags.output}: needs a folder; for one table, write --format=csv > FILE",
+    )
     tasks = {"--labels": flags.labels is not None, "--features": flags.features,
              "--neighbours": flags.neighbours, "--captions": flags.captions}  # fmt: skip
-    first, *others = [task for task, is_asked in tasks.items() if is_asked] or [""]
-    faults.need(not others, f"{first}: leave out {', '.join(others)}")
+    asked = [task for task, is_asked in tasks.items() if is_asked]
+    faults.need(len(asked) < 2, f"{' '.join(asked[:1])}: leave out {', '.join(asked[1:])}")
+    others = [task for task in asked if task != "--labels"]  # which --output can write
+    faults.need(not (flags.output and others), f"--output: leave out {', '.join(others)}")
     faults.need(flags.captions or flags.beams == 1, "--beams: needs --captions")
     faults.need(flags.prompts is None or flags.labels, "--prompts: needs --labels=WORDS")
     faults.need(
-        not flags.data or flags.features,
-        "--data: needs --features=FILE.npz; to score a data set, use evaluate",
+        not flags.data or flags.features or flags.output,
+        "--data: needs --output=DIR or --features=FILE.npz; to score a data set, use evaluate",
     )
     collect_faults(faults)
 

@@ -49,9 +49,14 @@ _BFLOAT16 = 8.0  # compute capability from which GPUs, and cuDNN's attention, co
 _VMEM_MIB = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v6 lite": 128,
              "TPU v6e": 128, "TPU7x": 64}  # fmt: skip
 
-# The fields of a model with kernels of rows. Recomputation is faster with separate products; a
-# kernel would compute the gradients that adapters spare.
-_WITH_ROWS = {"block_class": EncoderBlock, "remat": "none", "parallel": False, "lora_rank": None}
+# The values that the fields of a model with kernels of rows may have. The policy "dots" sees no
+# product in a kernel; a kernel would compute the gradients that adapters spare.
+_WITH_ROWS: dict[str, tuple] = {
+    "block_class": (EncoderBlock,),
+    "remat": ("none", "full"),
+    "parallel": (False,),
+    "lora_rank": (None,),
+}
 
 
 def choose_ops(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
@@ -144,7 +149,7 @@ def tpu_forms(model: nn.Module, mesh: Mesh, plain: BlockOps = PLAIN) -> dict[str
         attention_kernel=partial(_tpu_attention, mesh=mesh),
         token_multiple=_MULTIPLE,
     )
-    if all(getattr(model, field, value) == value for field, value in _WITH_ROWS.items()):
+    if all(getattr(model, field, values[0]) in values for field, values in _WITH_ROWS.items()):
         finds = partial(_find_mlp_kernel, mesh=mesh), partial(_find_projections_kernel, mesh=mesh)
         rows = RowKernels(FastBlock, *finds)
         forms["rows"] = dataclasses.replace(forms["attention"], rows=rows)

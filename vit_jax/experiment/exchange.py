@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -73,11 +74,11 @@ def choose_exchange(
 
     On CPUs of several processes it is `join_devices`, for a model without random draws; it changes
     no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs
-    without frozen parameters (`freeze`), whose gradients it would send; each chip draws its own
-    dropout. With it, layers that are recomputed save no memory: B/16 with full remat in 4 layers
-    needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums are whole
-    anyway, other models on TPUs have it too, with whole parameters, and one exchange a step instead
-    of one a microbatch.
+    without frozen parameters (`freeze`), which it would split; each chip draws its own dropout.
+    With it, layers that are recomputed without kernels of rows save no memory: B/16 with full remat
+    in 4 layers needs 1.36 GB (libtpu 0.0.52), 0.47 without it. In several microbatches, whose sums
+    are whole anyway, other models on TPUs have it too, with whole parameters, and one exchange a
+    step instead of one a microbatch.
     """
     devices, shape, model = list(mesh.devices.flat), mesh.shape, about(model)
     if max(shape["fsdp"], shape["tensor"]) > 1:
@@ -88,10 +89,10 @@ def choose_exchange(
         # On CPUs a run draws the same values on every number of devices.
         return Exchange() if model.is_random else Exchange(partial(join_devices, mesh=mesh))
     most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
-    if devices[0].platform != "tpu" or len(devices) == 1 or freeze:
+    if devices[0].platform != "tpu" or len(devices) == 1:
         return Exchange()
-    join = partial(share_gradients, model=model)
-    shares = (
+    join = partial(share_gradients, model=model, freeze=freeze)
+    shares = not freeze and (
         (model.embeds_patches and isinstance(model.attention_shape, AttentionShape))
         and not (model.scan or model.remat != "none" or model.stochastic_depth)
         and model.width * model.mlp_dim >= sharding.SPLIT_FROM
@@ -114,7 +115,7 @@ def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
     return _on_rows(lambda *args: _add_up(sums(*args)), P(), mesh)
 
 
-def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
+def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | None = None) -> Sums:
     """`sums` of the whole batch: each device computes those of its rows, and keeps its shares.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
@@ -124,6 +125,7 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
       sums: as for `join_devices`.
       shardings: of the parameters: whole on each device, or one axis split over `data`.
       model: says in which dtype it computes with a kernel.
+      freeze: matches parameters whose gradients are 0 on every device; they are not sent.
     """
     specs = {name: split.spec for name, split in tree.flatten_names(shardings).items()}
     axes = {name: spec.index("data") if "data" in spec else None for name, spec in specs.items()}
@@ -139,7 +141,9 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
         tree_of_grads, out = sums(state, batch, own_key)
         grads = tree.flatten_names(tree_of_grads)
         is_large = {name: grad.size >= sharding.SPLIT_FROM for name, grad in grads.items()}
-        whole = {name: grads[name] for name, axis in axes.items() if axis is None}
+        frozen = tree.flatten_names(tree.mask(tree_of_grads, freeze or ""))
+        still = {name: grads[name] for name, found in frozen.items() if np.all(found)}
+        whole = {n: grads[n] for n, axis in axes.items() if axis is None and n not in still}
         small, out = _add_up(({name: g for name, g in whole.items() if not is_large[name]}, out))
         large = {name: g for name, g in whole.items() if is_large[name]}
         split = {
@@ -147,7 +151,8 @@ def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
             for name, axis in axes.items()
             if axis is not None
         }
-        return tree.unflatten_names(small | jax.lax.psum(large, BATCH_AXES) | split), out
+        added = small | jax.lax.psum(large, BATCH_AXES)
+        return tree.unflatten_names(still | added | split), out
 
     mesh = jax.tree.leaves(shardings)[0].mesh
     return _on_rows(add, jax.tree.map(lambda split: split.spec, shardings), mesh)

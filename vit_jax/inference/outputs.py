@@ -85,7 +85,7 @@ def computed(
 
     Args:
       compute: gets the variables and uint8 images (B, H, W, C), prepared as the model's own.
-      batch_size: over all devices, a multiple of their number.
+      batch_size: over all devices of this process, a multiple of their number.
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
       keys: those of the batch to yield.
@@ -94,7 +94,8 @@ def computed(
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
     """
     spec, variables = pretrained.spec, pretrained.variables
-    mesh = make_mesh()
+    own = [device for device in jax.devices() if device.process_index == jax.process_index()]
+    mesh = make_mesh(devices=own)
     check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = on_all(mesh, (params, model_state))

@@ -8,9 +8,7 @@ import csv
 import dataclasses
 import io
 import itertools
-import os
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -178,15 +176,36 @@ def classify(
     Raises:
       InputError: if the model has no classes, or has never learned them.
     """
-    names = class_names(pretrained.spec, pretrained.model.num_classes)
     found_by_batch = outputs(
         pretrained, source, batch_size=batch_size, what="probabilities", progress=progress
     )
-    rows = (row for x, batch in found_by_batch for row in zip(x, batch["mask"], strict=True))
-    for record, (probabilities, mask) in enumerate(rows):
-        row: dict[str, Any] = {"file": source.record_name(record)}
-        if mask == 0:
-            yield row | {"error": why_unread(pretrained, source, record)}
+    records = itertools.count()
+    for x, batch in found_by_batch:
+        named = name_rows(pretrained, source, records, batch["mask"])
+        yield from classified(pretrained, named, x, top, thresholds)
+
+
+def name_rows(
+    pretrained: Pretrained, source: Source, records: Iterable[int], mask_B: np.ndarray
+) -> Iterator[dict[str, Any]]:
+    """{"file": ...} of each record, with the key "error" if it could not be read."""
+    for mask, record in zip(mask_B, records, strict=False):  # which may be endless
+        row = {"file": source.record_name(record)}
+        yield row if mask else row | {"error": why_unread(pretrained, source, record)}
+
+
+def classified(
+    pretrained: Pretrained,
+    rows: Iterable[dict[str, Any]],
+    probabilities_BC: np.ndarray,
+    top: int | None,
+    thresholds: np.ndarray | float = 0.0,
+) -> Iterator[dict[str, Any]]:
+    """The rows of `name_rows` with their classes, see `classify`."""
+    names = class_names(pretrained.spec, pretrained.model.num_classes)
+    for row, probabilities in zip(rows, probabilities_BC, strict=True):
+        if "error" in row:
+            yield row
             continue
         best = np.argsort(-probabilities, kind="stable")
         best = best[(probabilities >= thresholds)[best]][:top]
@@ -224,55 +243,3 @@ def read_thresholds(given: str, pretrained: Pretrained) -> np.ndarray | float:
             "`evaluate --output` wrote for a multilabel evaluator of validation data"
         )
     return np.array([float(found[name] or 0.5) for name in names])
-
-
-def check_output(output: os.PathLike | str, flag: str, suffix: str) -> epath.Path:
-    """The absolute path of a file with that suffix, if it can be written.
-
-    Raises:
-      InputError: names `flag`.
-    """
-    output = files.absolute(output)
-    if output.suffix != suffix:
-        raise InputError(f"{flag}={output}: the name must end in {suffix}")
-    files.check_output(output, flag)
-    return output
-
-
-def write_features(
-    pretrained: Pretrained, source: Source, output: epath.Path, *, batch_size: int, what: str
-) -> dict[str, Any]:
-    """Write FILE.npz with the features of every record of `source`; return a summary of it.
-
-    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="dense"`;
-    `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
-    the names of the records; and for data sets `label` (n,). Features are written batch by batch.
-
-    `output` comes from `check_output`.
-    """
-    count = source.num_examples
-    found = outputs(pretrained, source, batch_size=batch_size, what=what)
-    first = next(found)
-    shape = (count, *first[0].shape[1:])
-    valid, labels = [], []
-    with files.replaced(output) as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
-        with archive.open("features.npy", "w", force_zip64=True) as entry:
-            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_2_0(entry, header)
-            for features, batch in itertools.chain([first], found):
-                features = without_masked(features, batch)
-                entry.write(np.ascontiguousarray(features, "<f4").tobytes())
-                valid.append(batch["mask"] > 0)
-                labels.append(batch["label"])
-        records = np.array([source.record_name(i) for i in range(count)])
-        rest = {"valid": np.concatenate(valid), "record": records}
-        if source.name != "files":
-            rest["label"] = np.concatenate(labels)
-        for name, array in rest.items():
-            with archive.open(f"{name}.npy", "w") as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
-    return {
-        "features": os.fspath(output),
-        "shape": list(shape),
-        "unreadable": int(count - rest["valid"].sum()),
-    }

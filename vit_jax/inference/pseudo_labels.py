@@ -5,8 +5,8 @@
     WORKDIR/labels.npz       the records to train on, and their labels: data/sources/pseudo.py
     WORKDIR/summary.json     how many were kept, and by which choice; written last
 
-A part is written whole. The same command goes on with the parts that are missing, and chooses the
-records anew where only the choice has changed.
+The parts are written as parts.py says. The same command chooses the records anew where only the
+choice has changed.
 
 Axes: n records, C classes.
 """
@@ -14,26 +14,25 @@ Axes: n records, C classes.
 import io
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
 from vit_jax import data
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import absolute, check_folder, write_whole
-from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import SOURCES, Settings, sections
 from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
-from vit_jax.inference.outputs import check_classes, outputs
+from vit_jax.inference.outputs import check_classes
+from vit_jax.inference.parts import Parts, Rows, begin, facts_of, write_missing
 from vit_jax.run.setup.matching import find_places, say_places
 from vit_jax.transfer import Pretrained
-from vit_jax.transfer.pretrained import ops_for
 
 logger = logging.getLogger("vit_jax")
 
-_RECORDS_OF_PART = 65_536
+_RECORDS_OF_PART = 65_536  # until labels.json stated it
 
 
 def label(
@@ -56,11 +55,19 @@ def label(
     divider = data.Divider(pretrained.division, anew=True)  # labels new images too
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
     source, facts = _open_images(study, settings.data, pretrained, divider)
-    path, num_classes = workdir / "labels.json", pretrained.model.num_classes
-    _check_same(facts, path)
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(facts, indent=2) + "\n")
-    found = _label_parts(run.global_batch_size, pretrained, source, workdir)
+    num_classes = pretrained.model.num_classes
+    parts = begin(
+        workdir / "labels.json",
+        {key: facts[key] for key in facts if key != "data_dir"},  # which may move
+        source.num_examples,
+        run.global_batch_size,
+        flag="--workdir",
+        suffix=".npz",
+        size=_RECORDS_OF_PART,
+    )
+    how = {"batch_size": run.global_batch_size, "what": "probabilities"}
+    write_missing(pretrained, source, parts, _write_part, **how)
+    found = _read_columns(parts)
     records = select(
         found["top"],
         found["label"],
@@ -76,14 +83,14 @@ def label(
         )
     labels = found["label"][records].astype(np.int32)
     if study.soft_labels:
-        labels = _probabilities_of(workdir, records, source.num_examples, num_classes)
+        labels = _probabilities_of(parts, records, num_classes)
     facts |= {
         "of_model": num_classes,
         "class_names": pretrained.spec.class_names,
         "loss": pretrained.spec.loss or "softmax",  # as `outputs` assumes
     }
     division = data.Division(divider.decided).to_bytes() if divider.decided else b""
-    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, division).to_bytes())
+    content = PseudoLabels(records, labels, facts, division).to_bytes()
     summary = {
         "labels/examples": source.num_examples,
         "labels/kept": len(np.unique(records)),
@@ -94,7 +101,9 @@ def label(
     true = _true_labels(source, pretrained, found["true"])
     if true is not None and not np.isnan(top1 := agreement(records, found["label"], true)):
         summary["labels/top1"] = top1
-    write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    if jax.process_index() == 0:
+        write_whole(workdir / "labels.npz", content)
+        write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -103,17 +112,6 @@ def _choice(study: sections.Study, run: sections.Run) -> dict[str, Any]:
     keys = ("confidence", "per_class", "soft_labels", "unlabelled")
     of_study = {f"study.{key}": getattr(study, key) for key in keys}
     return of_study | {"init_from": run.init_from, "seed": run.seed}
-
-
-def _check_same(facts: Mapping[str, Any], path: epath.Path) -> None:
-    """Raise InputError if the workdir has labels of other images or another model."""
-    before = json.loads(path.read_text()) if path.exists() else facts
-    for key in facts:
-        if key != "data_dir" and before.get(key) != facts[key]:
-            raise InputError(
-                f"--workdir={path.parent}: holds labels with another {key}: {before.get(key)!r}, "
-                f"now {facts[key]!r}; use a new --workdir"
-            )
 
 
 def _true_labels(
@@ -194,55 +192,42 @@ def _open_images(
         "data_dir": study.unlabelled_dir,
         "num_classes": source.num_classes if made else None,
         "num_examples": source.num_examples if made else None,
-        "fingerprint": source.fingerprint,
-        "model": pretrained.source,
-        "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(spec, source.image_shape and source.image_shape[:2]),
+        **facts_of(pretrained, source),
     }
 
 
-def _part(workdir: epath.Path, first: int) -> epath.Path:
-    return workdir / f"part_{first // _RECORDS_OF_PART:05}.npz"
+def _write_part(path: epath.Path, ids: np.ndarray, rows: Rows) -> None:
+    found = list(rows)
+    probabilities = np.concatenate([p for p, _ in found])
+    part = {
+        "probabilities": probabilities.astype(np.float16),
+        "label": probabilities.argmax(axis=1).astype(np.int32),
+        "top": probabilities.max(axis=1),
+        "valid": np.concatenate([batch["mask"] > 0 for _, batch in found]),
+        "true": np.concatenate([batch["label"] for _, batch in found]),
+    }
+    np.savez(file := io.BytesIO(), **part)
+    write_whole(path, file.getvalue())
+    logger.info("%s: %d records labelled", path, len(ids))
 
 
-def _label_parts(
-    batch_size: int, pretrained: Pretrained, source: data.Source, workdir: epath.Path
-) -> dict[str, np.ndarray]:
-    """Write the missing parts; return of every record {"label", "top", "true"}, each (n,)."""
+def _read_columns(parts: Parts) -> dict[str, np.ndarray]:
+    """{"label", "top", "true"}, each (n,), of every record."""
     columns: dict[str, list[np.ndarray]] = {"label": [], "top": [], "true": []}
-    for first in range(0, source.num_examples, _RECORDS_OF_PART):
-        ids = np.arange(first, min(first + _RECORDS_OF_PART, source.num_examples))
-        path = _part(workdir, first)
-        if not path.exists():
-            how = {"batch_size": batch_size, "record_ids": ids}
-            rows = list(outputs(pretrained, source, what="probabilities", **how))
-            probabilities = np.concatenate([p for p, _ in rows])
-            part = {
-                "probabilities": probabilities.astype(np.float16),
-                "label": probabilities.argmax(axis=1).astype(np.int32),
-                "top": probabilities.max(axis=1),
-                "valid": np.concatenate([batch["mask"] > 0 for _, batch in rows]),
-                "true": np.concatenate([batch["label"] for _, batch in rows]),
-            }
-            file = io.BytesIO()
-            np.savez(file, **part)
-            write_whole(path, file.getvalue())
-            logger.info("%s: %d records labelled", path, len(ids))
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as part:
+    for i in range(len(parts)):
+        with np.load(io.BytesIO(parts.path(i).read_bytes()), allow_pickle=False) as part:
             columns["label"].append(part["label"])
             columns["top"].append(np.where(part["valid"], part["top"], 0))
             columns["true"].append(part["true"])
-    return {name: np.concatenate(parts) for name, parts in columns.items()}
+    return {name: np.concatenate(found) for name, found in columns.items()}
 
 
-def _probabilities_of(
-    workdir: epath.Path, records: np.ndarray, num_examples: int, num_classes: int
-) -> np.ndarray:
+def _probabilities_of(parts: Parts, records: np.ndarray, num_classes: int) -> np.ndarray:
     """The probabilities of `records`, float16 (m, C)."""
     found = np.empty((len(records), num_classes), np.float16)
-    for first in range(0, num_examples, _RECORDS_OF_PART):
-        of_part = (records >= first) & (records < first + _RECORDS_OF_PART)
+    for i in range(len(parts)):
+        of_part = records // parts.size == i
         if of_part.any():
-            with np.load(io.BytesIO(_part(workdir, first).read_bytes())) as part:
-                found[of_part] = part["probabilities"][records[of_part] - first]
+            with np.load(io.BytesIO(parts.path(i).read_bytes())) as part:
+                found[of_part] = part["probabilities"][records[of_part] % parts.size]
     return found

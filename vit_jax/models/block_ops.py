@@ -41,11 +41,14 @@ class RowKernels(NamedTuple):
     find_projections: find(x_BND) -> kernel(x_RD, norm_params, layers, **fields) -> (q_RD, k_RD,
       v_RD, x_RD): the norm before attention and its projections; see `kernels.projections`. None:
       as above.
+    keeps_hidden: whether the kernel of an MLP keeps its hidden units for the backward pass, which
+      else computes them again.
     """
 
     block: type[nn.Module]
     find_mlp: Callable[[jax.Array, int, bool], Callable | None]
     find_projections: Callable[[jax.Array], Callable | None]
+    keeps_hidden: bool = True
 
 
 def add_bias_plainly(x: jax.Array, bias_D: jax.Array | None) -> jax.Array:
@@ -187,6 +190,13 @@ class BlockOps:
 
     def __post_init__(self) -> None:
         assert self.token_multiple == 1 or self.attention_kernel, "`attend` knows no padding"
+
+    @property
+    def recomputed(self) -> "BlockOps":
+        """The operations of a block that the backward pass computes again."""
+        if self.rows is None:
+            return self
+        return dataclasses.replace(self, rows=self.rows._replace(keeps_hidden=False))
 
 
 PLAIN = BlockOps()

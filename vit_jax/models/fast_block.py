@@ -72,9 +72,10 @@ class RowMlp(Mlp):
         if factor_B11 is not None:
             factor_BN1 = jnp.broadcast_to(factor_B11.astype(jnp.float32), (B, N, 1))
             drawn.append(factor_BN1.reshape(B * N, 1))
+        assert self.ops.rows is not None
         fields = {"gelu": self.gelu, "dropout": self.dropout, "norm": self.norm}
-        x_RD = x_BND.reshape(B * N, D)
-        return kernel(x_RD, params, drawn, **fields, norm_eps=self.norm_eps).reshape(B, N, D)
+        fields |= {"norm_eps": self.norm_eps, "keeps_hidden": self.ops.rows.keeps_hidden}
+        return kernel(x_BND.reshape(B * N, D), params, drawn, **fields).reshape(B, N, D)
 
 
 class RowAttention(KernelAttention):

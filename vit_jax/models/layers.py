@@ -296,8 +296,9 @@ class Encoder(BlockFields, nn.Module):
         if self.uniform_depth:
             drop_rates = jnp.full(self.depth, self.stochastic_depth)
         if self.scan:
+            block, fields["ops"] = self._block(0)
             layers = nn.scan(
-                self._block(0),
+                block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
@@ -306,26 +307,28 @@ class Encoder(BlockFields, nn.Module):
             x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared, turns)
         else:
             for i in range(self.depth):
-                block = self._block(i)(name=f"layer_{i}", **fields)
-                x_BND, _ = block(x_BND, drop_rates[i], train, shared, turns)
+                block, fields["ops"] = self._block(i)
+                layer = block(name=f"layer_{i}", **fields)
+                x_BND, _ = layer(x_BND, drop_rates[i], train, shared, turns)
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
             norm = choose_norm(self.norm, self.ops)
             x_BND = norm(epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
         return x_BND[:, :num_tokens]
 
     @nn.nowrap
-    def _block(self, layer: int) -> Callable[..., nn.Module]:
-        """The class of block number `layer`, which may recompute in the backward pass."""
+    def _block(self, layer: int) -> tuple[Callable[..., nn.Module], BlockOps]:
+        """The class of block number `layer`, which the backward pass may recompute, and its ops."""
         num_layers = self.depth if self.remat_layers is None else self.remat_layers
         block_class = self.block_class if self.ops.rows is None else self.ops.rows.block
         if self.remat == "none" or layer >= num_layers:
-            return block_class
-        return nn.remat(
+            return block_class, self.ops
+        block = nn.remat(
             block_class,
             policy=REMAT_POLICIES[self.remat],
             prevent_cse=not self.scan,
             static_argnums=(3,),  # train; 0 is self
         )
+        return block, self.ops.recomputed
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)

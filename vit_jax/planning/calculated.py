@@ -30,12 +30,15 @@ from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_
 from vit_jax.run.teachers import planned_experiment
 from vit_jax.run.watch.layer_norms import watched
 
-_DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
-_ROWS = 8  # of a tile: H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
+# In forward passes of all layers; a step has 3, and a fourth one with full remat.
+_DOTS = 0.1  # recomputes norms and activations, no products
+_SCAN = 0.2  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
+_UNEVEN = 0.6  # H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
+_ROWS = 8  # of a tile
 # Fraction of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and
-# L/16 0.23; fewer images lose less.
+# L/16 0.23; fewer images lose less. Each of the two kernels gains about half: S/16.
 _LOST_WITHOUT_KERNELS = 0.15
-_SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
+_KERNELS = "projections_forward", "mlp_forward"
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
 
@@ -101,36 +104,32 @@ def calculate_memory(settings: Settings, target: Target) -> dict[str, Any]:
 def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
     """Figures that rank the layout of `settings`, in the time of `calculate_memory`, which it has.
 
-    recomputed: share of the layers that the backward pass computes again; a scan adds a little.
-    without_kernels_s: seconds that a TPU loses where layers have no kernels of rows
-      (`devices.kernels`), which need whole parameters on each device.
-    exchange_s: seconds of the exchanges of weights, gradients and updates that add to a step, and
-      of those behind computation. Those of activations depend on no open key of the mesh.
-    uneven: whether a TPU's share of a matrix that fsdp splits ends within a tile.
+    added_s: seconds by which a step is longer than the products of its forward and backward pass:
+      for layers that are computed again, and a scan; on TPUs for layers without kernels of rows
+      (`devices.kernels`), which need whole parameters on each device, and for shares of matrices
+      that end within a tile; and for exchanges of weights, gradients and updates that wait. Those
+      of activations depend on no open key of the mesh.
+    hidden_s: seconds of the exchanges behind computation.
 
     Raises:
       InputError: the settings do not suit the target.
     """
     mesh = plan_mesh(settings, target, describe_devices(target))
     experiment, memory, jaxpr = _lay_out(settings, target)
-    is_lost = not (target.chip.is_gpu or has_kernel(jaxpr, "projections_forward"))
-    lost = 0.0
-    if is_lost:
-        flops = jaxpr_flops(jaxpr) / mesh.shape["tensor"]
-        lost = _LOST_WITHOUT_KERNELS * flops / target.chip.peak_flops
+    products_s = jaxpr_flops(jaxpr) / mesh.shape["tensor"] / target.chip.peak_flops
     table = parameter_table(experiment, mesh.shape, target, settings.optimizer.accum_steps)
     hidden, added = exchange_s(table, target.chip)
     model, leaves = about(experiment.model), jax.tree.leaves(experiment.abstract_state.params)
-    again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
-    if again and (layers := settings.model.own.get("remat_layers")) is not None:
-        again = layers / model.depth
-    return {
-        "memory_bytes": memory,
-        "recomputed": again + _SCAN * model.scan,
-        "exchange_s": (added, hidden),
-        "without_kernels_s": lost,
-        "uneven": not target.chip.is_gpu and any(_is_uneven(leaf) for leaf in leaves),
-    }
+    passes = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
+    forward_s = products_s / (3 + int(passes))
+    if passes and (layers := settings.model.own.get("remat_layers")) is not None:
+        passes = layers / model.depth
+    if not target.chip.is_gpu:
+        passes += _UNEVEN * any(_is_uneven(leaf) for leaf in leaves)
+        missing = sum(not has_kernel(jaxpr, name) for name in _KERNELS) / len(_KERNELS)
+        added += _LOST_WITHOUT_KERNELS * missing * products_s
+    added += (passes + _SCAN * model.scan) * forward_s
+    return {"memory_bytes": memory, "added_s": added, "hidden_s": hidden}
 
 
 def _is_uneven(leaf: jax.ShapeDtypeStruct) -> bool:

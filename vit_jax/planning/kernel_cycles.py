@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.interpreters import partial_eval
 from jax.sharding import SingleDeviceSharding
 
 from vit_jax.devices.chips import find_slice
@@ -50,9 +51,13 @@ class KernelCall(NamedTuple):
 
 
 def find_kernels(jaxpr: Jaxpr) -> list[KernelCall]:
-    """The kernels of a program on one device, those in the body of a scan as often as it runs."""
+    """The kernels of a program on one device, those in the body of a scan as often as it runs.
+
+    Those that no output needs, as in a layer that is computed again in part, are left out.
+    """
     found: dict[tuple, KernelCall] = {}
-    for eqn, count in _walk(jaxpr, 1):
+    live, _ = partial_eval.dce_jaxpr(jaxpr, True)
+    for eqn, count in _walk(live, 1):
         name = eqn.params["name"] or "kernel"
         key = (name, eqn.params["grid_mapping"].grid, str(eqn.params["jaxpr"]),
                *(var.aval.str_short() for var in eqn.invars))  # fmt: skip

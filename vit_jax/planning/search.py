@@ -248,8 +248,8 @@ def _largest_batches(
 def rank_layouts(settings: Settings, target: Target) -> list[Settings]:
     """`settings` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
-    Fewer recomputed layers are faster than any mesh; then comes a mesh that splits weights into
-    whole tiles, and whose exchanges and layers without kernels add least to a step. Where no
+    The fastest adds least to a step by layers that are computed again or have no kernels, by
+    shares of weights that end within a tile, and by exchanges; see `calculate_layout`. Where no
     compiler refuses a layout, as for GPUs, those that may not fit come last. Without `auto` it is
     the config in its own layout, and if none may fit, in that of least memory.
     """
@@ -260,9 +260,8 @@ def rank_layouts(settings: Settings, target: Target) -> list[Settings]:
     for changes, figures in _layouts(settings, target, calculate):
         memory = figures["memory_bytes"]
         risk = not target.is_compiled_for and memory["may_not_fit"]
-        (added, hidden), peak = figures["exchange_s"], memory["peak"]
-        adds = added + figures["without_kernels_s"], hidden
-        order = not memory["fits"], risk, figures["recomputed"], figures["uneven"], adds, peak
+        adds = figures["added_s"], figures["hidden_s"]
+        order = not memory["fits"], risk, adds, memory["peak"]
         found.append((order, settings.with_values(changes)))
     found.sort(key=lambda each: each[0])
     least = min(found, key=lambda each: each[0][-1])[1]

@@ -41,7 +41,7 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
         model = convert_float_to_float16(model, keep_io_types=True)
     write_whole(path, model.SerializeToString())
     if program.precision == "int8":
-        from onnxruntime.quantization import quantize_static
+        from onnxruntime.quantization import QuantType, quantize_static
         from onnxruntime.quantization.calibrate import CalibrationDataReader
 
         class Samples(CalibrationDataReader):
@@ -52,7 +52,13 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
                 return None if image is None else {_INPUT: image[None]}
 
         with _quiet():
-            quantize_static(path, path, Samples(), per_channel=True)
+            quantize_static(
+                path,
+                path,
+                Samples(),
+                per_channel=True,
+                activation_type=QuantType.QUInt8,  # int8 gives T2T zero points of another type
+            )
     return {"opset": OPSET}
 
 

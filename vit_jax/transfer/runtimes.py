@@ -68,11 +68,17 @@ def export_program(
         samples = np.stack([_read_picture(p, spec) for p in paths])
         program = program._replace(samples=as_taken(samples, spec, choice))
     given = choice.pictures is not None
-    pictures = _find_pictures(choice.pictures) if given else list(_sample_pictures())
+    pictures = _find_pictures(choice.pictures) if given else list(sample_pictures())
     labels, num_classes = None, pretrained.model.num_classes
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
-    facts = runtime.convert(path, program)
+    try:
+        facts = runtime.convert(path, program)
+    except Exception as e:  # a quantiser's own error of any type
+        if choice.precision != "int8":
+            raise
+        what = f"{format} cannot quantise this model ({type(e).__name__}: {e})"
+        raise RuntimeError(f"{what}; take float16") from e
     facts |= {"calibration_images": len(program.samples)} if len(program.samples) else {}
     versions = {name: importlib.metadata.version(name) for name in runtime.PACKAGES}
     device = runtime.DEVICE and jax.local_devices(backend=runtime.DEVICE)[0]
@@ -103,7 +109,7 @@ def _batches(pictures: Sequence[str | bytes], spec: Spec, choice: Choice) -> Ite
         yield as_taken(np.stack([_read_picture(picture, spec) for picture in part]), spec, choice)
 
 
-def _sample_pictures() -> Iterator[bytes]:
+def sample_pictures() -> Iterator[bytes]:
     """PNG files of 16 parts of scikit-learn's two photographs."""
     from PIL import Image
     from sklearn.datasets import load_sample_images

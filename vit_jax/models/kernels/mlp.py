@@ -3,9 +3,11 @@
 Axes: R rows (the tokens of all images), D width, F hidden width, C hidden units of a chunk.
 
 A program of the kernel takes a block of rows; the kernels of both products stay in VMEM. The
-forward pass also writes the hidden units before their activation, which the backward pass reads.
-The backward pass sums the gradients of the parameters over all rows in VMEM, in float32. Neither
-normalised tokens nor activated hidden units nor the gradients of either leave the chip.
+forward pass also writes the hidden units before their activation, which the backward pass reads. In
+a layer that is recomputed it does not, and the backward pass computes them again in VMEM, so that
+nothing needs the forward pass a second time. The backward pass sums the gradients of the parameters
+over all rows in VMEM, in float32. Neither normalised tokens nor activated hidden units nor the
+gradients of either leave the chip.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eq. 3.
 """
@@ -73,13 +75,15 @@ class Spec(NamedTuple):
     """The form of a compiled kernel, beside the shapes of its arrays.
 
     gelu: the activation, a key of `gelu.GELU`; dropout: the rate after each product; norm: "layer"
-      or "rms"; blocks: those of the rows, see `find_blocks`.
+      or "rms"; keeps_hidden: whether the backward pass reads the hidden units, or computes them
+      again; blocks: those of the rows, see `find_blocks`.
     """
 
     gelu: str
     dropout: float
     norm: str
     norm_eps: float
+    keeps_hidden: bool
     blocks: Blocks
 
 
@@ -140,23 +144,22 @@ def mlp(x_RD: jax.Array, params: Params, drawn: Drawn, spec: Spec) -> jax.Array:
     Returns:
       (R, D), bfloat16.
     """
-    return _forward(x_RD, params, drawn, spec, keeps=False)[0]
+    return _forward(x_RD, params, drawn, spec._replace(keeps_hidden=False))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "keeps"))  # traced once for all layers
+@functools.partial(jax.jit, static_argnames="spec")  # traced once for all layers
 def _forward(
-    x_RD: jax.Array, params: Params, drawn: Drawn, spec: Spec, keeps: bool = True
+    x_RD: jax.Array, params: Params, drawn: Drawn, spec: Spec
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """`keeps`: write the hidden units, for the backward pass."""
     (R, D), F = x_RD.shape, params.up_F.size
     arrays, num_layers = _Arrays(params, drawn, spec.blocks), _num_hidden(params)
-    num_hidden = num_layers if keeps else 0
+    num_hidden = num_layers if spec.keeps_hidden else 0
     y_RD, *hidden = pl.pallas_call(
         functools.partial(_forward_kernel, spec=spec, arrays=arrays),
         in_specs=[spec.blocks.of(D), *arrays.of_params, *arrays.of_drawn],
         out_specs=[spec.blocks.of(D), *[spec.blocks.of(F)] * num_hidden],
         out_shape=[x_RD, *[jax.ShapeDtypeStruct((R, F), x_RD.dtype)] * num_hidden],
-        cost_estimate=arrays.cost(x_RD, products=1 + num_layers, arrays=2),
+        cost_estimate=arrays.cost(x_RD, products=1 + num_layers, arrays=2, hidden=num_hidden),
         name="mlp_forward",
         **spec.blocks.options(),
     )(x_RD, *_matrices(params), *_given(drawn))
@@ -168,17 +171,18 @@ def _backward(spec: Spec, saved: tuple[Any, ...], grad_RD: jax.Array) -> tuple[A
     x_RD, params, drawn, hidden = saved
     (D, F), of, num_hidden = params.up_DF.shape, spec.blocks.of, _num_hidden(params)
     arrays, num_kernels = _Arrays(params, drawn, spec.blocks), 1 + num_hidden
+    products = 2 * num_kernels + num_hidden - len(hidden)
     grad_x, grad_down_DF, *grads = pl.pallas_call(
         functools.partial(_backward_kernel, spec=spec, arrays=arrays),
         in_specs=[
-            of(D), *arrays.of_params, of(D), *[of(F)] * num_hidden, *arrays.of_drawn
+            of(D), *arrays.of_params, of(D), *[of(F)] * len(hidden), *arrays.of_drawn
         ],
         out_specs=[of(D), *[whole(D, F)] * num_kernels, whole(num_hidden, F), whole(3, D)],
         out_shape=[
             x_RD, *[params.up_DF] * num_kernels, whole_sum(num_hidden, F), whole_sum(3, D)
         ],
         scratch_shapes=[pltpu.VMEM((D, F), jnp.float32)] * num_kernels,
-        cost_estimate=arrays.cost(x_RD, products=2 * num_kernels, arrays=3),
+        cost_estimate=arrays.cost(x_RD, products, arrays=3, hidden=len(hidden)),
         name="mlp_backward",
         **spec.blocks.options(),
     )(x_RD, *_matrices(params), grad_RD, *hidden, *_given(drawn))  # fmt: skip
@@ -213,8 +217,7 @@ class _Arrays:
     def __init__(self, params: Params, drawn: Drawn, blocks: Blocks):
         self.of_params = [whole(*x.shape) for x in _matrices(params)]
         self.of_drawn = [blocks.of(x.shape[1]) for x in _given(drawn)]
-        self._shape, self._num_hidden = params.up_DF.shape, _num_hidden(params)
-        self._drawn = [x is not None for x in drawn]
+        self._shape, self._drawn = params.up_DF.shape, [x is not None for x in drawn]
 
     def params(self, refs: Sequence[Any]) -> tuple[Params, Sequence[Any]]:
         """The `Params` that the list begins with, as references, and the rest of the list."""
@@ -226,10 +229,10 @@ class _Arrays:
         rest = list(refs)
         return Drawn(*(rest.pop(0) if is_given else None for is_given in self._drawn)), rest
 
-    def cost(self, x_RD: jax.Array, products: int, arrays: int) -> pl.CostEstimate:
-        """Of so many products, which reads or writes so many arrays (R, D)."""
+    def cost(self, x_RD: jax.Array, products: int, arrays: int, hidden: int) -> pl.CostEstimate:
+        """Of so many products, which reads or writes so many arrays (R, D) and `hidden` (R, F)."""
         R, (D, F) = x_RD.shape[0], self._shape
-        of_hidden = 2 * self._num_hidden + self._drawn[0]
+        of_hidden = 2 * hidden + self._drawn[0]
         of_width = 2 * arrays + self._drawn[1]
         return pl.CostEstimate(
             flops=products * 2 * R * D * F,
@@ -265,6 +268,14 @@ def _layers_of(params: Params) -> tuple[tuple[Any, Any], ...]:
     return layers[: _num_hidden(params)]
 
 
+def _units(x_RD: jax.Array, params: Params, chunk: slice) -> list[jax.Array]:
+    """The chunk's hidden units (R, C) by each of `_layers_of`, of normalised rows."""
+    return [
+        (dot(x_RD, kernel[:, chunk]) + bias[:, chunk]).astype(x_RD.dtype)
+        for kernel, bias in _layers_of(params)
+    ]
+
+
 def _forward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> None:
     params, rest = arrays.params(refs)
     drawn, (y, *hidden) = arrays.drawn(rest)
@@ -273,10 +284,7 @@ def _forward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> 
     x_RD = (normed.h_RD * params.scale_D[...] + params.shift_D[...]).astype(dtype)
     sum_RD = jnp.zeros(y.shape, jnp.float32)
     for chunk in _chunks(params.up_DF.shape[1]):
-        units = []
-        for kernel, bias in _layers_of(params):
-            unit_RC = dot(x_RD, kernel[:, chunk]) + bias[:, chunk]
-            units.append(unit_RC.astype(dtype))
+        units = _units(x_RD, params, chunk)
         for saved, unit_RC in zip(hidden, units, strict=bool(hidden)):
             saved[:, chunk] = unit_RC
         *gated, z_RC = (unit_RC.astype(jnp.float32) for unit_RC in units)
@@ -290,7 +298,8 @@ def _forward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> 
 def _backward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) -> None:
     params, (grad, *rest) = arrays.params(refs)
     layers = _layers_of(params)
-    hidden, rest = rest[: len(layers)], rest[len(layers) :]
+    num_hidden = len(layers) if spec.keeps_hidden else 0
+    hidden, rest = rest[:num_hidden], rest[num_hidden:]
     drawn, (grad_x, *rest) = arrays.drawn(rest)
     grad_kernels, (grads_F, grad_3D, *sums) = rest[: 1 + len(layers)], rest[1 + len(layers) :]
     dtype, (share, slope) = grad_x.dtype, _FORMS[spec.gelu]
@@ -303,7 +312,8 @@ def _backward_kernel(x: jax.Ref, *refs: jax.Ref, spec: Spec, arrays: _Arrays) ->
     g_RD, (sum_down, *sums_of_layers) = branch_RD.astype(dtype), sums
     sum_RD = jnp.zeros(grad_x.shape, jnp.float32)
     for chunk in _chunks(params.up_DF.shape[1]):
-        *gated, z_RC = (each[:, chunk].astype(jnp.float32) for each in hidden)
+        units = [each[:, chunk] for each in hidden] or _units(x_RD, params, chunk)
+        *gated, z_RC = (unit_RC.astype(jnp.float32) for unit_RC in units)
         drop = functools.partial(_drop, bytes_ref=drawn.bytes_RF, rate=spec.dropout, columns=chunk)
         active_RC = z_RC * share(z_RC)
         out_RC = drop(math.prod(gated, start=active_RC)).astype(dtype)

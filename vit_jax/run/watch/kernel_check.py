@@ -34,14 +34,19 @@ _FACTOR, _MARGIN = 3.0, 1e-3
 def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
     """Compares a block of each pass that uses kernels with its plain form, on the run's mesh.
 
-    Passes of one model with equally many tokens are checked once.
+    Passes of one model with equally many tokens are checked once; layers that are recomputed, and
+    those that are not, in their own forms.
 
     Raises:
       InputError: an output or a gradient of the two differs by more than rounding.
     """
     with_kernels = [each for each in passes if has_kernels(each.model)]
-    for model, tokens in dict.fromkeys((p.model, p.tokens or _tokens_of(p.model))
-                                       for p in with_kernels):  # fmt: skip
+    forms = [
+        (model, each.tokens or _tokens_of(model))
+        for each in with_kernels
+        for model in _forms(each.model)
+    ]
+    for model, tokens in dict.fromkeys(forms):
         with watchdog.phase("compile"):
             error, difference = compare_with_plain(model, mesh, tokens)
         if difference is not None:
@@ -50,6 +55,13 @@ def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
             "kernels agree with the plain form: a block of %d tokens errs by %.2g at most",
             tokens, error,
         )  # fmt: skip
+
+
+def _forms(model: nn.Module) -> list[nn.Module]:
+    """`model` with the ops of the layers that it keeps, and with those of recomputed ones."""
+    known = about(model)
+    kept = [model] if known.remat == "none" or known.remat_layers is not None else []
+    return kept + [model.clone(ops=model.ops.recomputed)] * (known.remat != "none")
 
 
 def compare_with_plain(

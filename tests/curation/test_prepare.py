@@ -1,0 +1,293 @@
+"""Prepared sets: the records of the source, in each format, whatever was killed meanwhile."""
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pytest
+from prepared_sets import (
+    encoded,
+    files_of,
+    make,
+    pictures,
+    plan_of,
+    prepared,
+    smooth,
+    training_rows,
+    write_folder,
+)
+
+from vit_jax.base.errors import InputError
+from vit_jax.curation.pictures import Rule
+from vit_jax.curation.prepare import verify
+from vit_jax.curation.shards import open_splits
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
+from vit_jax.main import main
+
+FORMATS = ("array_record", "parquet", "tar", "tfrecord")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Two classes of JPEGs, with a PNG, a WebP, a turned JPEG and one that is cut short."""
+    folder = tmp_path_factory.mktemp("images")
+    write_folder(folder / "val", {"a": 1, "b": 1})
+    root = write_folder(folder / "train", {"a": 4, "b": 4})
+    picture = PIL.Image.fromarray(smooth(7))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    picture.save(root / "a/turned.jpg", quality=90, exif=exif)
+    picture.save(root / "a/other.png")
+    picture.save(root / "b/other.webp", lossless=True)
+    (root / "b/cut.jpg").write_bytes((root / "b/0.jpg").read_bytes()[:-200])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tar(images, tmp_path_factory):
+    plan = plan_of(tmp_path_factory.mktemp("out") / "birds", data_dir=images)
+    return plan, make(plan)
+
+
+def test_the_manifest_counts_what_is_stored_and_names_what_is_not(tar):
+    plan, manifest = tar
+    train = manifest["splits"]["train"]
+    assert (train["records"], train["broken"], train["classes"]) == (11, 1, {"a": 6, "b": 5})
+    assert train["height"] == {"least": 60, "mean": 62.7, "greatest": 90}  # one is turned
+    assert (
+        "train,train/b/cut.jpg,it is damaged; save it again"
+        in (plan.folder / "broken.csv").read_text().splitlines()
+    )
+    stored = json.loads((plan.folder / "manifest.json").read_text())
+    assert [file["records"] for file in stored["files"].values()] == [5, 5, 1]
+    assert verify(plan) == []
+
+
+@pytest.mark.parametrize(
+    "file_format", [*(pytest.param(f, marks=pytest.mark.slow) for f in FORMATS[1:]), FORMATS[0]]
+)
+def test_each_format_gives_the_pictures_and_labels_of_the_source(
+    images, tmp_path, file_format, tar
+):
+    plan = plan_of(tmp_path / "birds", file_format, data_dir=images)
+    make(plan)
+    expected = pictures(plan)
+    assert len(expected) == 11
+    assert pictures(prepared(plan)) == pictures(prepared(tar[0]))
+    for (image, label), (was, label_was) in zip(pictures(prepared(plan)), expected, strict=True):
+        assert label == label_was
+        np.testing.assert_array_equal(to_pixels(tf.constant(image)), to_pixels(tf.constant(was)))
+    assert verify(plan) == []
+
+
+def test_what_was_killed_is_made_again_with_the_same_bytes(tar):
+    plan, manifest = tar
+    files, shard = files_of(plan), plan.folder / "train-00001.tar"
+    kept = (plan.folder / "train-00000.tar").stat().mtime
+    shard.write_bytes(shard.read_bytes()[:-1])  # of a disk that lost its end
+    (plan.folder / ".train-00001.tar.0123abcd.tmp").write_bytes(b"half")
+    (plan.folder / "manifest.json").unlink()
+    assert make(plan) == manifest
+    assert files_of(plan) == files
+    assert (plan.folder / "train-00000.tar").stat().mtime == kept
+
+
+def test_verify_finds_a_changed_byte(tar, images, capsys):
+    plan, _ = tar
+    shard = plan.folder / "train-00002.tar"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:700] + b"?" + before[701:])
+    words = [f"--config.data.data_dir={images}", f"--output={plan.output}", "--format=tar"]
+    code = main(["prepare", "folder", *words, "--splits=train", "--shard_size=5", "--verify"])
+    shard.write_bytes(before)
+    assert code == 1
+    assert "train-00002.tar: has changed; remove it and" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file_format", ["tar", pytest.param("parquet", marks=pytest.mark.slow)])
+def test_captions_and_several_labels_are_kept(images, tmp_path, file_format):
+    rows = [
+        {"file": f"{images}/train/a/0.jpg", "labels": ["cat", "dog"], "caption": ["two", "more"]},
+        {"file": f"{images}/train/a/1.jpg", "labels": [], "caption": "none"},
+        {"file": f"{images}/train/a/2.jpg", "labels": ["dog"], "caption": []},
+    ]
+    for split in ("train", "val"):
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"in/{split}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{split}.jsonl").write_text(text)
+    plan = plan_of(tmp_path / "out", file_format, "list", tmp_path / "in", captions=True)
+    make(plan)
+    source = open_splits(prepared(plan))["train"]
+    assert source.class_names == ("cat", "dog")
+    assert [label for _, label in pictures(prepared(plan))] == [[1, 1], [0, 0], [0, 1]]
+    texts = [[c if isinstance(c, str) else c.decode() for c in found]
+             for found in source.captions([0, 1, 2])]  # fmt: skip
+    assert texts == [["two", "more"], ["none"], []]
+
+
+def test_another_set_is_not_mixed_in(tar, images):
+    plan, _ = tar
+    with pytest.raises(InputError, match=r"prepared otherwise: side None -> 32; restore"):
+        make(plan_of(plan.output, data_dir=images, rule=Rule(32)))
+
+
+def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
+    write_folder(tmp_path / "in/val", {"a": 1})
+    large, small = smooth(0), encoded(smooth(1, 20, 30))
+    names = {"a/0.jpg": encoded(large, quality=95), "b/0.jpg": small}
+    names["b/1.png"] = encoded(large, "PNG")
+    for name, content in names.items():
+        path = tmp_path / "in/train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    plan = plan_of(tmp_path / "out", data_dir=tmp_path / "in", rule=Rule(30))
+    make(plan)
+    (first, _), (second, _), (third, _) = pictures(prepared(plan))
+    assert second == small
+    assert (first[:2], third[:4]) == (b"\xff\xd8", b"\x89PNG")
+    expected = PIL.Image.fromarray(large).resize((45, 30), PIL.Image.BILINEAR)
+    for image, most in ((first, 8), (third, 1)):  # JPEG halves the resolution of colours
+        found = PIL.Image.open(io.BytesIO(image))
+        assert found.size == (45, 30)
+        difference = np.asarray(found, float) - np.asarray(expected)
+        assert abs(difference).mean() < most
+
+
+# What takes minutes
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory):
+    """1,000 pictures of CIFAR-10 as a folder, and a list of them."""
+    import tensorflow_datasets as tfds
+
+    where = pathlib.Path(os.environ.get("VIT_JAX_DATA", "none")) / "cifar10/3.0.2"
+    if not where.exists():
+        pytest.skip("needs the prepared data set cifar10 below VIT_JAX_DATA")
+    root = tmp_path_factory.mktemp("cifar") / "images"
+    builder = tfds.builder_from_directory(where)
+    names = builder.info.features["label"].names
+    split = builder.as_dataset("test[:1000]", decoders={"image": tfds.decode.SkipDecoding()})
+    lines = ["file,label,split"]
+    for i, example in enumerate(split.as_numpy_iterator()):
+        path = root / "train" / names[example["label"]] / f"{i:04}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(example["image"])
+        lines.append(f"{path.relative_to(root)},{path.parent.name},train")
+        if i < 100:  # a folder for `val`, so that no training pictures are held out
+            (root / "val" / path.parent.name).mkdir(parents=True, exist_ok=True)
+            (root / "val" / path.parent.name / path.name).write_bytes(example["image"])
+            lines.append(f"val/{path.parent.name}/{path.name},{path.parent.name},val")
+    (root / "list.csv").write_text("\n".join([lines[0], *sorted(lines[1:])]) + "\n")
+    return root
+
+
+def other_sources(cifar, folder, expected):
+    """Plans that read the same pictures as a list, as arrays and as an Arrow file of `datasets`."""
+    names = sorted(path.name for path in (cifar / "train").iterdir())
+    images, labels = zip(*expected, strict=True)
+    pixels = np.stack([to_pixels(tf.constant(image)) for image in images])
+    folder.mkdir()
+    np.savez(folder / "all.npz", train_images=pixels, train_labels=labels, class_names=names)
+    (folder / "arrow/train").mkdir(parents=True)
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    pairs = [{"bytes": image, "path": None} for image in images]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"image": pa.array(pairs, kind), "label": pa.array(labels, pa.int64())})
+    noted = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = table.replace_schema_metadata(noted)
+    with pa.ipc.new_stream(folder / "arrow/train/data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    return [
+        plan_of("", name="list", data_dir=cifar / "list.csv"),
+        plan_of("", name="arrays", data_dir=folder / "all.npz"),
+        plan_of("", name="arrow", data_dir=folder / "arrow"),
+    ]
+
+
+@pytest.mark.slow
+def test_cifar10_from_each_source_to_each_format(cifar, tmp_path):
+    """A folder to each format; from each of these, and from other sources, to each again."""
+    first = plan_of(tmp_path / "f", data_dir=cifar, shard_size=300)
+    rows, expected = training_rows(first, (32, 32)), pictures(first)
+    assert len(expected) == 1000
+    plans = []
+    for file_format in FORMATS:
+        plan = plan_of(tmp_path / f"a_{file_format}", file_format, data_dir=cifar, shard_size=300)
+        make(plan)
+        plans.append(prepared(plan))
+    for number, source in enumerate([*plans, *other_sources(cifar, tmp_path / "o", expected)]):
+        for file_format in FORMATS:
+            output = str(tmp_path / f"b{number}_{file_format}")
+            plan = dataclasses.replace(source, output=output, format=file_format, shard_size=300)
+            make(plan)
+            what = source.data.name, file_format
+            assert training_rows(prepared(plan), (32, 32)) == rows, what
+            if source.data.name != "arrays":
+                assert pictures(prepared(plan)) == expected, what
+                continue
+            for (image, label), (was, label_was) in zip(
+                pictures(prepared(plan)), expected, strict=True
+            ):
+                assert label == label_was
+                np.testing.assert_array_equal(
+                    to_pixels(tf.constant(image)), to_pixels(tf.constant(was))
+                )
+
+
+@pytest.mark.slow
+def test_the_files_depend_on_neither_workers_nor_the_engine(cifar, tmp_path):
+    pytest.importorskip("apache_beam", reason="needs the extra curation")
+    from vit_jax.curation.beam import on_beam
+    from vit_jax.curation.prepare import prepare
+
+    here = plan_of(tmp_path / "1/cifar", data_dir=cifar, shard_size=100, shuffle_seed=3)
+    make(here)
+    there = plan_of(tmp_path / "2/cifar", data_dir=cifar, shard_size=100, shuffle_seed=3)
+    make(there, workers=2)
+    assert files_of(there) == files_of(here)
+    for number, options in enumerate((
+        ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
+        ["--runner=PortableRunner", "--job_endpoint=embed", "--environment_type=LOOPBACK"],
+    ), 3):  # fmt: skip
+        by_beam = plan_of(tmp_path / f"{number}/cifar", data_dir=cifar, shard_size=100,
+                          shuffle_seed=3)  # fmt: skip
+        prepare(by_beam, "vit_jax prepare", on_beam(options))
+        assert files_of(by_beam) == files_of(here)
+
+
+@pytest.mark.slow
+def test_ten_kills_change_no_byte(cifar, tmp_path):
+    words = [sys.executable, "-m", "vit_jax.main", "prepare", "folder", "--format=tar",
+             f"--config.data.data_dir={cifar}", "--shard_size=20", "--workers=2"]  # fmt: skip
+    whole, killed = tmp_path / "whole/cifar", tmp_path / "killed/cifar"
+    subprocess.run([*words, f"--output={whole}"], check=True, cwd=ROOT)
+    shards, drawn, kills = 50, random.Random(0), 0
+    while kills < 10:
+        before = len([*killed.glob(".prepared/*-*.json")])
+        job = subprocess.Popen([*words, f"--output={killed}"], cwd=ROOT)
+        while job.poll() is None and len([*killed.glob(".prepared/*-*.json")]) < before + 2:
+            time.sleep(0.01)
+        time.sleep(drawn.random() / 5)
+        if job.poll() is None:
+            job.kill()
+            kills += 1
+        job.wait()
+        if before + 2 >= shards:  # the last kills meet a set that is begun again
+            shutil.rmtree(killed / ".prepared", ignore_errors=True)
+            shutil.rmtree(killed, ignore_errors=True)
+    time.sleep(2)  # workers end with their parent
+    subprocess.run([*words, f"--output={killed}"], check=True, cwd=ROOT)
+    assert files_of(plan_of(killed)) == files_of(plan_of(whole))

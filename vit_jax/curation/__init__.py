@@ -1,0 +1,1 @@
+"""Sets of pictures: prepared for training, looked at, without duplicates, balanced."""

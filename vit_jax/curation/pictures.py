@@ -1,0 +1,158 @@
+"""Pictures as a prepared set stores them: JPEG or PNG bytes, read from any source."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from vit_jax.data.contract import Source
+from vit_jax.data.elements import PARALLEL_CALLS, Elements
+from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.ops import parse_ops
+from vit_jax.data.records import stored_values
+from vit_jax.data.retries import sure_reads
+
+ENCODINGS = ("jpeg", "png")
+_PNG = b"\x89PNG"
+_AT_ONCE = 64  # pictures that pass from TensorFlow to Python together
+
+
+class Picture(NamedTuple):
+    """A picture that can be read.
+
+    record: its id in the source.
+    image: its bytes, JPEG or PNG.
+    label: int32 (), or float32 (C,).
+    size: (height, width) of the stored picture.
+    """
+
+    record: int
+    image: bytes
+    label: np.ndarray
+    size: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How pictures are encoded; files that already are as asked keep their bytes.
+
+    side: the shorter side of larger pictures, in pixels; smaller ones keep their size.
+    encoding: one of ENCODINGS; None: JPEGs stay JPEGs, all others become PNGs.
+    quality: of new JPEGs, 1 to 100.
+    """
+
+    side: int | None = None
+    encoding: str | None = None
+    quality: int = 95
+
+    def encode(self, image: tf.Tensor, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """(bytes, int32 (height, width)) of a source's image, encoded or uint8 pixels.
+
+        Raises: an error of TensorFlow if the image cannot be decoded.
+        """
+        if image.dtype != tf.string:
+            return self._encode_anew(image, channels, tf.constant(False))
+        is_jpeg = tf.io.is_jpeg(image)
+        is_png = tf.strings.substr(image, 0, len(_PNG)) == _PNG
+        kept = {None: is_jpeg | is_png, "jpeg": is_jpeg, "png": is_png}[self.encoding]
+        if self.side is not None:
+            kept &= ~self._is_large(image)
+        return tf.cond(
+            kept,
+            lambda: (image, _sides(image)),
+            lambda: self._encode_anew(image, channels, is_jpeg),
+        )
+
+    def _is_large(self, image: tf.Tensor) -> tf.Tensor:
+        if image.dtype != tf.string:
+            return tf.reduce_min(tf.shape(image)[:2]) > self.side
+        is_jpeg = tf.io.is_jpeg(image)
+        sides = tf.cond(
+            is_jpeg, lambda: tf.image.extract_jpeg_shape(image)[:2], lambda: _sides(image)
+        )
+        return tf.reduce_min(sides) > self.side
+
+    def _encode_anew(
+        self, image: tf.Tensor, channels: int, is_jpeg: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        if channels != 3:  # the ops decode to three
+            image = to_pixels(image, channels)
+        pixels = self._shrunk(image)
+
+        def jpeg() -> tf.Tensor:
+            return tf.io.encode_jpeg(pixels, quality=self.quality)
+
+        if channels > 3 or self.encoding == "png":
+            return tf.io.encode_png(pixels), tf.shape(pixels)[:2]
+        as_jpeg = is_jpeg | (self.encoding == "jpeg")
+        return tf.cond(as_jpeg, jpeg, lambda: tf.io.encode_png(pixels)), tf.shape(pixels)[:2]
+
+    def _shrunk(self, image: tf.Tensor) -> tf.Tensor:
+        """The pixels of `image`, of which the shorter side has at most `side`."""
+        if self.side is None:
+            return to_pixels(image)
+        text = f"scaled_decode({self.side})|resize_small({self.side}, antialias=True)"
+        ops, unused = parse_ops(text, (self.side, self.side))[0], tf.zeros([2], tf.int64)
+
+        def shrink() -> tf.Tensor:
+            smaller = image
+            for op in ops:
+                smaller = op(smaller, unused)
+            return smaller
+
+        return tf.cond(self._is_large(image), shrink, lambda: to_pixels(image))
+
+
+def _sides(image: tf.Tensor) -> tf.Tensor:
+    """int32 (height, width) of JPEG, PNG or BMP bytes, which are decoded in one step."""
+    return tf.shape(tf.io.decode_image(image, expand_animations=False))[:2]
+
+
+def read_pictures(source: Source, ids: np.ndarray, rule: Rule) -> Iterator[Picture]:
+    """The records `ids`, int64 (n,), in this order; those that cannot be decoded are left out.
+
+    Raises: ReadError if a file that was there cannot be read.
+    """
+    expected = iter(ids.tolist())
+    for picture in _read(source, ids, rule, careful=False):
+        is_other = functools.partial(operator.ne, picture.record)
+        if missing := [*itertools.takewhile(is_other, expected)]:
+            yield from _read(source, np.array(missing), rule, careful=True)
+        yield picture
+    if missing := [*expected]:
+        yield from _read(source, np.array(missing), rule, careful=True)
+
+
+def _read(source: Source, ids: np.ndarray, rule: Rule, *, careful: bool) -> Iterator[Picture]:
+    """As `read_pictures`; failed reads are tried again only with `careful`, which takes longer."""
+    files = source.record_files
+
+    def encode(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        with sure_reads() if careful else contextlib.nullcontext():
+            example = files.parse(stored, record) if files else source.read(record)
+        is_whole = tf.debugging.Assert(example["mask"] > 0, [record])
+        with tf.control_dependencies([is_whole]):
+            return *rule.encode(example["image"], source.channels), example["label"]
+
+    @tf.autograph.experimental.do_not_convert  # which takes as long as 1,000 small pictures
+    def make() -> tf.data.Dataset:
+        chosen = tf.data.Dataset.from_tensor_slices(ids).batch(_AT_ONCE)
+        if files is not None:
+            found = stored_values(files, chosen, encode)
+        else:
+            records = chosen.unbatch().map(lambda i: (i, encode("", i)), PARALLEL_CALLS)
+            found = records.ignore_errors()
+        return found.batch(_AT_ONCE)
+
+    for records, (images, sizes, labels) in Elements(make()):
+        rows = zip(records.tolist(), images, labels, sizes.tolist(), strict=True)
+        for record, image, label, (height, width) in rows:
+            yield Picture(record, image, label, (height, width))

@@ -1,0 +1,273 @@
+"""Prepare a set of pictures: shards by many processes, or by Apache Beam, and a manifest.
+
+    OUTPUT/manifest.json   counts, classes, sizes, checksums by file, the command, versions
+    OUTPUT/broken.csv      split, name and reason of each picture that is left out
+
+Both call `make_shard` for each shard that is not finished; nothing else is shared between workers.
+The files depend neither on the number of workers nor on restarts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import csv
+import dataclasses
+import importlib.metadata
+import io
+import json
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any
+
+import numpy as np
+from etils import epath
+
+import vit_jax
+from vit_jax.base.errors import InputError
+from vit_jax.base.files import read_json, write_whole
+from vit_jax.curation.formats import Facts, find_format
+from vit_jax.curation.pictures import Rule, read_pictures
+from vit_jax.curation.shards import (
+    FOLDER,
+    Plan,
+    Shard,
+    Tally,
+    digest_of,
+    finished,
+    labels_of,
+    make_shard,
+    open_splits,
+    shards_of,
+)
+
+logger = logging.getLogger("vit_jax")
+
+# Libraries that write the bytes of shards.
+_LIBRARIES = ("array_record", "numpy", "pillow", "pyarrow", "tensorflow", "tensorflow-cpu",
+              "tensorflow-datasets")  # fmt: skip
+_SAID_S = 10.0  # between two lines of progress
+_ORPHAN_S = 1.0
+
+# Makes the shards: (plan, shards, what is called with each record as it is finished).
+Runner = Callable[[Plan, Sequence[Shard], Callable[[Mapping[str, Any]], None]], None]
+
+
+def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
+    """Make what is missing of a set, and return its manifest without the shards.
+
+    Raises: InputError if the source is missing, the format cannot hold it, or `output` holds
+      another set.
+    """
+    shards, output = shards_of(plan), plan.folder
+    facts = Facts.of(open_splits(plan)[plan.splits[0]])
+    if fault := find_format(plan.format).fault(output, facts):
+        raise InputError(f"--format={plan.format}: {fault}")
+    command = _begin(plan, shards, command)
+    missing = [shard for shard in shards if finished(plan, shard) is None]
+    logger.info("%s: %d of %d shards are to be made", output, len(missing), len(shards))
+    progress = _Progress(len(missing))
+    runner(plan, missing, progress.add)
+    records = {shard: finished(plan, shard) for shard in shards}
+    if left := [shard for shard, record in records.items() if record is None]:
+        raise RuntimeError(f"{output}: {len(left)} shards are not finished; run the command again")
+    for path in (path for shard in missing[:1] for path in plan.path(shard).parent.glob(".*.tmp")):
+        path.unlink(missing_ok=True)  # of processes that were killed
+    return _finish(plan, command, facts, {k: v for k, v in records.items() if v is not None})
+
+
+def _begin(plan: Plan, shards: Sequence[Shard], command: str) -> str:
+    """Store the plan, or check that the stored one is equal; the command that began."""
+    decided = {
+        "source": {shard.split: shard.fingerprint for shard in shards},
+        "format": plan.format,
+        **dataclasses.asdict(plan.rule),
+        "shard_size": plan.shard_size,
+        "shuffle_seed": plan.shuffle_seed,
+        "versions": _versions(),
+    }
+    path = plan.folder / FOLDER / "plan.json"
+    stored = read_json(path, lambda found: found["command"])
+    if stored is None:
+        if plan.folder.exists() and any(plan.folder.iterdir()):
+            raise InputError(f"--output={plan.folder}: holds other files; give a new folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"command": command, **decided}, indent=2) + "\n")
+        return command
+    if differing := [key for key in decided if stored.get(key) != decided[key]]:
+        said = ", ".join(f"{key} {stored.get(key)} -> {decided[key]}" for key in differing)
+        raise InputError(
+            f"--output={plan.folder}: holds pictures that were prepared otherwise: {said}; restore "
+            "it, or give a new --output"
+        )
+    return stored["command"]
+
+
+def _versions() -> dict[str, str]:
+    found = {"vit_jax": vit_jax.__version__}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _finish(
+    plan: Plan, command: str, facts: Facts, records: Mapping[Shard, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Write the manifest and the files that describe the set."""
+    tallies = {split: Tally() for split in plan.splits}
+    lengths: dict[str, list[int]] = {split: [] for split in plan.splits}
+    names = {field.name for field in dataclasses.fields(Tally)}
+    for shard, record in records.items():
+        tallies[shard.split].add(Tally(**{k: v for k, v in record.items() if k in names}))
+        lengths[shard.split].append(record["records"])
+    splits = {split: (lengths[split], tally.image_bytes) for split, tally in tallies.items()}
+    find_format(plan.format).describe(plan.folder, facts, splits)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("split", "name", "reason"))
+    for split, tally in tallies.items():
+        rows.writerows((split, *row) for row in tally.broken)
+    write_whole(plan.folder / "broken.csv", text.getvalue().encode(errors="surrogateescape"))
+    manifest = {
+        "command": command,
+        "read_by": " ".join(f"--config.data.{k}={v}" for k, v in reading_of(plan).items()),
+        "versions": _versions(),
+        "splits": {split: _summary(tally, facts) for split, tally in tallies.items()},
+    }
+    files = {r["file"]: {k: r[k] for k in ("records", "bytes", "sha256")}
+             for r in records.values() if r["records"]}  # fmt: skip
+    content = json.dumps({**manifest, "files": files}, indent=2) + "\n"
+    write_whole(plan.folder / "manifest.json", content)
+    return manifest
+
+
+def reading_of(plan: Plan) -> dict[str, str]:
+    """The keys of `data` that read the prepared set."""
+    if name := find_format(plan.format).reads:
+        return {"name": name, "data_dir": plan.output}
+    return {"name": plan.folder.name, "data_dir": os.fspath(plan.folder.parent)}
+
+
+def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
+    names = facts.classes
+    sides = {
+        name: {"least": least, "mean": round(total / tally.records, 1), "greatest": greatest}
+        for name, of in (("height", tally.height), ("width", tally.width))
+        for least, total, greatest in [of] * bool(of)
+    }
+    counts = {int(label): number for label, number in tally.classes.items()}
+    return {
+        "records": tally.records,
+        "broken": len(tally.broken),
+        "lost_captions": tally.lost_captions,
+        "image_bytes": tally.image_bytes,
+        **sides,
+        "classes": {names[label]: counts[label] for label in sorted(counts)},
+    }
+
+
+class _Progress:
+    """Lines with the pictures that are prepared, their rate, and the time left."""
+
+    def __init__(self, number: int):
+        self._number, self._shards, self._pictures = number, 0, 0
+        self._start = self._said = time.perf_counter()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._shards += 1
+        self._pictures += record["records"] + len(record["broken"])
+        now = time.perf_counter()
+        if now - self._said < _SAID_S and self._shards < self._number:
+            return
+        self._said, took = now, now - self._start
+        left = took / self._shards * (self._number - self._shards)
+        logger.info("%d of %d shards, %d pictures, %.0f/s, %d:%02d:%02d left", self._shards,
+                    self._number, self._pictures, self._pictures / took, left // 3600,
+                    left % 3600 // 60, left % 60)  # fmt: skip
+
+
+def in_processes(workers: int) -> Runner:
+    """Makes shards in that many processes; 1: in this one."""
+
+    def run(plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]) -> None:
+        if workers == 1:
+            for shard in shards:
+                add(make_shard(plan, shard))
+            return
+        spawn = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
+        with concurrent.futures.ProcessPoolExecutor(
+            workers, spawn, initializer=_end_with, initargs=(os.getpid(),)
+        ) as pool:
+            jobs = [pool.submit(make_shard, plan, shard) for shard in shards]
+            try:
+                for job in concurrent.futures.as_completed(jobs):
+                    add(job.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    return run
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_ORPHAN_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def verify(plan: Plan) -> list[str]:
+    """Read everything back: the faults of the files and of the pictures; [] if all is well.
+
+    Raises: InputError if nothing is prepared, or the set cannot be opened.
+    """
+    manifest = read_json(plan.folder / "manifest.json", lambda found: found["files"])
+    if manifest is None:
+        raise InputError(f"--verify: {plan.folder} has no manifest.json; prepare it first")
+    faults = [
+        f"{file}: {fault}; remove it and prepare again"
+        for file, expected in manifest["files"].items()
+        if (fault := _fault_of(plan.folder / file, expected))
+    ]
+    return faults or [
+        f"{split}: {fault}"
+        for split, expected in manifest["splits"].items()
+        for fault in _faults_of_split(plan, split, expected)
+    ]
+
+
+def _fault_of(path: epath.Path, expected: Mapping[str, Any]) -> str:
+    if not path.exists():
+        return "is missing"
+    opened: IO[bytes] = path.open("rb")
+    with opened as file:
+        is_equal = digest_of(file) == expected["sha256"]
+    return "" if is_equal else "has changed"
+
+
+def _faults_of_split(plan: Plan, split: str, expected: Mapping[str, Any]) -> Iterable[str]:
+    name, data_dir = reading_of(plan).values()
+    read = dataclasses.replace(plan.data, own={}, name=name, data_dir=data_dir)
+    source = open_splits(dataclasses.replace(plan, data=read, splits=(split,)))[split]
+    ids, names = np.arange(source.num_examples), Facts.of(source).classes
+    tally = Tally()
+    for picture in read_pictures(source, ids, Rule()):
+        tally.count(picture, labels_of(picture) if expected["classes"] else [])
+    found = {names[int(label)]: n for label, n in tally.classes.items()} if names else {}
+    for what, got, needed in (
+        ("pictures", tally.records, expected["records"]),
+        ("bytes of pictures", tally.image_bytes, expected["image_bytes"]),
+        ("pictures by class", found, expected["classes"]),
+    ):
+        if got != needed:
+            yield f"{what}: {got} are read back, {needed} were written"
