@@ -56,7 +56,7 @@ def data_of(captions):
     return {"test": {"image": pixels, "caption": captions}}
 
 
-@pytest.mark.parametrize("make", [clip, siglip])
+@pytest.mark.parametrize("make", [clip, pytest.param(siglip, marks=pytest.mark.slow)])
 def test_a_model_with_both_towers_is_evaluated(golden, tmp_path, make):
     source = make(golden, tmp_path / "pair")
     captions = [

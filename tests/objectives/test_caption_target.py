@@ -173,6 +173,7 @@ def test_rows_that_do_not_count_change_nothing():
     assert (near.sum(axis=1) == 1).all() and near.any(axis=0).all()  # one form or the other
 
 
+@pytest.mark.slow
 def test_a_part_of_the_patches_is_read():
     objective, part, model, params = small({"keep_tokens": 0.5}, parallel_share=0.0)
     _, dropout_key = jax.random.split(jax.random.key(3))
@@ -200,6 +201,7 @@ def test_the_contrastive_loss_is_added_with_its_weight():
     assert both.couples_rows and not small()[0].couples_rows
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_same_gradients():
     objective, _, _, params = small(parallel_share=1.0)
     state = STATE.__class__(params=params, model_state={}, objective_state={})
