@@ -382,8 +382,8 @@ def certificates() -> str:
 
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
-    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, metrics, notebook,
-    recipe_costs, words_cifar10,
+    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, metrics,
+    notebook, recipe_costs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -130,6 +130,20 @@ def test_float16_is_measured_by_cosine_and_class():
     assert compare(scales[:, [1, 0, 2]])["same_class"] == 1
 
 
+def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
+    def fail(*args):
+        raise IndexError("too many indices")
+
+    monkeypatch.setattr(runtimes.RUNTIMES["onnx"], "convert", fail)
+    choice = {"precision": "int8", "pictures": tmp_path, "calibration": tmp_path}
+    for i, name in enumerate(("class 0", "class 1")):
+        (tmp_path / name).mkdir()
+        PIL.Image.new("RGB", (36, 36), (i, 0, 0)).save(tmp_path / name / "a.png")
+    model = read_pretrained(golden / "timm_vit.safetensors")
+    with pytest.raises(RuntimeError, match=r"cannot quantise this model \(IndexError: .*float16"):
+        runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
+
+
 @each_runtime
 def test_int8_is_measured_by_top1_on_pictures_of_known_classes(
     format, golden, tmp_path, monkeypatch
