@@ -206,9 +206,7 @@ class Data(OpenSection):
     )  # fmt: skip
     vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")
-    mean: tuple[float, ...] = key(
-        (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
-    )
+    mean: tuple[float, ...] = key((0.5, 0.5, 0.5), "the model gets (image / 255 - mean) / std")
     std: tuple[float, ...] = key((0.5, 0.5, 0.5), "see data.mean")
 
 
@@ -224,9 +222,7 @@ class Loss(Section):
     excludes: ClassVar[bool | None] = None  # see `objectives.losses.Loss`
 
     name: str = key("softmax", "a loss")
-    label_smoothing: float = key(
-        0.0, "share of the target spread over all classes", within="[0, 1)"
-    )
+    label_smoothing: float = key(0.0, "share of the target spread over classes", within="[0, 1)")
     class_weights: str | None = key(
         None, '"balanced", or one number per class with commas; None: no weights'
     )
@@ -402,9 +398,7 @@ class Job(Section):
     """A run's processes: their deadlines, in seconds, and checks of the hardware."""
 
     join_deadline_s: int = key(1800, "until all processes have started")
-    heartbeat_s: int = key(
-        100, "a process that is silent for this long counts as dead", within=POSITIVE
-    )
+    heartbeat_s: int = key(100, "a process silent for this long counts as dead", within=POSITIVE)
     step_deadline_s: float | None = key(
         None, "None: 0.6 * heartbeat_s; one process: an hour", within=POSITIVE
     )

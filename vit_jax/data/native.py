@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.pictures import Pictures
-from vit_jax.data.host_ops import resize_as_pillow
 from vit_jax.data.host_tf import tf
+from vit_jax.data.resizing import resize_as_pillow
 
 Images = jax.Array | Pictures
 

@@ -54,7 +54,9 @@ class DecoderBlock(EncoderBlock):
         train: bool,
         shared: Any = None,
         turns: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
+        assert turns is num_keys_B is None  # captions have no padding before their end
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         unbiased = {"qkv_bias": False, "out_bias": False}

@@ -66,6 +66,7 @@ class Captions(Contrastive):
     )
 
     writes_captions = True
+    takes_pictures = False  # the decoder would attend to padding
 
     @property
     def learns_texts(self) -> bool:
