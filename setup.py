@@ -1,5 +1,5 @@
 """Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, parquet,
-plan, gcs, wandb, text, onnx, litert."""
+plan, gcs, wandb, text, onnx, litert, curation."""
 
 import glob
 import os
@@ -18,7 +18,6 @@ ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
 # ai-edge-litert needs backports-strenum; its release 1.3 does not install with Python 3.11, but uv
 # would choose it.
 LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
-CURATION = ["cleanlab>=2.9.0", "pdqhash>=0.2.7", "usearch>=2.21.0"]
 BEAM = "apache-beam>=2.77.0"  # not in `test`: it needs older packages than the pinned ones
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
@@ -103,13 +102,12 @@ setup(
             LIBTPU,
             PARQUET,
             WANDB,
-            *CURATION,
             *LITERT,
             *ONNX,
             *REPORT,
             *TEXT,
         ],
-        "curation": [BEAM, *CURATION],  # prepare --runner, duplicates, doubtful labels
+        "curation": [BEAM],  # prepare --beam
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "litert": LITERT,  # export --format=litert
         "onnx": ONNX,  # export --format=onnx

@@ -24,6 +24,7 @@ from vit_jax.config import (
     rank,
     real,
     refuse_words,
+    retrieval,
     segmentation,
     split_words,
     zeroshot,
@@ -47,6 +48,7 @@ EVALUATORS = {  # word: the function that makes its entry, and its meaning
     "segmentation": (segmentation, "classes of pixels; --config.evals.segmentation.targets=MASKS"),
     "depth": (depth, "depths of pixels; --config.evals.depth.targets=DEPTHS"),
     "zeroshot": (zeroshot, "accuracy by the words of the classes, of a model with a text tower"),
+    "retrieval": (retrieval, "captions found by images and images by captions; needs captions"),
 }
 FURTHER_KEYS = {  # word: what its entry needs besides splits
     "real": {"labels_file": "real.json"},

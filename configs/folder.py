@@ -9,18 +9,21 @@ A few seconds: --config=configs/folder.py:debug
 
 The word list reads a list of files and labels instead of a folder; multilabel reads a list with
 several labels per file: --config=configs/folder.py:multilabel --config.data.data_dir=LIST.csv
+With the word native pictures keep their shape: --config=configs/folder.py:ViT-S/16,native
 If some classes are rare: --config.loss.class_weights=balanced
 """
 
 import difflib
+import math
 
 from vit_jax.config import base_config, classification, multilabel, refuse_words, split_words
-from vit_jax.models import create_model, fields_of
+from vit_jax.models import create_model, fields_of, token_stride
 from vit_jax.run.setup.recipes import make_tiny, set_length, use_adamw, use_vit
 
 WORDS = {
     "list": "a list of files and labels, CSV or JSON lines, in place of a folder",
     "multilabel": "a list with several labels for each file",
+    "native": "pictures keep their shape, with as many patches as a square would have",
     "debug": "20 steps of a tiny model",
 }
 
@@ -63,4 +66,9 @@ def get_config(arg=""):
         c.data.image_size = make_tiny(c.model, c.model.name)
         set_length(c, 32, "20 steps", "2 steps", save="10 steps", log="5 steps")
         c.evals.val.every = c.evals.test.every = "10 steps"
+    if "native" in chosen:
+        c.data.max_tokens = math.prod(
+            c.data.image_size // side for side in token_stride(c.model.name)
+        )
+        c.data.ops, c.evals.val.ops, c.evals.test.ops = "decode|flip", "decode", "decode"
     return c

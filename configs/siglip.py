@@ -3,6 +3,7 @@
 python -m vit_jax.main --config=configs/siglip.py:ViT-B/16 --config.data.data_dir=TARS \\
   --workdir=$W
 A minute on a CPU, on made-up images: --config=configs/siglip.py:debug
+With the word naflex pictures keep their shape, as in SigLIP 2: --config=siglip:ViT-B/16,naflex
 
 MODEL is ViT-B/16, ViT-L/16 or another ViT; its text tower has the same width, depth and heads. TARS
 is a folder of tar files with images and captions, NAME.jpg and NAME.txt. Without
@@ -22,17 +23,23 @@ data: --config.data.num_classes=1 --config.data.num_examples=1000000000
 
 from vit_jax.base.errors import InputError
 from vit_jax.config import base_config, split_words, zeroshot
+from vit_jax.models import token_stride
 from vit_jax.run.setup.recipes import EVAL_OPS, debug_on_captions, set_length, use_captions
 
-WORDS = {"debug": "20 steps of tiny towers on made-up images"}
+WORDS = {
+    "naflex": "pictures keep their shape, with at most 256 patches, and positions for 16 x 16",
+    "debug": "20 steps of tiny towers on made-up images",
+}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    if chosen and not words:
+    if "debug" in chosen and not words:
         words = ["ViT-B/16"]
     if len(words) != 1:
-        raise InputError(f"got {arg!r}, needs a ViT, such as ViT-B/16, and perhaps debug")
+        raise InputError(
+            f"got {arg!r}, needs a ViT, such as ViT-B/16, and perhaps naflex and debug"
+        )
     c = base_config()
     use_captions(c, words[0], "sigmoid", text_length=64)
     c.model.update(pool="map", gelu="tanh", dtype="bfloat16")
@@ -42,6 +49,11 @@ def get_config(arg=""):
     c.evals.zeroshot = zeroshot(
         data_name="imagenet2012", split="validation?", every="20000 steps", ops=EVAL_OPS
     )
+    if "naflex" in chosen:
+        c.data.max_tokens = 256
+        c.data.image_size = tuple(16 * side for side in token_stride(words[0]))
+        c.data.ops = c.evals.zeroshot.ops = "decode"
     if "debug" in chosen:
         debug_on_captions(c)
+        c.data.max_tokens = c.data.max_tokens and 8
     return c

@@ -15,11 +15,14 @@ FORMS = {
     "ViT-B/16,jft=mine,fewshot,debug BiT-R152x2,jft=mine,debug R50+ViT-L/32,jft=mine,debug",
     "cifar10": "- small 5k 5k,medium1 fast fast,held_out debug small,debug 5k,strong2,debug "
     "fast,held_out,debug",
-    "folder": "- ViT-S/16 BiT-R50x1 debug ViT-S/16,debug BiT-R50x1,debug",
+    "folder": "- ViT-S/16 BiT-R50x1 ViT-S/16,native debug ViT-S/16,debug BiT-R50x1,debug "
+    "native,debug",
     "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
-    "siglip": "ViT-B/16 ViT-L/16,debug debug",
+    "siglip": "ViT-B/16 ViT-B/16,naflex ViT-L/16,debug debug ViT-B/16,naflex,debug",
     "words": "folder debug",
+    "lit": "- folder debug",
+    "captions": "ViT-B/16 ViT-L/16,pairs folder,pairs cifar10 debug ViT-L/16,pairs,debug",
     "clip": "- ViT-L/14 debug",
     "deit3": "ViT-S/16 ViT-L/16,vit5 ViT-B/16,finetune ViT-B/16,vit5,debug "
     "ViT-S/16,finetune,debug",

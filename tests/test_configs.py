@@ -17,6 +17,7 @@ from read_settings import data_and_evals, model_fields, settings_of, splits_of, 
 from shipped_forms import CONFIGS, EVERY_FORM, FORMS, OF_EVALUATION, load, without_files
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Pictures
 from vit_jax.config import (
     FAMILIES,
     REQUIRED_TO_EVALUATE,
@@ -35,7 +36,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import schedule_of
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference import predict as prediction
+from vit_jax.inference import outputs as prediction
 from vit_jax.models import create_model, fields_of, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.variants import Variant
@@ -146,7 +147,8 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, images, requ
 OF_OBJECTIVES = [("quickstart", "", "debug"), ("deit", "DeiT-B/16", "DeiT-S/16,debug"),
                  ("masked_patches", "ViT-B/16,imagenet2012,small_patch", "debug"),
                  ("mae", "ViT-B/16", "debug"), ("lejepa", "cifar10", "debug"),
-                 ("dinov2", "", "debug"), ("siglip", "ViT-B/16", "debug")]  # fmt: skip
+                 ("dinov2", "", "debug"), ("siglip", "ViT-B/16", "debug"),
+                 ("captions", "ViT-B/16", "debug")]  # fmt: skip
 PLANNED_ALWAYS = ("quickstart", "masked_patches")
 
 
@@ -164,6 +166,9 @@ def made_up_batch(experiment, c):
     rng = np.random.default_rng(0)
     batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
              for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
+    if c.data.max_tokens is not None:
+        grids = np.tile(np.int32([[1, c.data.max_tokens]]), (len(batch["mask"]), 1))
+        batch["image"] = Pictures(batch["image"], grids)
     for name in {"mask", "text_mask"} & {*batch}:
         batch[name] = np.ones_like(batch[name])
     batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)

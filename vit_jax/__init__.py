@@ -42,6 +42,7 @@ _HOMES = {
     "read_metrics": "vit_jax.api",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
+    "search": "vit_jax.inference.neighbours",
     "study": "vit_jax.api",
     "train": "vit_jax.api",
 }

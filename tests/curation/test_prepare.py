@@ -189,6 +189,7 @@ def cifar(tmp_path_factory):
         if i < 100:  # a folder for `val`, so that no training pictures are held out
             (root / "val" / path.parent.name).mkdir(parents=True, exist_ok=True)
             (root / "val" / path.parent.name / path.name).write_bytes(example["image"])
+            lines.append(f"val/{path.parent.name}/{path.name},{path.parent.name},val")
     (root / "list.csv").write_text("\n".join([lines[0], *sorted(lines[1:])]) + "\n")
     return root
 

@@ -13,6 +13,7 @@ from read_settings import make_optimizer, settings_of
 from vit_jax.base import tree
 from vit_jax.config import OPTIMIZERS, base_config
 from vit_jax.experiment.optimizers import lower_rate, make_average
+from vit_jax.experiment.optimizers.layers import over_layers
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
@@ -404,6 +405,30 @@ def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
     assert found.keys() == expected.keys()
     for leaf, p in expected.items():
         np.testing.assert_allclose(found[leaf], p, rtol=1e-5, atol=1e-6, err_msg=leaf)
+
+
+def test_stacks_of_several_depths_are_updated_as_each_alone():
+    rng = np.random.default_rng(0)
+
+    def stack(depth):
+        return {"encoder": {"layers": {"kernel": rng.normal(size=(depth, 40, 33)).astype("f")}}}
+
+    tx = over_layers(optax.scale_by_factored_rms(min_dim_size_to_factor=32))
+    image, text = stack(3), stack(2) | {"head": rng.normal(size=(40, 40)).astype("f")}
+    params = image | {"objective": {"text": text}}
+    grads = [jax.tree.map(lambda x: x * rng.uniform(0.5, 2), params) for _ in range(2)]
+    found, state = [], tx.init(params)
+    for each in grads:
+        updates, state = tx.update(each, state, params)
+        found.append(updates)
+    for own, take in (
+        (image, lambda x: {"encoder": x["encoder"]}), (text, lambda x: x["objective"]["text"]),
+    ):  # fmt: skip
+        alone = tx.init(own)
+        assert "v_row" in str(alone.layers) and not isinstance(alone.layers, dict)
+        for each, updates in zip(grads, found, strict=True):
+            expected, alone = tx.update(take(each), alone, own)
+            jax.tree.map(np.testing.assert_array_equal, take(updates), expected)
 
 
 def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):

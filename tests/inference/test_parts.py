@@ -17,7 +17,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.data import make_source
 from vit_jax.data.images.given import image_files
 from vit_jax.inference import parts, saved
-from vit_jax.inference.predict import classify, outputs
+from vit_jax.inference.outputs import outputs
+from vit_jax.inference.predict import classify
 from vit_jax.job import processes
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained

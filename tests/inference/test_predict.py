@@ -17,7 +17,8 @@ from vit_jax.base.errors import InputError
 from vit_jax.data import loading
 from vit_jax.data.images.given import image_files, open_images
 from vit_jax.inference.neighbours import nearest
-from vit_jax.inference.predict import classify, outputs
+from vit_jax.inference.outputs import outputs
+from vit_jax.inference.predict import classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import Cut, Spec, class_names
@@ -198,7 +199,7 @@ def test_each_picture_has_its_own_neighbours(golden, tmp_path, number):
     broken = paths[3]
     (tmp_path / "3.png").write_bytes(b"not an image")
     model = read_pretrained(golden / "hf_vit")
-    rows = [*nearest(model, paths, paths, top=1, batch_size=8)]
+    rows = [*nearest(model, tmp_path, [], paths, top=1, batch_size=8)]
     assert [row["file"] for row in rows] == paths
     x = vit_jax.predict(paths, model, output="features", batch_size=8)
     x /= np.linalg.norm(x, axis=1, keepdims=True)

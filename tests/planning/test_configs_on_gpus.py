@@ -24,7 +24,7 @@ from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.evaluators import linear_probe, make_evaluators
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.inference import predict
+from vit_jax.inference import outputs
 from vit_jax.models import fields_of
 from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.dot_product import choose_attention
@@ -207,5 +207,5 @@ def test_evaluators_and_predict_compile(name, words, monkeypatch):
     kinds = ["logits"] * bool(model.num_classes) + ["features"] + ["attention"] * has_kernels(model)
     with jax.set_mesh(mesh):
         for what in kinds:
-            lower = predict._jitted.lower
+            lower = outputs._jitted.lower
             lower(state.params, state.model_state, image, what=what, **fixed).compile()

@@ -28,7 +28,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.division import Division
 from vit_jax.data.images.given import image_files
-from vit_jax.inference.predict import outputs
+from vit_jax.inference.outputs import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.run.setup.workdir import write_workdir

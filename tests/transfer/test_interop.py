@@ -17,7 +17,7 @@ from test_modern import HF, NOT_WRITTEN, TIMM
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data.images.given import image_files
-from vit_jax.inference.predict import outputs
+from vit_jax.inference.outputs import outputs
 from vit_jax.models import create_model
 from vit_jax.transfer import (
     load_pretrained,

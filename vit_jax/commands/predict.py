@@ -1,7 +1,8 @@
-"""Classify images, or save their features.
+"""Classify images, write captions, search folders, or save features.
 
   python -m vit_jax.main predict --init_from=runs/mine cat.jpg IMAGES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
+  python -m vit_jax.main predict --init_from=runs/words --neighbours=IMAGES --text="a red car"
 
 Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
 --data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, as JSON
@@ -25,8 +26,13 @@ For many images, --output=DIR writes the classes as Parquet files, and --feature
 as arrays of float16 with Parquet files of their names. Several processes share the work if a
 launcher starts them. After an interruption, run the same command again: finished files are kept.
 
+--captions writes the most probable caption of each image, with a run of --config=captions:folder.
+--beams=4 searches further, and --top=3 then prints the three most probable.
+
 --neighbours=FOLDER prints, instead of classes, the --top images of a folder that are most like
 each image, with the cosine of the angle between their features; --sheet=FILE.png shows them.
+--text="a red car" asks in words, with any model that has a text tower. The features of the folder
+are kept beside it, as FOLDER.DIGEST.index.npz, so that the next question is answered at once.
 """
 
 import argparse
@@ -78,12 +84,22 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
+    parser.add_argument("--captions", action="store_true", help="write captions")
+    parser.add_argument(
+        "--beams", type=positive_int, default=1, help="of the search for captions; 1: greedy"
+    )
     parser.add_argument("--neighbours", metavar="FOLDER", help="print its most similar images")
+    parser.add_argument(
+        "--text", metavar="WORDS", action="append", default=[], help="asks --neighbours in words"
+    )
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="same as IMAGE"
+    )
     parser.add_argument("--sheet", metavar="FILE", help=".png file of these images to write")
     define_format_flag(parser, "csv")
     parser.add_argument(
-        "--top", type=positive_int, help="classes or neighbours to print per image; default: 5, or "
-        "all classes above their thresholds",
+        "--top", type=positive_int, help="classes, neighbours or captions to print per image; "
+        "default: 5, or 1 caption, or all classes above their thresholds",
     )  # fmt: skip
     parser.add_argument(
         "--thresholds", metavar="FILE", help="smallest probability to print, or a classes.csv"
@@ -92,6 +108,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
+    flags.images += flags.image
     _check_flags(flags)
 
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
@@ -101,7 +118,6 @@ def main(flags: argparse.Namespace) -> int:
     _start(flags, folder)
     from vit_jax.data.images.given import find_images, search_images
     from vit_jax.data.words import read_prompts
-    from vit_jax.inference import predict as prediction
     from vit_jax.inference import saved
     from vit_jax.inference.labels import with_labels
 
@@ -114,7 +130,8 @@ def main(flags: argparse.Namespace) -> int:
     for name, suffix in (("features", ".npz"), ("sheet", ".png")):
         if (given := getattr(flags, name)) and name != folder:
             setattr(flags, name, wrong.check(saved.check_output, given, f"--{name}", suffix))
-    among = flags.neighbours and wrong.check(find_images, [flags.neighbours])
+    if flags.neighbours:
+        wrong.check(find_images, [flags.neighbours])
     labels = flags.labels is not None and wrong.check(_read_labels, flags.labels)
     prompts = wrong.check(read_prompts, flags.prompts, "--prompts")
     if not paths:
@@ -124,33 +141,59 @@ def main(flags: argparse.Namespace) -> int:
     if labels:
         pretrained = with_labels(pretrained, labels, prompts)
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
-    if among:
-        from vit_jax.inference import neighbours
-
-        how = {"top": flags.top or 5, "batch_size": flags.batch_size}
-        rows = [*neighbours.nearest(pretrained, paths, among, **how), *absent]
-        if flags.sheet:
-            neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
-        num_errors = _print_rows(rows, flags.format, how["top"], _NEIGHBOURS)
-        return exit_codes.FAILED if num_errors else exit_codes.DONE
-    source = open_source(flags, pretrained, paths)
+    how = {"batch_size": flags.batch_size}
     if flags.features:
         what = {"pooled": "features", "patches": "dense"}[flags.tokens]
+        source = open_source(flags, pretrained, paths)
         return _write(flags, pretrained, source, faults, what)
-    prediction.check_classes(pretrained)  # before the first line of output
+    if flags.neighbours:
+        from vit_jax.inference import neighbours
+
+        top = flags.top or 5
+        asked = flags.neighbours, flags.text, paths
+        rows = [*neighbours.nearest(pretrained, *asked, top=top, **how), *absent]
+        if flags.sheet:
+            neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
+        num_errors = _print_rows(rows, flags.format, top, _NEIGHBOURS)
+    elif flags.captions:
+        from vit_jax.inference.captions import write_captions
+
+        how |= {"beams": flags.beams, "top": flags.top or 1}
+        written = write_captions(pretrained, open_source(flags, pretrained, paths), **how)
+        rows = itertools.chain(written, absent)
+        num_errors = _print_rows(rows, flags.format, min(how["top"], flags.beams), _CAPTIONS)
+    else:
+        return _classify(flags, pretrained, paths, faults)
+    return exit_codes.FAILED if num_errors else exit_codes.DONE
+
+
+def _classify(
+    flags: argparse.Namespace,
+    pretrained: "Pretrained",
+    paths: list[str],
+    faults: Mapping[str, str],
+) -> int:
+    """Print or write the classes of each image; return the exit code.
+
+    `faults`: of the paths that give no images.
+    """
+    from vit_jax.inference.outputs import check_classes
+    from vit_jax.inference.predict import classify, read_thresholds
+
+    source = open_source(flags, pretrained, paths)
+    check_classes(pretrained)  # before the first line of output
     run, least, top = pretrained.run, flags.thresholds, flags.top
     if least is None and top is None and run and run["config"]["data"]["multi_label"]:
         least = "0.5"
-    thresholds = 0.0 if least is None else prediction.read_thresholds(least, pretrained)
+    thresholds = 0.0 if least is None else read_thresholds(least, pretrained)
     top = top or (5 if least is None else None)
     if flags.output:
         return _write(flags, pretrained, source, faults, "classes", top=top, thresholds=thresholds)
-    rows = prediction.classify(
-        pretrained, source, top=top, thresholds=thresholds, batch_size=flags.batch_size
-    )
+    how = {"top": top, "thresholds": thresholds, "batch_size": flags.batch_size}
+    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
+    rows = itertools.chain(classify(pretrained, source, **how), absent)
     num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
-    num_errors = _print_rows(itertools.chain(rows, absent), flags.format, num_columns)
-    return exit_codes.FAILED if num_errors else exit_codes.DONE
+    return exit_codes.FAILED if _print_rows(rows, flags.format, num_columns) else exit_codes.DONE
 
 
 def folder_flag(flags: argparse.Namespace) -> str | None:
@@ -200,23 +243,31 @@ def _check_flags(flags: argparse.Namespace) -> None:
     """Raise one InputError that lists all faults of the flags."""
     faults = Faults()
     faults.need(
-        bool(flags.images) != bool(flags.data),
+        bool(flags.images or (flags.neighbours and flags.text)) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",
     )
-    faults.need(not flags.neighbours or flags.images, "--neighbours: needs images (files, folders)")
+    faults.need(
+        not flags.neighbours or flags.images or flags.text,
+        "--neighbours: needs images (files, folders), or --text=WORDS",
+    )
     faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
-    others = flags.features or flags.neighbours
+    faults.need(not flags.text or flags.neighbours, "--text: needs --neighbours=FOLDER")
     several = any(getattr(flags, name) is not None for name in _OF_JOBS)
     faults.need(
         not several or folder_flag(flags),
         "several processes: they need a folder to share, --output=DIR or --features=DIR",
     )
-    faults.need(not flags.output or not others, "--output: leave out --features, --neighbours")
     faults.need(
         not pathlib.Path(flags.output or "").suffix,
         f"--output={flags.output}: needs a folder; for one table, write --format=csv > FILE",
     )
-    faults.need(flags.labels is None or not others, "--labels: leave out --features, --neighbours")
+    tasks = {"--labels": flags.labels is not None, "--features": flags.features,
+             "--neighbours": flags.neighbours, "--captions": flags.captions}  # fmt: skip
+    asked = [task for task, is_asked in tasks.items() if is_asked]
+    faults.need(len(asked) < 2, f"{' '.join(asked[:1])}: leave out {', '.join(asked[1:])}")
+    others = [task for task in asked if task != "--labels"]  # which --output can write
+    faults.need(not (flags.output and others), f"--output: leave out {', '.join(others)}")
+    faults.need(flags.captions or flags.beams == 1, "--beams: needs --captions")
     faults.need(flags.prompts is None or flags.labels, "--prompts: needs --labels=WORDS")
     faults.need(
         not flags.data or flags.features or flags.output,
@@ -248,6 +299,7 @@ class _Found(NamedTuple):
 
 _CLASSES = _Found("classes", "class", "name", "probability", "{:.1%}")
 _NEIGHBOURS = _Found("neighbours", "neighbour", "file", "similarity", "{:.4f}")
+_CAPTIONS = _Found("captions", "caption", "caption", "log_probability", "{:.2f}")
 
 
 def _print_rows(
@@ -265,18 +317,18 @@ def _print_rows(
         print(as_csv([head]).decode(), end="")
     for row in rows:
         num_errors += "error" in row
-        found = row.get(what.key, [])
+        found, asked = row.get(what.key, []), row.get("file", row.get("text"))
         if format == "csv":
             pairs = [(one[what.name], f"{one[what.value]:.6g}") for one in found]
             if num_columns is None:
                 pairs = [tuple(map(";".join, zip(*pairs, strict=True)))]
             cells = [cell for pair in pairs for cell in pair]
             cells += [""] * (2 * (num_columns or 1) - len(cells))
-            print(as_csv([[row["file"], *cells, row.get("error")]]).decode(), end="")
+            print(as_csv([[asked, *cells, row.get("error")]]).decode(), end="")
         elif format == "json":
             print(json.dumps(row, ensure_ascii=False))
         else:
-            file = Text(shown(row["file"]), overflow="fold")  # the end of a path counts
+            file = Text(shown(asked), overflow="fold")  # the end of a path counts
             if not found:
                 table.add_row(file, Text(row.get("error", "none")), "")
             for i, one in enumerate(found):

@@ -180,6 +180,7 @@ REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that ex
 def decided_later(config: ConfigDict) -> set[str]:
     """The keys in `REQUIRED` that may be None because the source or the data decide them."""
     keys = {"model.name", "data.image_size"} if config.init_fields == "source" else set()
+    keys |= {"data.image_size"} if config.data.max_tokens is not None else set()
     return keys | ({"duration", "optimizer.peak_lr"} if config.schedule.rule is not None else set())
 
 

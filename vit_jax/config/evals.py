@@ -31,8 +31,10 @@ class Evaluator(Part):
       them or needs none; all others need data with the model's classes.
     output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
+    reads_captions: whether it needs the captions of its splits.
     reads_labels: whether it compares with labels, and so shows what the features are worth.
     measures_rank: whether it measures the rank of the features, by which a collapse is seen.
+    takes_pictures: whether it evaluates pictures in their own shape, by `data.max_tokens`.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
     """
 
@@ -51,8 +53,10 @@ class Evaluator(Part):
     learns_classes: ClassVar[bool] = False
     output: ClassVar[str] = "__call__"
     multi_label: ClassVar[bool | None] = False
+    takes_pictures: ClassVar[bool] = True
     shows_images: ClassVar[bool] = False
     reads_labels: ClassVar[bool] = True
+    reads_captions: ClassVar[bool] = False
     measures_rank: ClassVar[bool] = False
 
     @property
@@ -124,6 +128,7 @@ EVALUATORS: Registry[Evaluator] = Registry(
         "segmentation": "vit_jax.evaluators.dense_probe:Segmentation",
         "depth": "vit_jax.evaluators.dense_probe:Depth",
         "zeroshot": "vit_jax.evaluators.zero_shot:ZeroShot",
+        "retrieval": "vit_jax.evaluators.retrieval:Retrieval",
     },
 )
 

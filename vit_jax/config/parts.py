@@ -25,6 +25,7 @@ from ml_collections.config_dict import placeholder
 
 from vit_jax.base.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.config import plugins
+from vit_jax.config.drawn import find_fault_of_draws, split_draws
 from vit_jax.config.durations import check_duration, split_durations
 from vit_jax.config.sizes import EXAMPLE, find_fault_of_sizes, split_sizes
 
@@ -40,7 +41,8 @@ InSteps = Callable[[str, str], int]  # (duration, its key) -> steps; an interval
 _SAID = {bool: "true or false", int: "int", float: "number", str: "text", tuple: "list",
          object: "int or pair", "duration": "steps, epochs, examples or % of the run",
          "interval": "steps, epochs, examples or % of the run",
-         "sizes": "int, pair, or ints with their starts"}  # fmt: skip
+         "sizes": "int, pair, or ints with their starts",
+         "draws": "int, or ints with shares"}  # fmt: skip
 
 
 DURATIONS = ("duration", "interval", "length", "list")  # forms of a key
@@ -56,7 +58,7 @@ class Key(typing.NamedTuple):
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, "sizes" (an
-      image size, or a schedule of them), or "" for any.
+      image size, or a schedule of them), "draws" (numbers of tokens), or "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
     decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
@@ -83,6 +85,8 @@ class Key(typing.NamedTuple):
             return None
         if self.form == "sizes" and isinstance(value, str):
             return find_fault_of_sizes(value)
+        if self.form == "draws":
+            return find_fault_of_draws(value)
         if self.kind is object and as_pair(value) is None:
             schedule = f', or a schedule, "{EXAMPLE}"' if self.form == "sizes" else ""
             return f"needs a positive int or a pair of them, up to {LARGEST_SIDE}{schedule}"
@@ -108,10 +112,12 @@ class Key(typing.NamedTuple):
     def read(self, value: Any, name: str, in_steps: InSteps | None) -> Any:
         """`value` as rooms take it: a size as a pair, and by `in_steps` a duration as steps.
 
-        Of a schedule of sizes it is the last one.
+        Of a schedule of sizes it is the last one, of numbers that are drawn the largest.
         """
         if value is None:
             return None
+        if self.form == "draws":
+            return value if self.find_fault(value) else split_draws(value)[-1][0]
         if self.kind is object:
             return as_pair(self.sizes(value)[-1][0]) or value
         if in_steps is None or self.form not in DURATIONS:
@@ -250,6 +256,8 @@ def _declared(field: dataclasses.Field, hint: Any, about: Mapping[str, Any]) -> 
     default = ... if field.default is dataclasses.MISSING else field.default
     if about["form"] in DURATIONS:
         kind, item = str, None  # in a config; `Section.read` gives steps
+    elif about["form"] == "draws":
+        kind = object  # in a config also a text; `Section.read` gives the largest number
     return Key(kind, default, **about, item=item)
 
 

@@ -22,6 +22,7 @@ OBJECTIVES: Registry[Any] = Registry(
         "mae": "vit_jax.objectives.mae:Mae",
         "lejepa": "vit_jax.objectives.lejepa:LeJepa",
         "contrastive": "vit_jax.objectives.contrastive:Contrastive",
+        "captions": "vit_jax.objectives.captions:Captions",
         "self_distillation": "vit_jax.objectives.self_distillation:SelfDistillation",
     },
 )
@@ -198,7 +199,7 @@ class Families(Registry[Any]):
         return keys | {k: keys[k]._replace(default=size) for k, size in sizes.items() if k in keys}
 
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
-        from_data = ("num_classes", "image_size", "channels")
+        from_data = ("num_classes", "image_size", "channels", "max_tokens")
         keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
         if hasattr(part, "pos_embeds"):  # those of plug-ins too
             keys = keys | {"pos_embed": keys["pos_embed"]._replace(choices=part.pos_embeds())}

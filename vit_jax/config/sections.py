@@ -9,6 +9,7 @@ examples", or "5 %", a share of the run. Parts that are chosen by name add their
 import os
 from typing import ClassVar
 
+from vit_jax.config.drawn import EXAMPLE as DRAWN
 from vit_jax.config.parts import BATCH, FROM_0, POSITIVE, SHARE, OpenSection, Section, key
 from vit_jax.config.sizes import EXAMPLE
 from vit_jax.config.study import Study
@@ -105,8 +106,7 @@ class Data(OpenSection):
     data_dir: str | None = key(None, "None: TFDS's default folder")
     exif: bool = key(True, "turn your own images by their EXIF orientation")
     pixel_range: tuple[float, ...] | None = key(
-        None,
-        "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits",
+        None, "values of 16- and 32-bit files that become 0 and 255; None: the high byte of 16 bits"
     )
     decoding: int = key(
         2, "version of how files become pixels; 1: as in 0.2.0", within="[1, 2]", before=1
@@ -123,6 +123,11 @@ class Data(OpenSection):
         "smaller images have more of them, with about as many patches",
         choices=("batch", "tokens"),
     )
+    max_tokens: int | None = key(
+        None, "pictures keep their shape, each sized to fill at most so many patches, or a number "
+        f'drawn for each step, "{DRAWN}"; None: all have data.image_size', form="draws",
+    )  # fmt: skip
+    patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
@@ -201,9 +206,7 @@ class Data(OpenSection):
     )  # fmt: skip
     vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")
-    mean: tuple[float, ...] = key(
-        (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
-    )
+    mean: tuple[float, ...] = key((0.5, 0.5, 0.5), "the model gets (image / 255 - mean) / std")
     std: tuple[float, ...] = key((0.5, 0.5, 0.5), "see data.mean")
 
 
@@ -219,9 +222,7 @@ class Loss(Section):
     excludes: ClassVar[bool | None] = None  # see `objectives.losses.Loss`
 
     name: str = key("softmax", "a loss")
-    label_smoothing: float = key(
-        0.0, "share of the target spread over all classes", within="[0, 1)"
-    )
+    label_smoothing: float = key(0.0, "share of the target spread over classes", within="[0, 1)")
     class_weights: str | None = key(
         None, '"balanced", or one number per class with commas; None: no weights'
     )
@@ -264,6 +265,9 @@ class Optimizer(Section):
     grad_clip_norm: float | None = key(None, "global norm; None: no clipping", within=POSITIVE)
     layer_decay: float | None = key(
         None, "a layer's rate / the next layer's; None: 1", within="(0, 1]"
+    )
+    text_layer_decay: float | None = key(
+        None, "the same of the text tower that an objective trains; None: 1", within="(0, 1]"
     )
     freeze: str | None = key(None, "regex, e.g. encoder/layer_0/.*; None: nothing", form="regex")
     last_layers: int | None = key(
@@ -315,9 +319,7 @@ class Schedule(Section):
     )  # fmt: skip
     warmup: int = key("0 steps", "linear from 0 at the start", form="duration")
     cooldown: int = key(
-        "0 steps",
-        "to 0 at the end, on top of the decay: linear, but for wsd",
-        form="duration",
+        "0 steps", "to 0 at the end, on top of the decay: linear, but for wsd", form="duration"
     )
     rule: str | None = key(
         None,
@@ -396,9 +398,7 @@ class Job(Section):
     """A run's processes: their deadlines, in seconds, and checks of the hardware."""
 
     join_deadline_s: int = key(1800, "until all processes have started")
-    heartbeat_s: int = key(
-        100, "a process that is silent for this long counts as dead", within=POSITIVE
-    )
+    heartbeat_s: int = key(100, "a process silent for this long counts as dead", within=POSITIVE)
     step_deadline_s: float | None = key(
         None, "None: 0.6 * heartbeat_s; one process: an hour", within=POSITIVE
     )

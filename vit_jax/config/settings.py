@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.config import sections
 from vit_jax.config.base import declared_keys, default_config, flatten, in_steps, with_values
+from vit_jax.config.drawn import make_draws, split_draws
 from vit_jax.config.durations import parse_duration, to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
 from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
@@ -176,6 +177,9 @@ class Settings:
                 "--config.duration, or for a new run an earlier end"
             )
         sizes, data, key = self.sizes, self.data, "data.image_size"
+        draws = split_draws(self.values["data.max_tokens"] or 0)
+        if len(draws) > 1:
+            return self._draw(draws)
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
                   "global_batch_size": self.run.global_batch_size}  # fmt: skip
         texts = data.declared()["image_size"].durations(self.values[key])
@@ -188,6 +192,22 @@ class Settings:
             )
         return make_stages(sizes, [0, *starts], batches, steps, until)
 
+    def _draw(self, draws: list[tuple[int, int]]) -> Stages:
+        """The stages of numbers of tokens that are drawn; what these exclude is an InputError."""
+        key, run, many = "data.max_tokens", self.run, len(self.sizes) > 1
+        for other, is_set in {
+            "data.image_size": many,
+            "model.keep_tokens_until": self.model.keep_tokens_until is not None,
+            "data.order": self.data.order == "chunk",
+        }.items():
+            if is_set:
+                raise InputError(
+                    f"{key}={self.values[key]!r}: excludes {other}={self.values[other]!r}, as the "
+                    "batches of its steps differ; give one number of tokens, or change that key"
+                )
+        size = self.data.image_size
+        return make_draws(draws, size, run.global_batch_size, run.duration, run.seed)
+
     @functools.cached_property
     def by_stage(self) -> list["Settings"]:
         """For each stage of a resolved run, a run of its program, as long as the whole."""
@@ -197,6 +217,7 @@ class Settings:
         for stage in self.stages:
             own = {"data.image_size": stage.size, "global_batch_size": stage.batch}
             own |= {"model.keep_tokens": None} if stage.keeps_all else {}
+            own |= {} if stage.tokens is None else {"data.max_tokens": stage.tokens}
             runs.append(self.with_values(fixed | own))
         return runs
 

@@ -29,6 +29,8 @@ class Stage(NamedTuple):
     steps: its steps, counted from 0.
     batch: images per step, over all devices.
     first: number of images before it, which is the position of its first image.
+    tokens: `data.max_tokens`, if it is drawn; None: as the config has it.
+    percent: of all steps, if it is drawn.
     """
 
     size: tuple[int, int]
@@ -36,6 +38,8 @@ class Stage(NamedTuple):
     steps: range
     batch: int
     first: int
+    tokens: int | None = None
+    percent: int = 100
 
 
 class Stages(tuple[Stage, ...]):
@@ -49,6 +53,25 @@ class Stages(tuple[Stage, ...]):
         """The images of the first `steps` steps: the position of the first image that follows."""
         stage = self[self.find(steps)]
         return stage.first + (steps - stage.steps.start) * stage.batch
+
+    def steps_in(self, stage: int, steps: int) -> int:
+        """How many of the first `steps` steps the stage of that number has."""
+        own = self[stage].steps
+        return len(range(own.start, min(steps, own.stop)))
+
+    def needed(self, start: int) -> int:
+        """The first stage that has a step after the first `start` ones."""
+        return self.find(start)
+
+    def loads(self, start: int) -> set[int]:
+        """The numbers of the steps, from 1, that are the first of their program after `start`."""
+        return {start + 1, *(stage.steps.start + 1 for stage in self)}
+
+    def firsts(self, stage: int, steps: range) -> Sequence[int]:
+        """The position of the first image of each of those `steps` that the stage has."""
+        own, batch = self[stage].steps, self[stage].batch
+        start, stop = max(steps.start, own.start), min(steps.stop, own.stop)
+        return range(self.images(start), self.images(start) + (stop - start) * batch, batch)
 
 
 def make_stages(

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Pictures
 from vit_jax.data import order
 from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.native import PatchRule
 from vit_jax.data.ops import HostOp, check_crops
 from vit_jax.data.tokenizers import TextFacts
 
@@ -28,10 +30,11 @@ class Crops(NamedTuple):
     """The images that a batch holds under one key.
 
     key: the config key of their ops.
-    size: (height, width) of each.
+    size: (height, width) of each; of pictures in their own shape, of each patch.
     host_ops: of each image.
     first_view: number of the first one; None: there is one image, without an axis of views.
     sized: the config key of their size.
+    rule: cuts the image into patches, as `Pictures`; None: it keeps `size`.
     """
 
     key: str
@@ -39,6 +42,7 @@ class Crops(NamedTuple):
     host_ops: tuple[tuple[HostOp, ...], ...]
     first_view: int | None = None
     sized: str = "data.image_size"
+    rule: PatchRule | None = None
 
     def make(self, image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
         """The images of a record: uint8 (h, w, channels), or (views, h, w, channels).
@@ -63,6 +67,7 @@ class Crops(NamedTuple):
     def shape(self, channels: int) -> tuple[int, ...]:
         """The shape of the images of a record."""
         views = () if self.first_view is None else (len(self.host_ops),)
+        views = views if self.rule is None else (self.rule.most,)
         return (*views, *self.size, channels)
 
     def check(self, source: Source) -> None:
@@ -105,16 +110,21 @@ class BatchSpec:
     label_size: int | None = None
     text: TextFacts | None = None
 
-    def arrays(
-        self, sharding: jax.sharding.Sharding | None = None
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        """{key: the shape and dtype of its array}, with `sharding` if it is given."""
+    def arrays(self, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
+        """{key: the shape and dtype of its array}, with `sharding` if it is given.
+
+        Pictures in their own shape are `Pictures` of shapes.
+        """
 
         def array(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.size, *shape), dtype, sharding=sharding)
 
         crops = self.crops.items()
-        images = {name: array(jnp.uint8, *crop.shape(self.channels)) for name, crop in crops}
+        images: dict[str, Any] = {
+            name: array(jnp.uint8, *crop.shape(self.channels)) for name, crop in crops
+        }
+        if "image" in images and self.crops["image"].rule is not None:
+            images["image"] = Pictures(images["image"], array(jnp.int32, 2))
         label = array(jnp.int32)
         if self.label_size is not None:
             label = array(jnp.float32, self.label_size)
@@ -127,10 +137,26 @@ class BatchSpec:
 
 
 def image_batch(
-    size: int, image_size: tuple[int, int], host_ops: Sequence[HostOp] = (), key: str = "data.ops"
+    size: int,
+    image_size: tuple[int, int],
+    host_ops: Sequence[HostOp] = (),
+    key: str = "data.ops",
+    rule: PatchRule | None = None,
 ) -> BatchSpec:
-    """A batch with one image (H, W) a row, made by `host_ops`; `key` is the ops' config key."""
-    return BatchSpec(size, {"image": Crops(key, image_size, (tuple(host_ops),))})
+    """A batch with one image (H, W) a row, made by `host_ops`; `key` is the ops' config key.
+
+    `rule`: cuts it into patches; None: it keeps (H, W).
+    """
+    return BatchSpec(size, {"image": image_crops(key, image_size, host_ops, rule)})
+
+
+def image_crops(
+    key: str, image_size: tuple[int, int], host_ops: Sequence[HostOp], rule: PatchRule | None
+) -> Crops:
+    """The one image of a record; see `image_batch`."""
+    if rule is None:
+        return Crops(key, image_size, (tuple(host_ops),))
+    return Crops(key, rule.patch_size, (tuple(host_ops),), sized="data.max_tokens", rule=rule)
 
 
 def decode_early(source: Source, image: tf.Tensor, *, for_views: bool = False) -> tf.Tensor:
@@ -152,10 +178,11 @@ def make_all(
     pixels = image
     if any(crop.first_view is not None for crop in crops.values()):
         pixels = decode_early(source, image, for_views=True)
-    return {
-        name: crop.make(image if crop.first_view is None else pixels, key)
-        for name, crop in crops.items()
-    }
+    made: dict[str, tf.Tensor] = {}
+    for name, crop in crops.items():
+        found = crop.make(image if crop.first_view is None else pixels, key)
+        made |= {name: found} if crop.rule is None else crop.rule.cut(found)
+    return made
 
 
 def _apply(host_ops: Iterable[HostOp], image: tf.Tensor, key: tf.Tensor, first: int) -> tf.Tensor:

@@ -232,6 +232,13 @@ def _usable(
     return texts, faults
 
 
+def usable_of(source: Source, tokenizer: Tokenizer) -> dict[int, list[str]]:
+    """{record: its captions that can be used} of all records that have some."""
+    rows = _sample(source, source.num_examples)
+    texts = {i: _usable(found, tokenizer.clean, tokenizer.specials)[0] for i, found in rows}
+    return {i: found for i, found in texts.items() if found}
+
+
 def _sample(source: Source, number: int) -> Iterator[tuple[int, Sequence[str | bytes]]]:
     """(record, its captions) of at most `number` records, evenly spaced."""
     records = spread(number, source.num_examples).tolist()

@@ -1,13 +1,13 @@
 """The first check of the section `data` of a config, before any file is touched."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import SOURCES, Evaluator
 from vit_jax.config.parts import LARGEST_SIDE
 from vit_jax.config.sections import Data
 from vit_jax.data.mixture import mixed_keys
-from vit_jax.data.ops import parse_ops
+from vit_jax.data.ops import DeviceOp, parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.preprocessing import parse_view_ops
 from vit_jax.data.subset import check_classes, subset_size
@@ -60,6 +60,8 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         global_batch_size=global_batch_size,
         mixes=ops is not None and any(op.mixes for op in ops[1]),
     )
+    if d.max_tokens is not None:
+        _check_pictures(d, ops[1] if ops else (), faults)
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
@@ -73,6 +75,19 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
             value = getattr(d, key)
             faults.need(not value, f"data.{key}={value!r}: synthetic data take none")
     _check_pixels(d, faults)
+
+
+def _check_pictures(d: Data, device_ops: Sequence[DeviceOp], faults: Faults) -> None:
+    """Check what pictures in their own shape rule out."""
+    key = f"data.max_tokens={d.max_tokens}"
+    squares = [op.text for op in device_ops if not op.takes_patches]
+    faults.need(
+        not squares,
+        f"{key}: {', '.join(squares)} in data.ops needs images of one size; leave it out",
+    )
+    faults.need(
+        not d.num_global, f"{key}: views have data.image_size; set --config.data.num_global=0"
+    )
 
 
 def _check_pixels(d: Data, faults: Faults) -> None:

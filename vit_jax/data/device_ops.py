@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import InputError
+from vit_jax.base.pictures import Pictures
 from vit_jax.base.tree import Batch
 from vit_jax.config.parts import key
+from vit_jax.data.native import Images, mirror
 from vit_jax.data.ops import PROBABILITY, DeviceOp, Pairs
 
 _FIRST_VIEW = 2**16  # number of the keys of views, beyond those of ops
@@ -32,12 +34,19 @@ class Flip(DeviceOp):
     """Flip images left to right, each with probability 1/2."""
 
     axis: ClassVar[int] = 2
+    takes_patches = True
 
     def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:
-        images = batch["image"]
+        images: Any = batch["image"]
         flipped = jax.vmap(jax.random.bernoulli)(keys)
         flipped = flipped[:, None, None, None]
-        return batch | {"image": jnp.where(flipped, jnp.flip(images, self.axis), images)}
+        mirrored: Any = mirror(images, self.axis)
+        if isinstance(images, Pictures):
+            chosen = jnp.where(flipped[..., None], mirrored.patches, images.patches)
+            images = images._replace(patches=chosen)
+        else:
+            images = jnp.where(flipped, mirrored, images)
+        return batch | {"image": images}
 
 
 class VerticalFlip(Flip):
@@ -223,11 +232,13 @@ def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return (sum(values) / len(values),) if channels == 1 else tuple(values)
 
 
-def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
+def to_value_range(images: Images, mean: Sequence[float], std: Sequence[float]) -> Any:
     """(images / 255 - mean) / std per channel: pixels (..., 3) -> float32 (..., 3).
 
-    With the papers' mean and std of 0.5, values lie in [-1, 1].
+    With the papers' mean and std of 0.5, values lie in [-1, 1]. Of `Pictures`, the patches change.
     """
+    if isinstance(images, Pictures):
+        return images._replace(patches=to_value_range(images.patches, mean, std))
     channels = images.shape[-1]
     means = _along_channels(per_channel(mean, channels), images)
     stds = _along_channels(per_channel(std, channels), images)

@@ -11,8 +11,6 @@ is an error, unless `pad=True` adds a black border.
 from __future__ import annotations
 
 import copy
-import functools
-import operator
 from typing import ClassVar
 
 from vit_jax.config.parts import key
@@ -21,10 +19,10 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import decode_jpeg, decode_window, scaled_for, to_pixels
 from vit_jax.data.ops import HostOp, Hw, Op, SizedOp
 from vit_jax.data.order import fold_in
+from vit_jax.data.resizing import FILTERS, enlarged_rows, halves_up, resize_rounded
 
 _COUNT = "[1, 65535]"
 _CROP_RANGE = "[0.01, 1]"
-FILTERS = ("nearest", "bilinear", "bicubic")  # with radius 0, 1 and 2
 _CROP = "share of each side that a later crop of `size` keeps"
 _ANTIALIAS = "smooth the sides that shrink"
 _THIN = 16  # images of this many times the pixels of the crop that follows
@@ -232,7 +230,7 @@ class TorchvisionResize(CoveringResize):
             top, left = tf.unstack(self._first_kept(size, seed))
             rows = top + tf.range(cut.hw[0])
             columns = wide[:, left : left + cut.hw[1]]
-            return _halves_up(_enlarged_rows(columns, size[0], rows, self.filter))
+            return halves_up(enlarged_rows(columns, size[0], rows, self.filter))
 
         return tf.cond(self._is_thin(sides, size), window, whole)
 
@@ -246,7 +244,7 @@ class TorchvisionResize(CoveringResize):
         return sides * height // tf.reduce_min(sides) if of_shorter else tf.constant(self.gives)
 
     def _resized(self, image: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        return _halves_up(tf.image.resize(image, size, self.filter, antialias=True))
+        return resize_rounded(image, size, self.filter)
 
 
 class Crop(SizedOp):
@@ -392,44 +390,6 @@ def _enlarged_window(image: tf.Tensor, resized: tf.Tensor, begin: tf.Tensor, kep
 
     values = rows(top) + (rows(bottom) - rows(top)) * down[:, None, None]
     return _rounded(values)
-
-
-def _enlarged_rows(image: tf.Tensor, height: tf.Tensor, rows: tf.Tensor, filter: str) -> tf.Tensor:
-    """`rows` of `tf.image.resize(..., filter, antialias=True)` to a larger height, float32.
-
-    It repeats the operations of TensorFlow's ScaleAndTranslate.
-    """
-    radius, last = FILTERS.index(filter), tf.shape(image)[0] - 1
-    scale = tf.cast(height, tf.float32) / tf.cast(last + 1, tf.float32)
-    at = (tf.cast(rows, tf.float32) + 0.5) * (1.0 / scale)
-    if filter == "nearest":
-        return tf.cast(tf.gather(image, tf.cast(at, tf.int32)), tf.float32)
-    begin, end = tf.math.ceil(at - radius - 0.5), tf.math.floor(at + radius - 0.5)
-    begin, end = (tf.clip_by_value(tf.cast(edge, tf.int32), 0, last) for edge in (begin, end))
-    sources = [begin + i for i in range(2 * radius + 1)]
-    far = [tf.abs(tf.cast(y, tf.float32) + 0.5 - at) for y in sources]
-    weights = [
-        tf.where(y <= end, _WEIGHTS[filter](x), 0.0) for y, x in zip(sources, far, strict=True)
-    ]
-    norm = 1.0 / functools.reduce(operator.add, weights)
-    parts = [
-        (weight * norm)[:, None, None] * tf.cast(tf.gather(image, tf.minimum(y, last)), tf.float32)
-        for y, weight in zip(sources, weights, strict=True)
-    ]
-    return functools.reduce(operator.add, parts)
-
-
-def _cubic(x: tf.Tensor) -> tf.Tensor:
-    near, far = (1.5 * x - 2.5) * x * x + 1.0, ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-    return tf.where(x < 1.0, near, tf.where(x < 2.0, far, 0.0))
-
-
-# Weight of a pixel by its distance, by Keys 1981 if bicubic.
-_WEIGHTS = {"bilinear": lambda x: tf.maximum(1.0 - x, 0.0), "bicubic": _cubic}
-
-
-def _halves_up(values: tf.Tensor) -> tf.Tensor:
-    return tf.saturate_cast(tf.floor(tf.cast(values, tf.float32) + 0.5), tf.uint8)  # as Pillow
 
 
 def _bilinear(image: tf.Tensor, size: Hw | tf.Tensor, antialias: bool) -> tf.Tensor:

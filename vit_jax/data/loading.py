@@ -124,6 +124,8 @@ def _masked(
 ) -> dict[str, tf.Tensor]:
     """A row without a readable record."""
     images = {name: tf.zeros(crop.shape(source.channels), tf.uint8) for name, crop in crops.items()}
+    if any(crop.rule is not None for crop in crops.values()):
+        images["grid"] = tf.ones([2], tf.int32)
     label = tf.zeros(source.num_classes) if source.has_label_vectors else tf.constant(0)
     return {
         **images,
@@ -142,9 +144,10 @@ def _load_pixels(
     """
 
     def make(images: tf.Tensor, keys: tf.Tensor) -> dict[str, tf.Tensor]:
-        if [*crops] == ["image"] and not any(crops["image"].host_ops):
+        cuts = any(crop.rule is not None for crop in crops.values())
+        if [*crops] == ["image"] and not any(crops["image"].host_ops) and not cuts:
             return {"image": images}
-        types = dict.fromkeys(crops, tf.uint8)
+        types = dict.fromkeys(crops, tf.uint8) | ({"grid": tf.int32} if cuts else {})
         return tf.map_fn(
             lambda row: make_all(crops, source, *row), (images, keys), fn_output_signature=types
         )
@@ -153,9 +156,9 @@ def _load_pixels(
         example = source.read(tf.maximum(record_ids, 0))
         mask = example["mask"] * tf.cast(record_ids >= 0, tf.float32)
         made = make(example["image"], keys)
-        for name, images in made.items():
-            shown = tf.reshape(tf.cast(mask, tf.uint8), [-1] + [1] * (images.shape.rank - 1))
-            made[name] = images * shown
+        for name in crops:
+            shown = tf.reshape(tf.cast(mask, tf.uint8), [-1] + [1] * (made[name].shape.rank - 1))
+            made[name] *= shown
         label = example["label"]
         counted = tf.cast(mask, label.dtype)
         label *= counted[:, None] if source.has_label_vectors else counted

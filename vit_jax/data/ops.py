@@ -163,9 +163,11 @@ class DeviceOp(Op):
     """An op on the device, on a whole batch inside the jitted step.
 
     mixes: whether it mixes pairs of images and their labels; labels are then float32 (B, C).
+    takes_patches: whether it also takes `Pictures` as the batch's `image`.
     """
 
     on_device = True
+    takes_patches: ClassVar[bool] = False
     mixes: ClassVar[bool] = False
 
     def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs) -> Batch:

@@ -5,7 +5,8 @@
 
 A batch is a dict of arrays; B is the global batch size, b the number of this process's rows:
 
-    image  uint8 (B, H, W, 3); left out where a batch has only views (preprocessing.py)
+    image  uint8 (B, H, W, 3), or `Pictures` in their own shape, with their `grid` on the host;
+           left out where a batch has only views (preprocessing.py)
     label  int32 (B,)     meaningless where mask is 0
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
@@ -21,13 +22,14 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from vit_jax.base import tree
+from vit_jax.base.pictures import Pictures
 from vit_jax.data import order
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.captions import with_texts
@@ -79,26 +81,27 @@ def host_batches(
     seed: int,
     rows: np.ndarray,
     data_order: order.Order | None = None,
-    first: int | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch of `steps`, in NumPy.
 
     The contents of a row depend only on (seed, step, row), not on `rows` or the first step. No
-    earlier batch is read to reach the first step. `data_order` None means `record`. `first` is the
-    position of the first image; None: all steps before have as many rows.
+    earlier batch is read to reach the first step. `data_order` None means `record`. `firsts` are
+    the positions of the first image of each step; None: all steps before have as many rows.
 
     Raises: InputError, before the first batch, if the ops do not give images of their size.
     """
-    first = steps.start * spec.size if first is None else first
-    local_rows = tf.constant(rows + (first - steps.start * spec.size), tf.int64)
+    if firsts is None:
+        firsts = range(steps.start * spec.size, steps.stop * spec.size, spec.size)
+    local_rows, of_steps = tf.constant(rows, tf.int64), tf.constant(firsts, tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
     def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        positions = step * spec.size + local_rows
+        positions = of_steps[step - steps.start] + local_rows
         return data_order(positions), order.keys(positions, seed)
 
     batches = local_batches(source, spec.crops, steps, arrange, len(rows))
-    positions = (first + (step - steps.start) * spec.size + rows for step in steps)
+    positions = (first + rows for first in firsts)
     return batches if spec.text is None else with_texts(batches, source, positions, seed)
 
 
@@ -143,12 +146,15 @@ def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: 
       sharding: sharding of each global leaf.
       global_batch_size: B, the first dimension of each global leaf.
     """
-    return {
+    arrays: dict[str, Any] = {
         key: jax.make_array_from_process_local_data(
             sharding, leaf, (global_batch_size, *leaf.shape[1:])
         )
         for key, leaf in batch.items()
     }
+    if "grid" in arrays:
+        arrays["image"] = Pictures(arrays["image"], arrays.pop("grid"))
+    return arrays
 
 
 def _put_ahead(

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.config.sections import Data
-from vit_jax.data.batch import BatchSpec, Crops
+from vit_jax.data.batch import BatchSpec, Crops, image_batch, image_crops
 from vit_jax.data.colour_ops import ColourOp
 from vit_jax.data.device_ops import DeviceTransform, make_device_transform
+from vit_jax.data.native import PatchRule
 from vit_jax.data.ops import DeviceOp, HostOp, Hw, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 from vit_jax.data.tokenizers import SIZE, TextFacts
@@ -160,12 +161,25 @@ def parse_preprocessing(settings: Settings) -> Preprocessing:
     return Preprocessing(host_ops, device_ops, eval_ops, views, text)
 
 
+def rule_of(data: Data) -> PatchRule | None:
+    """The rule by which images become patches; None: all have `data.image_size`."""
+    if data.max_tokens is None:
+        return None
+    assert data.patch_size is not None  # decided with it
+    return PatchRule(data.patch_size, data.max_tokens)
+
+
+def eval_batch(data: Data, size: int, host_ops: Sequence[HostOp], key: str) -> BatchSpec:
+    """A batch of `size` images as the model takes them, by other ops; `key`: see `image_batch`."""
+    return image_batch(size, data.image_size, host_ops, key, rule_of(data))
+
+
 def describe_batch(data: Data, size: int, preprocessing: Preprocessing) -> BatchSpec:
     """The training batches of `size` rows: `image`, made by `data.ops`, views, or both."""
     d, (host_ops, device_ops, _, views, text) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if host_ops or device_ops or not views:
-        crops["image"] = Crops("data.ops", d.image_size, (host_ops,))
+        crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule_of(data))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
     return BatchSpec(size, crops, d.channels, label_size, text)
 

@@ -7,6 +7,7 @@ tokenizer's library does.
 import html
 import importlib
 import io
+import itertools
 import json
 import os
 import string
@@ -56,6 +57,7 @@ class Tokenizer(NamedTuple):
     vocabulary: number of ids that it may give.
     pads_left: whether padding comes first.
     specials: special tokens, such as </s>, that a text must not hold.
+    decode: ids -> their text.
     """
 
     encode: Callable[[str], list[int]]
@@ -67,6 +69,7 @@ class Tokenizer(NamedTuple):
     vocabulary: int
     pads_left: bool = False
     specials: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] = str
 
     @property
     def facts(self) -> TextFacts:
@@ -95,6 +98,11 @@ class Tokenizer(NamedTuple):
             row[slice(-len(ids), None) if self.pads_left else slice(len(ids))] = ids
         return rows
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of a row of ids, which ends before the first end token."""
+        own = list(itertools.takewhile(lambda i: i not in self.end, map(int, ids)))
+        return self.decode([i for i in own if i not in self.start]).strip()
+
     def find_fault(self, text: str) -> str:
         """The reason why a text cannot be used, or ""."""
         if special := next((token for token in self.specials if token in text), ""):
@@ -106,8 +114,20 @@ class Tokenizer(NamedTuple):
         return long if number > self.room else ""
 
 
-# text -> ids, piece -> its id, ids before and after a text, and the number of ids.
-Opened = tuple[Callable[[str], list[int]], Callable[[str], int | None], dict[str, tuple], int]
+class Opened(NamedTuple):
+    """The file of a tokenizer's tokens.
+
+    encode, decode: text -> ids, ids -> text.
+    id_of: piece -> its id.
+    around: ids before and after a text.
+    size: the number of ids.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    id_of: Callable[[str], int | None]
+    around: dict[str, tuple]
+    size: int
 
 
 class TokenizerFiles(NamedTuple):
@@ -143,8 +163,9 @@ class TokenizerFiles(NamedTuple):
           InputError: files or a package are missing, or the files cannot be read.
         """
         contents = self.contents if contents is None else contents
-        file, stated, (encode, id_of, around, size), texts = self._open(contents)
-        ids = {name: id_of(text) for name, text in texts.items()}
+        file, stated, opened, texts = self._open(contents)
+        around = opened.around
+        ids = {name: opened.id_of(text) for name, text in texts.items()}
         for name in around:
             if (adds := stated.get(f"add_{name}_token")) is not None:
                 around[name] = (ids[name],) * adds
@@ -161,7 +182,8 @@ class TokenizerFiles(NamedTuple):
         clean = self.clean or _CLEANS.get(kind, str.lower)
         left = stated.get("padding_side") == "left"
         specials, (start, end) = tuple(filter(None, texts.values())), around.values()
-        return Tokenizer(encode, clean, self.length, start, end, pad, size, left, specials)
+        ids_around = self.length, start, end, pad, opened.size
+        return Tokenizer(opened.encode, clean, *ids_around, left, specials, opened.decode)
 
     def _open(
         self, contents: Mapping[str, bytes]
@@ -177,7 +199,7 @@ class TokenizerFiles(NamedTuple):
             for name in _STATED:
                 stated |= json.loads(contents.get(name, "{}"))
             opened = opens[file](contents[file], self.reads_specials)
-            names = ("pad", *opened[2])
+            names = ("pad", *opened.around)
             return file, stated, opened, {n: _text(stated.get(f"{n}_token") or "") for n in names}
         except InputError:
             raise
@@ -242,7 +264,8 @@ def _open_sentences(content: bytes, reads_specials: bool) -> Opened:
     """A model of sentencepiece."""
     model = _package("sentencepiece").SentencePieceProcessor(model_proto=content)
     known = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
-    return model.encode, known.get, {"bos": (), "eos": (model.eos_id(),)}, len(known)
+    around = {"bos": (), "eos": (model.eos_id(),)}
+    return Opened(model.encode, model.decode, known.get, around, len(known))
 
 
 def _open_others(content: bytes, reads_specials: bool) -> Opened:
@@ -259,7 +282,8 @@ def _open_others(content: bytes, reads_specials: bool) -> Opened:
     def encode(text: str) -> list[int]:
         return model.encode(text, add_special_tokens=False).ids
 
-    return encode, model.token_to_id, around, max(model.get_vocab().values()) + 1
+    size = max(model.get_vocab().values()) + 1
+    return Opened(encode, model.decode, model.token_to_id, around, size)
 
 
 def _package(name: str) -> Any:

@@ -196,12 +196,16 @@ def _tpu_attention(
     qkv: tuple[jax.Array, ...],
     biases: tuple[jax.Array | None, ...],
     turns: jax.Array | None,
-    num_keys: int | None,
+    num_keys: int | jax.Array | None,
     *,
     mesh: Mesh,
 ) -> jax.Array:
     """`block_ops.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
+    if isinstance(num_keys, jax.Array):  # the kernels take one number for all images
+        _say_plain_once("images have different numbers of tokens")
+        plain = choose_attention("tpu")
+        return plain(*_plain_qkv(qkv, biases, turns), num_keys_B=num_keys)
     num_keys = tokens if num_keys is None else num_keys
     if tokens <= SHORT:
         biases = tuple(jnp.zeros(head) if bias is None else bias for bias in biases)
@@ -220,7 +224,7 @@ def _cudnn_attention(
     qkv: tuple[jax.Array, ...],
     biases: tuple[jax.Array | None, ...],
     turns: jax.Array | None,
-    num_keys: int | None,
+    num_keys: int | jax.Array | None,
     *,
     mesh: Mesh,
 ) -> jax.Array:
@@ -229,18 +233,20 @@ def _cudnn_attention(
     Queries of padding attend to the tokens that count, so that their outputs are finite.
     """
 
-    def attend(q_BNHK: jax.Array, k_BMHK: jax.Array, v_BMHK: jax.Array) -> jax.Array:
+    def attend(qkv: tuple[jax.Array, ...], _: tuple[()], lengths: tuple[jax.Array, ...]) -> Any:
+        q_BNHK, k_BMHK, v_BMHK = qkv
         if not has_cuda():  # a plan by calculation
             return described_attention(q_BNHK, k_BMHK, v_BMHK)
         B, M = k_BMHK.shape[:2]
-        lengths_B = None
-        if num_keys is not None and num_keys < M:  # the others are padding
+        lengths_B = lengths[0] if lengths else None
+        if isinstance(num_keys, int) and num_keys < M:  # the others are padding
             lengths_B = jnp.full(B, num_keys, jnp.int32)
         return jax.nn.dot_product_attention(
             q_BNHK, k_BMHK, v_BMHK, key_value_seq_lengths=lengths_B, implementation="cudnn"
         )
 
-    return _on_devices(lambda qkv: attend(*qkv), mesh)(_plain_qkv(qkv, biases, turns))
+    lengths = (num_keys,) if isinstance(num_keys, jax.Array) else ()
+    return _on_devices(attend, mesh)(_plain_qkv(qkv, biases, turns), (), lengths)
 
 
 def _plain_qkv(

@@ -391,14 +391,14 @@ def estimate_time(run: "Run") -> Finding:
 def check_images(run: "Run") -> Finding:
     """Reads, decodes and crops every image of the run's data, and names each that fails."""
     from vit_jax.config import eval_splits, train_split
-    from vit_jax.data import host_eval_batches, image_batch
+    from vit_jax.data import host_eval_batches
     from vit_jax.data.loading import why_masked
-    from vit_jax.data.preprocessing import parse_preprocessing
+    from vit_jax.data.preprocessing import eval_batch, parse_preprocessing
 
     settings, made = run.settings, parse_preprocessing(run.settings)
     specs = {train_split(settings.data): run.experiment.batch}
     for name, entry in settings.evals.items():
-        spec = image_batch(_IMAGES, settings.data.image_size, made.eval_ops[name], "ops")
+        spec = eval_batch(settings.data, _IMAGES, made.eval_ops[name], "ops")
         specs |= {key: specs.get(key, spec) for key in eval_splits(settings.data, entry).values()}
     names, lines = set[str](), dict[str, str]()  # an image may be in several splits
     with captured():  # each is named below

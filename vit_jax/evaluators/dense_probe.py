@@ -51,6 +51,7 @@ class DenseProbe(FeatureEvaluator):
     l2: float = key(1e-4, "weight of half the squared norm", within=POSITIVE)
 
     multi_label = None
+    takes_pictures = False
 
     def read_target(self, path: pathlib.Path) -> np.ndarray:
         """The target (H, W) in a file, float; NaN where a pixel does not count.

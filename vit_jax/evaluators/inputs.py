@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.base.tree import Batch, PyTree
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.config.settings import Settings
-from vit_jax.data import Source, eval_batches, image_batch, order, to_value_range
+from vit_jax.data import Source, eval_batches, order, to_value_range
+from vit_jax.data.native import Images
 from vit_jax.data.ops import HostOp
+from vit_jax.data.preprocessing import eval_batch
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.zero_shot import TextSide
@@ -70,8 +72,8 @@ class EvalInputs:
         """The sharding that puts a whole array on every process."""
         return NamedSharding(self.mesh, P())
 
-    def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
-        """Output of a method of the model for uint8 images (B, H, W, 3); to be jitted."""
+    def apply(self, state: TrainState, images: Images, method: str = "__call__") -> jax.Array:
+        """Output of a method of the model for uint8 images (B, H, W, 3), pictures too; jit it."""
         variables = {"params": state.params, **state.model_state}
         values = to_value_range(images, self.settings.data.mean, self.settings.data.std)
         output = self.model.apply(variables, values, train=False, method=method)
@@ -97,7 +99,7 @@ class EvalInputs:
         """
         return eval_batches(
             self.source(split_key),
-            image_batch(batch_size or self.batch_size, self.image_size, self.host_ops, "ops"),
+            eval_batch(self.settings.data, batch_size or self.batch_size, self.host_ops, "ops"),
             sharding=batch_sharding(self.mesh),
             record_ids=record_ids,
             refuse_small=True,

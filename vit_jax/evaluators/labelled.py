@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.errors import Faults, InputError
@@ -14,6 +13,7 @@ from vit_jax.base.tree import Batch
 from vit_jax.config import SplitEvaluator, key
 from vit_jax.config.evals import Better
 from vit_jax.config.metric_names import FLIPS
+from vit_jax.data.native import mirror
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
@@ -133,7 +133,7 @@ def measure_labels(
         shown = show and (show(logits_BC, batch), mask_B)
         seen = {"": logits_BC}
         if flips:
-            mirrored_BC = inputs.apply(state, jnp.flip(batch["image"], axis=2))
+            mirrored_BC = inputs.apply(state, mirror(batch["image"], axis=2))
             seen[FLIPS] = (logits_BC + mirrored_BC) / 2
         sums = {end: sum_rows(metrics.rows(x, batch), mask_B) for end, x in seen.items()}
         return (sums, mask_B.sum()), shown

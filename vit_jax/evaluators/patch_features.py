@@ -54,6 +54,7 @@ class PatchFeatures(SplitEvaluator):
     learns_classes = True
     output = "features"
     multi_label = None
+    takes_pictures = False
     reads_labels = False
 
     def reports(self) -> dict[str, Better]:

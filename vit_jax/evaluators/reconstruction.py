@@ -42,6 +42,7 @@ class ReconstructionLoss(SplitEvaluator):
 
     learns_classes = True
     output = "features"
+    takes_pictures = False
     multi_label = None
     reads_labels = False
 

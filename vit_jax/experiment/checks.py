@@ -26,6 +26,11 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
         if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
             warn_of_removal("find_conflicts(config)", "conflicts(settings)")
             faults += objective.find_conflicts(settings.to_config())
+        faults.need(
+            settings.data.max_tokens is None or objective.takes_pictures,
+            f"objective.name={name!r}: learns from images of one size; set data.image_size and "
+            "--config.data.max_tokens=None",
+        )
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
         for metric in {*(names or ())} & _OF_STEPS:
             faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")

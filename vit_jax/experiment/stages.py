@@ -29,11 +29,12 @@ def make_stage(
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
     preprocessing = parse_preprocessing(settings)._replace(text=last.batch.text)
-    if size == model.image_size:
-        return make_experiment(settings, mesh, preprocessing, teachers, last=last)
     state = last.abstract_state.objective_state
     batch, optimizer = settings.run.global_batch_size, settings.optimizer
-    check_batch(batch, settings.data, optimizer, mesh, preprocessing)
+    if (size, batch) != (model.image_size, last.batch.size):
+        check_batch(batch, settings.data, optimizer, mesh, preprocessing)
+    if size == model.image_size:
+        return make_experiment(settings, mesh, preprocessing, teachers, last=last)
     if model.takes_other_sizes:
         check_size(model, size, key)
     elif model.why_no_positions is None:
@@ -59,9 +60,13 @@ def check_batch(
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     pairs = 1 + preprocessing.mixes
     if batch % (unit := math.lcm(ways * accum, repeats * pairs)):
+        said = f"data.image_size: the stage of {size[0]} pixels"
+        remedy = ", or data.image_size_keeps=batch"
+        if data.max_tokens is not None:
+            said, remedy = f"data.max_tokens: a step of {data.max_tokens} tokens", ""
         raise InputError(
-            f"data.image_size: the stage of {size[0]} pixels has batches of {batch}, and needs a "
+            f"{said} has batches of {batch}, and needs a "
             f"multiple of {unit}: the mesh splits them {ways} ways, optimizer.accum_steps={accum}, "
             f"data.repeats={repeats}{', and data.ops mix pairs' * preprocessing.mixes}; choose "
-            "another global_batch_size, or data.image_size_keeps=batch"
+            f"another global_batch_size{remedy}"
         )

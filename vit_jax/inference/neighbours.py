@@ -1,57 +1,152 @@
-"""The pictures of a folder that are most like others, by a model's features."""
+"""The pictures of a folder that are most like others, or like texts, by a model's features."""
 
 import io
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 from PIL import Image, ImageDraw, ImageOps
 
+from vit_jax import transfer
 from vit_jax.base import files
+from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
-from vit_jax.data.images.given import image_files
-from vit_jax.inference.predict import outputs, why_unread, without_masked
+from vit_jax.data.images.given import find_images, image_files
+from vit_jax.inference.index import Index, features_of, open_index
+from vit_jax.inference.outputs import why_unread
 from vit_jax.models.text import unit
+from vit_jax.models.zero_shot import embed_texts, need_text_side
 from vit_jax.transfer.pretrained import Pretrained
 
 _SIDE, _TEXT = 128, 14  # pixels of a picture of the sheet, and of the line below it
 
 
+def search(
+    folder: str | os.PathLike,
+    source: "epath.PathLike | Pretrained",
+    *,
+    texts: str | Sequence[str] = (),
+    images: Any = (),
+    top: int = 5,
+    batch_size: int = 64,
+) -> list[dict[str, Any]]:
+    """Search the pictures of a folder by texts and by pictures.
+
+        vit_jax.search("IMAGES", "runs/words", texts="a red car")[0]["neighbours"][0]["file"]
+
+    The folder's features are kept beside it, see `index.open_index`.
+
+    Args:
+      folder: searched at any depth.
+      source: a source of `load_pretrained`, or a model from `read_pretrained`; texts need one with
+        a text tower.
+      texts, images: one or a list; images are paths of files and folders.
+      top: number of pictures to find for each.
+      batch_size: images at once, over all devices.
+
+    Returns:
+      First for each text {"text", "neighbours"}, then for each image {"file", "neighbours"}, or its
+      "error"; neighbours are [{"file", "similarity"}], as in `nearest_to_images`.
+
+    Raises:
+      InputError: a ValueError; names the argument.
+    """
+    faults = Faults()
+    faults.need_positive("top", top)
+    collect_faults(faults)
+    pretrained = transfer.read_pretrained(source)
+    texts = [texts] if isinstance(texts, str) else texts
+    paths = [images] if isinstance(images, str | os.PathLike) else images
+    how = {"top": top, "batch_size": batch_size, "progress": False}
+    return [*nearest(pretrained, folder, texts, find_images(paths) if paths else [], **how)]
+
+
 def nearest(
-    pretrained: Pretrained, paths: Sequence[str], among: Sequence[str], *, top: int, batch_size: int
+    pretrained: Pretrained,
+    folder: str | os.PathLike,
+    texts: Sequence[str],
+    paths: Sequence[str],
+    *,
+    top: int,
+    batch_size: int,
+    progress: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """The rows of `search`."""
+    vectors = text_vectors(pretrained, texts) if texts else None  # refused before pictures are read
+    index = open_index(pretrained, folder, batch_size=batch_size, progress=progress)
+    if vectors is not None:
+        yield from nearest_to_texts(vectors, texts, index, top)
+    if paths:
+        x_ND = features_of(pretrained, paths, batch_size, progress)
+        yield from nearest_to_images(pretrained, x_ND, paths, index, top)
+
+
+class TextVectors(NamedTuple):
+    """Texts to search by.
+
+    x_KE: their features, each of length 1.
+    to_common: projects features of images to their width, (D, E); None: they have it.
+    """
+
+    x_KE: np.ndarray
+    to_common: np.ndarray | None
+
+
+def text_vectors(pretrained: Pretrained, texts: Sequence[str]) -> TextVectors:
+    """The features of `texts` by the text tower of the model.
+
+    Raises: InputError if it has none, or a text is empty or too long.
+    """
+    side = need_text_side(pretrained.read_text_side, f"text: {pretrained.source}")
+    tokenizer, faults = side.read_tokenizer(), Faults()
+    for text in texts:
+        why = tokenizer.find_fault(text)
+        faults.need(not why, f"text: {text!r}: {why}")
+    collect_faults(faults)
+    return TextVectors(embed_texts(side, tokenizer(texts)), side.params.get("image_head/kernel"))
+
+
+def nearest_to_texts(
+    vectors: TextVectors, texts: Sequence[str], index: Index, top: int
+) -> Iterator[dict[str, Any]]:
+    """{"text": ..., "neighbours": [...]} for each of `texts`; see `nearest_to_images`."""
+    x_ND, to_common = index.x_ND, vectors.to_common
+    x_NE = x_ND if to_common is None else unit(x_ND @ to_common)
+    for text, x_E in zip(texts, vectors.x_KE, strict=True):
+        yield {"text": text, "neighbours": _best(x_NE @ x_E, index, top)}
+
+
+def nearest_to_images(
+    pretrained: Pretrained, x_MD: np.ndarray, paths: Sequence[str], index: Index, top: int
 ) -> Iterator[dict[str, Any]]:
     """{"file": ..., "neighbours": [{"file", "similarity"}, ...]} for each of `paths`.
 
-    The `top` most similar files of `among` come first to last; a file is no neighbour of itself,
+    The `top` most similar files of the index come first to last; a file is no neighbour of itself,
     and one that cannot be read is none. Similarity is the cosine of the angle between features. For
     a path that cannot be read: {"file": ..., "error": ...}.
+
+    x_MD: the features of `paths`, from `features_of`.
     """
-
-    def features(some: Sequence[str]) -> Iterator[np.ndarray]:
-        source = image_files(some, pretrained.spec.reading)
-        for x_BD, batch in outputs(pretrained, source, what="features", batch_size=batch_size):
-            yield without_masked(unit(x_BD), batch)
-
-    index_ND = np.concatenate([*features(among)])
-    places = {os.path.realpath(path): i for i, path in enumerate(among)}
-    rows = itertools.chain.from_iterable(x_BD @ index_ND.T for x_BD in features(paths))
-    for path, similarity_N in zip(paths, rows, strict=True):
-        if np.isnan(similarity_N).all():
+    places = {os.path.realpath(path): i for i, path in enumerate(index.files)}
+    for path, x_D in zip(paths, x_MD, strict=True):
+        if np.isnan(x_D).all():
             source = image_files([path], pretrained.spec.reading)
             yield {"file": path, "error": why_unread(pretrained, source, 0)}
             continue
+        similarity_N = index.x_ND @ x_D
         if (own := places.get(os.path.realpath(path))) is not None:
             similarity_N[own] = np.nan
-        order = np.argsort(-similarity_N, kind="stable")  # NaN comes last
-        best = [i for i in order[:top] if not np.isnan(similarity_N[i])]
-        yield {"file": path, "neighbours": [
-            {"file": among[i], "similarity": float(similarity_N[i])} for i in best
-        ]}  # fmt: skip
+        yield {"file": path, "neighbours": _best(similarity_N, index, top)}
+
+
+def _best(similarity_N: np.ndarray, index: Index, top: int) -> list[dict[str, Any]]:
+    order = np.argsort(-similarity_N, kind="stable")  # NaN comes last
+    best = [i for i in order[:top] if not np.isnan(similarity_N[i])]
+    return [{"file": index.files[i], "similarity": float(similarity_N[i])} for i in best]
 
 
 def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Reading) -> None:
@@ -64,7 +159,8 @@ def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Re
     step = _SIDE + 4
     sheet = Image.new("RGB", (columns * step + 12, len(lines) * (step + _TEXT)), "white")
     for i, row in enumerate(lines):
-        shown = [(row["file"], os.path.basename(row["file"]))]
+        first = row.get("file")
+        shown = [(first, os.path.basename(first) if first else row["text"])]
         shown += [(one["file"], f"{one['similarity']:.3f}") for one in row["neighbours"]]
         for j, (file, text) in enumerate(shown):
             sheet.paste(_tile(file, text, reading), (j * step + 12 * (j > 0), i * (step + _TEXT)))
@@ -73,11 +169,12 @@ def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Re
     files.write_whole(path, content.getvalue())
 
 
-def _tile(file: str, text: str, reading: Reading) -> Image.Image:
-    """A picture as the model sees it, and the beginning of a text below it."""
-    known = to_known_format(pathlib.Path(file).read_bytes(), reading._replace(channels=3))
-    upright = Image.fromarray(to_pixels(tf.constant(known)).numpy())
+def _tile(file: str | None, text: str, reading: Reading) -> Image.Image:
+    """A picture as the model sees it, or none, and the beginning of a text below it."""
     tile = Image.new("RGB", (_SIDE, _SIDE + _TEXT), "white")
-    tile.paste(ImageOps.pad(upright, (_SIDE, _SIDE), color="white"))
+    if file is not None:
+        known = to_known_format(pathlib.Path(file).read_bytes(), reading._replace(channels=3))
+        upright = Image.fromarray(to_pixels(tf.constant(known)).numpy())
+        tile.paste(ImageOps.pad(upright, (_SIDE, _SIDE), color="white"))
     ImageDraw.Draw(tile).text((2, _SIDE + 1), text, fill="black")
     return tile

@@ -23,7 +23,7 @@ from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data import Source
-from vit_jax.inference.predict import outputs
+from vit_jax.inference.outputs import outputs
 from vit_jax.job import processes, watchdog
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 

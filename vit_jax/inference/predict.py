@@ -1,4 +1,4 @@
-"""Predictions of a pretrained model: classes or features, batch by batch over all devices.
+"""Predictions of a pretrained model: classes, captions or features.
 
 Axes: B images, N tokens, D width, C classes.
 """
@@ -6,39 +6,35 @@ Axes: B images, N tokens, D width, C classes.
 import contextlib
 import csv
 import dataclasses
-import functools
 import io
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.progress import track
 
 from vit_jax import transfer
-from vit_jax.base import files, tree
+from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.config import LOSSES
-from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
+from vit_jax.data import Source
 from vit_jax.data.images.given import open_images
-from vit_jax.data.loading import why_masked
-from vit_jax.data.ops import HostOp
 from vit_jax.data.words import check_labels, read_prompts
-from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
-from vit_jax.evaluators.inputs import fetch
-from vit_jax.inference import layers
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.inference.captions import write_captions
 from vit_jax.inference.labels import with_labels
-from vit_jax.models.watched import as_map
-from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
+from vit_jax.inference.outputs import (
+    OF_CLASSES,
+    OF_LAYERS,
+    check_classes,
+    on_all,
+    outputs,
+    why_unread,
+    without_masked,
+)
+from vit_jax.transfer.pretrained import Pretrained, class_names
 
-_OF_CLASSES = ("probabilities", "logits")
-_OF_LAYERS = ("features", "dense", "attention")
 _BATCH_SIZE = 64
 
 
@@ -48,13 +44,14 @@ def predict(
     *,
     output: str = "classes",
     layer: int | None = None,
-    top: int = 5,
+    top: int | None = None,
+    beams: int = 1,
     image_size: int | Sequence[int] | None = None,
     batch_size: int | None = None,
     labels: Sequence[str] | None = None,
     prompts: str | Sequence[str] | None = None,
 ) -> list[dict[str, Any]] | np.ndarray:
-    """Classify images, or compute features of any layer.
+    """Classify images, write captions, or compute features of any layer.
 
         vit_jax.predict("cat.jpg", "runs/mine")[0]["classes"][0]["name"]
         model = vit_jax.read_pretrained("ViT-B/16@augreg")      # read once, use often
@@ -66,33 +63,36 @@ def predict(
         as the model's evaluation does.
       source: a source of `load_pretrained`, or a model from `read_pretrained` or `load_predictor`.
       output: "classes": for each image {"file", "classes": [{"name", "index", "probability"}]};
-        "probabilities" or "logits": (N, C); "features": (N, D), one vector per image; "dense":
-        (N, rows, columns, D), one vector per patch; "attention": (N, H, T, T), the weights that
-        each of T tokens (rows) gives to each token, prefix tokens first.
+        "captions": {"file", "captions": [{"caption", "log_probability"}]}, by a run that learned to
+        write them; "probabilities" or "logits": (N, C); "features": (N, D), one vector per image;
+        "dense": (N, rows, columns, D), one vector per patch; "attention": (N, H, T, T), the weights
+        that each of T tokens (rows) gives to each token, prefix tokens first.
       layer: for the last three: the layer, counted from 0, negative from the end. None: the
         model's final output, or the last layer's attention. A layer's output is not yet
         normalised; its "features" are the class token if the model classifies that, else the mean
         of the patches.
-      top: number of classes of "classes".
+      top: number of classes, None: 5; or of captions, None: 1.
+      beams: of the search for captions, which is greedy with 1.
       image_size: another size than the model's own; positions are resampled.
       batch_size: images at once, over all devices; None: up to 64.
       labels: the classes in words, for a model with a text tower; two or more, such as "a cat".
       prompts: texts with {} for a label, or a file of such lines; None: PROMPTS of `data.words`.
 
     Returns:
-      A list for "classes", else float32 arrays. An image that cannot be read has the key "error"
-      instead of "classes", or NaN in an array, and is named in a warning.
+      A list for "classes" and "captions", else float32 arrays. An image that cannot be read has the
+      key "error" in a list, or NaN in an array, and is named in a warning.
 
     Raises:
       InputError: a ValueError; names the argument.
     """
     faults = Faults()
-    faults.need_known("output", output, ("classes", *_OF_CLASSES, *_OF_LAYERS))
+    faults.need_known("output", output, ("classes", "captions", *OF_CLASSES, *OF_LAYERS))
     faults.need(
-        layer is None or output in _OF_LAYERS,
-        f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out",
+        layer is None or output in OF_LAYERS,
+        f"layer={layer}: goes with output={' or '.join(OF_LAYERS)}; leave it out",
     )
-    faults.need_positive("top", top)
+    faults.need_positive("top", 1 if top is None else top)
+    faults.need_positive("beams", beams)
     collect_faults(faults)
     pretrained = _read(source, labels, prompts, image_size)
     found = open_images(images, pretrained.spec.reading)
@@ -101,7 +101,9 @@ def predict(
         batch_size = -(-needed // ways) * ways
     how: dict[str, Any] = {"batch_size": batch_size, "progress": False}
     if output == "classes":
-        return list(classify(pretrained, found, top=top, **how))
+        return list(classify(pretrained, found, top=top or 5, **how))
+    if output == "captions":
+        return list(write_captions(pretrained, found, beams=beams, top=top or 1, **how))
     parts = outputs(pretrained, found, what=output, layer=layer, **how)
     return np.concatenate([without_masked(x, batch) for x, batch in parts])
 
@@ -152,175 +154,8 @@ def load_predictor(
     """
     pretrained = _read(source, labels, prompts)
     held = dict(pretrained.params), dict(pretrained.model_state)
-    params, model_state = _on_all(make_mesh(), held)
+    params, model_state = on_all(make_mesh(), held)
     return Predictor(pretrained._replace(params=params, model_state=model_state))
-
-
-def _on_all(mesh: Mesh, variables: tree.PyTree) -> tree.PyTree:
-    """`variables` on every device; if they are there, `device_put` is left out: it takes time."""
-    everywhere = NamedSharding(mesh, P())
-    if all(getattr(x, "sharding", None) == everywhere for x in jax.tree.leaves(variables)):
-        return variables
-    return jax.device_put(variables, everywhere)
-
-
-def outputs(
-    pretrained: Pretrained, source: Source, *, what: str, layer: int | None = None, **how: Any
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """The model's outputs for the records of `source`, in order.
-
-    Args:
-      pretrained: the model, with an image size in its spec.
-      source: the images.
-      what: "probabilities" or "logits" (C,); "features" (D,), the input of the head; "dense", the
-        encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
-      layer: with the last three, the layer, from 0; None: the model's own output, after its final
-        norm, and the last layer's weights.
-      how: `batch_size`, `progress` and `record_ids` of `computed`.
-
-    Yields:
-      (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
-      could not be read.
-
-    Raises:
-      InputError: if the model has no such layer, no classes, no attention, or no fixed image size.
-    """
-    check_size(pretrained)
-    if what in _OF_CLASSES:
-        check_classes(pretrained)
-    spec, model = pretrained.spec, pretrained.model
-    loss = loss_of(pretrained) if what == "probabilities" else None
-    static = {"mean": spec.mean, "std": spec.std, "loss": loss, "what": what, "layer": layer}
-    static |= {"model": model, "image_size": spec.image_size}
-    try:
-        hash(model)
-        compute = functools.partial(_jitted, **static)
-    except TypeError:  # a plug-in's model may have a list among its fields
-        compute = jax.jit(functools.partial(_compute, **static))
-    for found, batch in computed(pretrained, source, compute, **how):
-        kept = len(batch["mask"])
-        yield np.asarray(found[:kept], np.float32), batch
-
-
-def computed(
-    pretrained: Pretrained,
-    source: Source,
-    compute: Callable[[tree.Params, tree.ModelState, jax.Array], tree.PyTree],
-    *,
-    batch_size: int,
-    progress: bool = True,
-    record_ids: np.ndarray | None = None,
-    keys: Sequence[str] = ("mask", "label"),
-) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
-    """The results of `compute`, a jitted function, for batches of the records of `source`.
-
-    The last batch is padded.
-
-    Args:
-      compute: gets the variables and uint8 images (B, H, W, C), prepared as the model's own.
-      batch_size: over all devices of this process, a multiple of their number.
-      progress: whether to show a progress bar.
-      record_ids: int64 (n,), the records; None: all.
-      keys: those of the batch to yield.
-
-    Yields:
-      (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
-    """
-    spec, variables = pretrained.spec, pretrained.variables
-    own = [device for device in jax.devices() if device.process_index == jax.process_index()]
-    mesh = make_mesh(devices=own)
-    check_batch_size(mesh, batch_size, "batch_size")
-    params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
-    params, model_state = _on_all(mesh, (params, model_state))
-    batches = eval_batches(
-        source,
-        image_batch(batch_size, spec.image_size, _host_ops(pretrained, source), "evals.*.ops"),
-        sharding=batch_sharding(mesh),
-        record_ids=record_ids,
-    )
-    left = source.num_examples if record_ids is None else len(record_ids)
-    console = Console(stderr=True)
-    if progress and console.is_terminal:  # in a file, a bar is only noise
-        batches = track(batches, "images", total=-(-left // batch_size), console=console)
-    results = (
-        (compute(params, model_state, batch["image"]), {k: batch[k] for k in keys})
-        for batch in batches
-    )
-    for found, batch in fetch(results):
-        kept = min(left, batch_size)
-        left -= kept
-        yield found, {k: v[:kept] for k, v in batch.items()}
-
-
-def _compute(
-    params: tree.Params,
-    model_state: tree.ModelState,
-    images: jax.Array,
-    *,
-    model: nn.Module,
-    image_size: tuple[int, int],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    loss: str | None,
-    what: str,
-    layer: int | None,
-) -> jax.Array:
-    """The `outputs` for uint8 images (B, H, W, C)."""
-    images = to_value_range(images, mean, std)
-    variables = {"params": params, **model_state}
-    if what == "attention":
-        return layers.choose(layers.attention_weights(model, params, images, model_state), layer)
-    if what in _OF_LAYERS and layer is not None:
-        x = layers.choose(layers.layer_outputs(model, params, images, model_state), layer)
-        return layers.pool(model, x) if what == "features" else as_map(model, x, image_size)
-    if what == "features":
-        return model.apply(variables, images, method="features")
-    if what == "dense":
-        return as_map(model, model.apply(variables, images, method="tokens"), image_size)
-    logits_BC = model.apply(variables, images)
-    return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
-
-
-_jitted = jax.jit(  # kept for more calls with an equal model
-    _compute, static_argnames=("model", "image_size", "mean", "std", "loss", "what", "layer")
-)
-
-
-def _host_ops(pretrained: Pretrained, source: Source) -> tuple[HostOp, ...]:
-    spec, shape = pretrained.spec, source.image_shape
-    return parse_ops(ops_for(spec, shape and shape[:2]), spec.image_size, key="preprocessing")[0]
-
-
-def why_unread(pretrained: Pretrained, source: Source, record: int) -> str:
-    """Why the mask of a record is 0."""
-    return why_masked(source, [_host_ops(pretrained, source)], record)[1]
-
-
-def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`x` (b, ...) with NaN for the records that could not be read."""
-    return np.where(batch["mask"] > 0, x.T, np.nan).T
-
-
-def check_size(pretrained: Pretrained) -> None:
-    """Raise InputError if the model takes images of any size, so that one must be chosen."""
-    if pretrained.spec.image_size is None:
-        raise InputError(
-            f"image_size=None: {pretrained.source} takes images of any size; choose one"
-        )
-
-
-def check_classes(pretrained: Pretrained) -> None:
-    """Raise InputError if the model has no classes, or has never learned them."""
-    head = pretrained.params.get("head/kernel")
-    untrained = head is not None and not np.any(head)
-    if pretrained.model.num_classes is None or untrained:
-        why = "its head was never trained" if untrained else "the model has no classes"
-        words = " --labels='a cat,a dog' names some in words (in Python: labels=[...]),"
-        raise InputError(
-            f"{pretrained.source}: {why};{words * (pretrained.read_text_side is not None)} predict "
-            "--features=FILE.npz saves its features (in Python: output='features'), and "
-            "--config=finetune:folder gives it classes"
-        )
 
 
 def classify(

@@ -25,8 +25,8 @@ from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.files import absolute, check_folder, write_whole
 from vit_jax.config import SOURCES, Settings, sections
 from vit_jax.data.sources.pseudo import PseudoLabels, agreement, select
+from vit_jax.inference.outputs import check_classes
 from vit_jax.inference.parts import Parts, Rows, begin, facts_of, write_missing
-from vit_jax.inference.predict import check_classes
 from vit_jax.run.setup.matching import find_places, say_places
 from vit_jax.transfer import Pretrained
 

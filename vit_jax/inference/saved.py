@@ -24,8 +24,9 @@ from etils import epath
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.data import Source
+from vit_jax.inference.outputs import outputs, without_masked
 from vit_jax.inference.parts import Rows, begin, facts_of, write_missing
-from vit_jax.inference.predict import classified, name_rows, outputs, without_masked
+from vit_jax.inference.predict import classified, name_rows
 from vit_jax.transfer.pretrained import Pretrained
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vit_jax.base import tree
 from vit_jax.base.errors import InputError
 from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
-from vit_jax.inference.predict import check_size, computed
+from vit_jax.inference.outputs import check_size, computed
 from vit_jax.insight import attention_maps as maps
 from vit_jax.models.contract import about
 from vit_jax.models.watched import as_map, watch

@@ -1,5 +1,6 @@
 """Model families: one file each, and one line in `config.registries.FAMILIES`."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import flax.linen as nn
 
 from vit_jax.base.errors import Faults, InputError, nearest
-from vit_jax.config import FAMILIES, sections
+from vit_jax.config import FAMILIES, image_hw, sections
+from vit_jax.config.drawn import find_fault_of_draws
 from vit_jax.config.parts import as_pair
 from vit_jax.models.contract import Model, about, as_family, field_names
 from vit_jax.models.fields import check_fields, field_defaults
@@ -73,11 +75,20 @@ def fields_of(name: str) -> list[str]:
 def model_of(model: sections.Model, data: sections.Data, num_classes: int | None = 1) -> Model:
     """The model of a config, on one device, with `num_classes`.
 
+    If pictures keep their shape and `data.image_size` is None, it is a square of about as many
+    patches.
+
     Raises:
       InputError: as `create_model`.
     """
     fields = {"dtype": model.dtype, "channels": data.channels, **model.own}
-    return about(create_model(model.name, num_classes, data.image_size, **fields))
+    image_size, most = data.image_size, data.max_tokens
+    if most is not None:
+        fields["max_tokens"] = most
+        if image_size is None:
+            patch = image_hw(fields.get("patch_size") or token_stride(model.name), "patch_size")
+            image_size = tuple(math.isqrt(most) * side for side in patch)
+    return about(create_model(model.name, num_classes, image_size, **fields))
 
 
 SIZES = (
@@ -178,7 +189,17 @@ def check_model(model: sections.Model, data: sections.Data, faults: Faults) -> N
     faults.extend(_find_remat_faults(model.own))
     sizes = {"data.image_size": data.image_size, "model.patch_size": model.own.get("patch_size")}
     wrong = [size for size in sizes.values() if size is not None and as_pair(size) is None]
-    if not wrong and data.image_size is not None and model.name is not None:
+    takes_pictures = data.max_tokens is None or model.name is None or "max_tokens" in (
+        faults.check_in("model.", fields_of, model.name) or ["max_tokens"]
+    )  # fmt: skip
+    faults.need(
+        takes_pictures,
+        f"data.max_tokens={data.max_tokens}: model.name={model.name!r} takes images of one size; "
+        "choose a ViT, or set data.image_size instead",
+    )
+    most = data.max_tokens
+    has_size = data.image_size is not None if most is None else find_fault_of_draws(most) is None
+    if takes_pictures and not wrong and has_size and model.name is not None:
         faults.check_in("model.", model_of, model, data)
 
 

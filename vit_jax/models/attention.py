@@ -40,11 +40,12 @@ class Attention(nn.Module):
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
     takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
-    `turns` rotary ones; queries and tokens must then be the same. `scale_D` scales the output, see
-    `layers.LayerScale`. `lora_rank` adds an adapter of that rank to the query and value projections
-    (`LoraProduct`), as in section 4.2 of its paper; None: none.
+    `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B`
+    tokens of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`.
+    `lora_rank` adds an adapter of that rank to the query and value projections (`LoraProduct`), as
+    in section 4.2 of its paper; None: none. `out_bias` gives the output a bias.
 
-    Shapes: (B, N, D), (B, M, D) -> (B, N, D).
+    Shapes: (B, N, D), (B, M, D) -> (B, N, D). The tokens may have another width than the queries.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
       al. 2023 (arXiv:2302.05442), section 2.
     """
@@ -57,6 +58,7 @@ class Attention(nn.Module):
     qkv_bias: bool = True
     key_bias: bool = True
     lora_rank: int | None = None
+    out_bias: bool = True
     dtype: Any = jnp.float32
     ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
@@ -65,35 +67,38 @@ class Attention(nn.Module):
     def __call__(
         self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train: bool = False,
+        scale_D: jax.Array | None = None, num_keys_B: jax.Array | None = None, train: bool = False,
     ) -> jax.Array:  # fmt: skip
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        width = queries_BND.shape[-1]
         q_BNHK, k_BMHK, v_BMHK = (
-            self._split_heads(name, add_bias_plainly(*self._project(name, x)), turns)
+            self._split_heads(name, add_bias_plainly(*self._project(name, x, width)), turns)
             for name, x in inputs.items()
         )
         bias_BHNM = None
+        more: dict[str, Any] = {} if num_keys_B is None else {"num_keys_B": num_keys_B}
         if relative is not None:
             q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
             bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
-        dropped = {}
         if train and self.dropout > 0:
             B, N, H, _ = q_BNHK.shape
             shape, axes = (B, H, N, k_BMHK.shape[1]), ("batch", "tensor", None, None)
             key, draw = self.make_rng("dropout"), self.ops.draw_bytes
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
-            dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
-        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
+            more |= {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
+        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **more)
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
 
     @nn.nowrap
-    def _project(self, name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Queries, keys or values without their bias (B, N, D), and the bias (D,) or None."""
+    def _project(
+        self, name: str, x_BND: jax.Array, width: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Queries, keys or values (B, N, width) without bias, and the bias (width,) or None."""
         product: Callable[..., nn.Module] = Product
         if self.lora_rank is not None and name != "key":
             product = partial(LoraProduct, rank=self.lora_rank)
         return product(
-            x_BND.shape[-1],
+            width,
             use_bias=self._has_bias(name),
             dtype=self.dtype,
             multiply=self.ops.multiply,
@@ -123,6 +128,7 @@ class Attention(nn.Module):
     def _project_out(self, out_BND: jax.Array, scale_D: jax.Array | None) -> jax.Array:
         return Dense(
             out_BND.shape[-1],
+            use_bias=self.out_bias,
             dtype=self.dtype,
             multiply=self.ops.multiply,
             add_bias=self.ops.add_bias,
@@ -133,8 +139,9 @@ class Attention(nn.Module):
 class KernelAttention(Attention):
     """`Attention` by a kernel: see `block_ops.AttentionKernel`. No dropout, no relative positions.
 
-    Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
-    the biases, unless they are needed before, for `qk_norm`, and turns queries and keys.
+    Only the first `num_keys` tokens count, and of these the first `num_keys_B` of each image; the
+    others are padding; None: all count. The kernel adds the biases, unless they are needed before,
+    for `qk_norm`, and turns queries and keys.
     """
 
     num_keys: int | None = None
@@ -143,12 +150,12 @@ class KernelAttention(Attention):
     def __call__(
         self, queries_BND: jax.Array, tokens_BMD: jax.Array, *,
         relative: Relative | None = None, turns: jax.Array | None = None,
-        scale_D: jax.Array | None = None, train: bool = False,
+        scale_D: jax.Array | None = None, num_keys_B: jax.Array | None = None, train: bool = False,
     ) -> jax.Array:  # fmt: skip
         assert self.dropout == 0 and relative is None
 
         def project(name: str, x_BND: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            y_BND, bias_D = self._project(name, x_BND)
+            y_BND, bias_D = self._project(name, x_BND, x_BND.shape[-1])
             if self.qk_norm:
                 y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
             y_BNHK = self._split_heads(name, self._with_all_heads(y_BND))
@@ -156,7 +163,7 @@ class KernelAttention(Attention):
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        return self._attend(qkv, biases, turns, scale_D)
+        return self._attend(qkv, biases, turns, scale_D, num_keys_B)
 
     @nn.nowrap
     def _attend(
@@ -165,9 +172,11 @@ class KernelAttention(Attention):
         biases: tuple[jax.Array | None, ...],
         turns: jax.Array | None,
         scale_D: jax.Array | None,
+        num_keys_B: jax.Array | None,
     ) -> jax.Array:
         assert self.ops.attention_kernel is not None
-        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, self.num_keys)
+        num_keys = self.num_keys if num_keys_B is None else num_keys_B
+        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, num_keys)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 

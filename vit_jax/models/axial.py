@@ -59,8 +59,9 @@ class AxialBlock(BlockFields, nn.Module):
         train: bool,
         shared: Any = None,
         turns: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
-        assert turns is None  # checked by AxialViT.find_faults
+        assert turns is num_keys_B is None  # checked by AxialViT.find_faults
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth,
             "grid": self.grid,

@@ -26,8 +26,8 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 # kernel(qkv, biases, turns, num_keys) -> (B, N, H, K): attention without dropout of three arrays
 # (B, N, H, K) plus their biases (H, K), each of which may be None; `turns` (B or 1, N, K), unless
-# None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, the
-# others are padding; None: all are keys.
+# None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, an int
+# or int32 (B,) by image; the others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
 

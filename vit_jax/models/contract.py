@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from vit_jax.base.errors import collect_faults
 from vit_jax.config.parts import find_wrong, keys_of_fields
 from vit_jax.models.fields import WITHOUT, field_names
-from vit_jax.models.patches import draw_patches
+from vit_jax.models.patches import draw_among, draw_patches
 
 CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 
@@ -68,6 +68,7 @@ class Model(nn.Module):
     scan = WITHOUT["scan"]
     channels = WITHOUT["channels"]
     keep_tokens = WITHOUT["keep_tokens"]
+    max_tokens = WITHOUT["max_tokens"]
 
     # (regular expression for the end of a parameter's name, mesh axis of each of its last axes) for
     # names that no other family has; see `devices.sharding.RULES`.
@@ -143,14 +144,20 @@ class Model(nn.Module):
         """Whether its parameters fit images of other sizes once `pos_embedding` is resampled."""
         return False
 
-    def draw_keep(self, rows: int, patches: int, *, train: bool) -> jax.Array | None:
+    def draw_keep(
+        self, rows: int, patches: int, *, counts_B: jax.Array | None = None, train: bool
+    ) -> jax.Array | None:
         """The patches of each image that a pass keeps, by `keep_tokens`; None: all.
 
-        Objectives that call "encode" of a ViT give it as `keep`.
+        Objectives that call "encode" of a ViT give it as `keep`. With `counts_B` it keeps some of
+        the first patches of each image, see `patches.draw_among`.
         """
         if not train or self.keep_tokens == 1:
             return None
-        return draw_patches(self.make_rng("dropout"), rows, patches, self.keep_tokens)
+        key, share = self.make_rng("dropout"), self.keep_tokens
+        if counts_B is not None:
+            return draw_among(key, counts_B, patches, share)
+        return draw_patches(key, rows, patches, share)
 
     @property
     def draws_rows_apart(self) -> bool:

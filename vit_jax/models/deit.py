@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 
 from vit_jax.config import key
+from vit_jax.models.own_shapes import Images
 from vit_jax.models.vit import ViT
 
 
@@ -45,12 +46,13 @@ class DeiT(ViT):
         pair = x_BND[:, 0], x_BND[:, 1]
         return tuple(self.pooled_norm(x_BD) for x_BD in pair) if self.norm_pooled else pair
 
-    def represent(self, x_BND: jax.Array) -> jax.Array:
+    def represent(self, x_BND: jax.Array, counts_B: jax.Array | None = None) -> jax.Array:
+        del counts_B  # the tokens come before the patches
         class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
     def __call__(
-        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+        self, images: Images, *, train: bool = False, mask: jax.Array | None = None
     ) -> Any:
         del mask
         if self.num_classes is None:

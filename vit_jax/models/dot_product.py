@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from vit_jax.models.dropout import drop
 
-# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, kept_BHNM, dropout) -> (B, N, H, K), as
+# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, kept_BHNM, dropout, num_keys_B) -> (B, N, H, K), as
 # `dot_product_attention` has it.
 Attend = Callable[..., jax.Array]
 
@@ -25,6 +25,7 @@ def dot_product_attention(
     bias_BHNM: jax.Array | None = None,
     kept_BHNM: jax.Array | None = None,
     dropout: float = 0.0,
+    num_keys_B: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `kept_BHNM` is given.
 
@@ -38,6 +39,7 @@ def dot_product_attention(
       q_BNHK, k_BMHK, v_BMHK: queries, keys, values.
       bias_BHNM: added to the logits, in the dtype of the values.
       kept_BHNM, dropout: mask of the weights that are kept, from `dropout.draw_kept`, and its rate.
+      num_keys_B: only so many first keys of each image count, at least 1; None: all count.
 
     Returns:
       (B, N, H, K) in the dtype of the values.
@@ -48,7 +50,8 @@ def dot_product_attention(
     q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in (q_BNHK, k_BMHK, v_BMHK))
     scale = q_BHNK.shape[-1] ** -0.5
     has_bias = bias_BHNM is not None
-    out_BHNK = _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout)
+    arrays = q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, num_keys_B
+    out_BHNK = _attend(*arrays, has_bias, dropout)
     return jnp.swapaxes(out_BHNK, 1, 2)
 
 
@@ -60,12 +63,14 @@ def plain_attention(
     bias_BHNM: jax.Array | None = None,
     kept_BHNM: jax.Array | None = None,
     dropout: float = 0.0,
+    num_keys_B: jax.Array | None = None,
 ) -> jax.Array:
     """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
     if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
+    scores_BHNM = _hide_padding(scores_BHNM, num_keys_B)
     weights_BHNM = jax.nn.softmax(scores_BHNM, axis=-1)
     weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
     return jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK)
@@ -81,17 +86,19 @@ def choose_attention(platform: str) -> Attend:
     return plain_attention if platform == "tpu" else dot_product_attention
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attend(
     q_BHNK: jax.Array,
     k_BHMK: jax.Array,
     v_BHMK: jax.Array,
     bias_BHNM: jax.Array | None,
     kept_BHNM: jax.Array | None,
+    num_keys_B: jax.Array | None,
     has_bias: bool,
     dropout: float,
 ) -> jax.Array:
-    return _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout)[0]
+    arrays = q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, num_keys_B
+    return _attend_forward(*arrays, has_bias, dropout)[0]
 
 
 def _attend_forward(
@@ -100,12 +107,14 @@ def _attend_forward(
     v_BHMK: jax.Array,
     bias_BHNM: jax.Array | None,
     kept_BHNM: jax.Array | None,
+    num_keys_B: jax.Array | None,
     has_bias: bool,
     dropout: float,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     scores_BHNM = jnp.einsum("bhnk,bhmk->bhnm", q_BHNK, k_BHMK)
     if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
+    scores_BHNM = _hide_padding(scores_BHNM, num_keys_B)
     weights_BHNM = jnp.exp(scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True))
     sum_BHN1 = weights_BHNM.sum(axis=-1, keepdims=True, dtype=jnp.float32)
     dropped_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
@@ -130,10 +139,19 @@ def _attend_backward(
     grad_BHNM = weights_BHNM * (grad_BHNM - mean_BHN1.astype(grad_BHNM.dtype))
     grad_q_BHNK = jnp.einsum("bhnm,bhmk->bhnk", grad_BHNM, k_BHMK)
     grad_k_BHMK = jnp.einsum("bhnm,bhnk->bhmk", grad_BHNM, q_BHNK)
-    return grad_q_BHNK, grad_k_BHMK, grad_v_BHMK, grad_BHNM if has_bias else None, None
+    return grad_q_BHNK, grad_k_BHMK, grad_v_BHMK, grad_BHNM if has_bias else None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _hide_padding(scores_BHNM: jax.Array, num_keys_B: jax.Array | None) -> jax.Array:
+    """The logits, -inf for keys from `num_keys_B` on; such a key gets no gradient either."""
+    if num_keys_B is None:
+        return scores_BHNM
+    numbers_M = jnp.arange(scores_BHNM.shape[3])
+    counts_BHNM = numbers_M[None, None, None] < num_keys_B[:, None, None, None]
+    return jnp.where(counts_BHNM, scores_BHNM, -jnp.inf)
 
 
 def _drop(x_BHNM: jax.Array, kept_BHNM: jax.Array | None, dropout: float) -> jax.Array:

@@ -96,6 +96,7 @@ class RowAttention(KernelAttention):
         *,
         turns: jax.Array | None = None,
         scale_D: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         B, N, D = x_BND.shape
         names, layers = ("query", "key", "value"), []
@@ -107,7 +108,7 @@ class RowAttention(KernelAttention):
         outs = kernel(x_BND.reshape(B * N, D), norm_params, tuple(layers), **fields)
         *parts, x_BND = (x_RD.reshape(B, N, D) for x_RD in outs)
         qkv = tuple(map(self._split_heads, names, parts))
-        return self._attend(qkv, (None,) * 3, turns, scale_D), x_BND
+        return self._attend(qkv, (None,) * 3, turns, scale_D, num_keys_B), x_BND
 
 
 class FastBlock(EncoderBlock):
@@ -125,6 +126,7 @@ class FastBlock(EncoderBlock):
         train: bool,
         shared: Any = None,
         turns: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         x_BND, _ = self.place(x_BND, shared)
         assert self.ops.rows is not None
@@ -133,13 +135,15 @@ class FastBlock(EncoderBlock):
         add = partial(self.add, drop_rate=drop_rate, train=train)
         kernel = None if self.qk_norm else rows.find_projections(x_BND)
         if kernel is None:
-            y_BND = self.attention_branch(norm(name="norm_attention")(x_BND), train, turns=turns)
+            y_BND = norm(name="norm_attention")(x_BND)
+            y_BND = self.attention_branch(y_BND, train, turns=turns, num_keys_B=num_keys_B)
         else:
             fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
             attention = RowAttention(**fields, num_keys=self.num_tokens, name="attention")
             params = NormParams(self.norm, name="norm_attention")(D)
             scale_D = LayerScale(self.layer_scale, name="scale_attention")(D)
-            y_BND, x_BND = attention(x_BND, params, kernel, turns=turns, scale_D=scale_D)
+            more = {"turns": turns, "scale_D": scale_D, "num_keys_B": num_keys_B}
+            y_BND, x_BND = attention(x_BND, params, kernel, **more)
             dropout = Dropout(self.dropout, self.ops.draw_bytes)
             y_BND = dropout(y_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, y_BND)

@@ -39,8 +39,9 @@ STOCHASTIC_DEPTH: Declaration = {
 # The behaviour of a model that lacks one of these fields.
 WITHOUT: dict[str, Any] = {
     "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
-    "keep_tokens": 1.0,
+    "keep_tokens": 1.0, "max_tokens": None,
 }  # fmt: skip
+_NOT_CHOSEN = ("num_classes", "image_size", "max_tokens", "ops", "constrain")
 _NOTHING = object()  # equals no value
 _LISTS = {
     "stages": "the units of each stage, e.g. (3, 4, 6, 3)",
@@ -92,7 +93,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     """
     known, family = field_names(module), module.__name__
     fields = {f: v for f, v in fields.items() if f in known or v != WITHOUT.get(f, _NOTHING)}
-    to_choose = [f for f in known if f not in ("num_classes", "image_size", "ops", "constrain")]
+    to_choose = [f for f in known if f not in _NOT_CHOSEN]
     collect_faults(
         [
             f"{f}: {family} has no such field; leave it at None; {nearest(f, to_choose)}"

@@ -7,7 +7,7 @@ Parameters are float32; the computation uses `dtype`.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -149,8 +149,8 @@ class EncoderBlock(BlockFields, nn.Module):
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
     `shared`, from `PositionEmbedding.build`, comes from tables that all blocks share. Positions are
     added to the block's input; relative positions to the attention logits; `turns`, see
-    `rotary.turn`, turn queries and keys. Only the first `num_tokens` tokens count, the others are
-    padding; None: all count.
+    `rotary.turn`, turn queries and keys. Only the first `num_tokens` tokens count, and of these the
+    first `num_keys_B` of each image; the others are padding; None: all count.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -169,12 +169,14 @@ class EncoderBlock(BlockFields, nn.Module):
         train: bool,
         shared: Any = None,
         turns: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         x_BND, relative = self.place(x_BND, shared)
         norm_class = choose_norm(self.norm, self.ops)
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
+        msa = partial(msa, num_keys_B=num_keys_B)
         mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
             y_BND = norm(name="norm")(x_BND)
@@ -185,17 +187,22 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.nowrap
     def attention_branch(
-        self, y_BND: jax.Array, train: bool, relative: Any = None, turns: jax.Array | None = None
+        self, y_BND: jax.Array, train: bool, *, num_keys_B: jax.Array | None = None, **of_keys: Any
     ) -> jax.Array:
-        """The attention (B, N, D) of normalised tokens, with dropout."""
+        """The attention (B, N, D) of normalised tokens, with dropout.
+
+        `of_keys`: `relative` and `turns`, see `Attention`.
+        """
         attention_class: Callable[..., nn.Module] = Attention
         if self.ops.attention_kernel is not None:
             attention_class = partial(KernelAttention, num_keys=self.num_tokens)
         fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
         attention = attention_class(**fields, name="attention")
         scale_D = LayerScale(self.layer_scale, name="scale_attention")(y_BND.shape[-1])
-        last = {"scale_D": scale_D, "train": train}
-        y_BND = self.mix(attention, y_BND, relative=relative, turns=turns, **last)
+        last: dict[str, Any] = {"scale_D": scale_D, "train": train}
+        if num_keys_B is not None:
+            last["num_keys_B"] = num_keys_B
+        y_BND = self.mix(attention, y_BND, **of_keys, **last)
         dropout = Dropout(self.dropout, self.ops.draw_bytes)
         return dropout(y_BND, ("batch", None, None), train=train)
 
@@ -257,8 +264,8 @@ class Encoder(BlockFields, nn.Module):
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
-    in all. `positions`, `shared`, `turns` and, unless None, the `grid` of the tokens go to every
-    block, a `block_class` or, with kernels of rows, the block of `ops.rows`.
+    in all. `positions`, `shared`, `turns`, `num_keys_B` and, unless None, the `grid` of the tokens
+    go to every block, a `block_class` or, with kernels of rows, the block of `ops.rows`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -281,6 +288,7 @@ class Encoder(BlockFields, nn.Module):
         grid: tuple[int, int] | None = None,
         shared: Any = None,
         turns: jax.Array | None = None,
+        num_keys_B: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
         num_tokens = x_BND.shape[1]
@@ -301,15 +309,16 @@ class Encoder(BlockFields, nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+                in_axes=(0, *[nn.broadcast] * 4),
                 length=self.depth,
             )
-            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared, turns)
+            layer = layers(name="layers", **fields)
+            x_BND, _ = layer(x_BND, drop_rates, train, shared, turns, num_keys_B)
         else:
             for i in range(self.depth):
                 block, fields["ops"] = self._block(i)
                 layer = block(name=f"layer_{i}", **fields)
-                x_BND, _ = layer(x_BND, drop_rates[i], train, shared, turns)
+                x_BND, _ = layer(x_BND, drop_rates[i], train, shared, turns, num_keys_B)
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
             norm = choose_norm(self.norm, self.ops)
             x_BND = norm(epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
@@ -340,6 +349,9 @@ class EncoderFields(BlockFields):
     scan: bool = False
     remat: str = "none"
 
+    block_class: ClassVar[type[nn.Module]] = EncoderBlock
+    sums_of_block: ClassVar[int] = 2  # see `split_blocks`
+
     @property
     def num_tokens(self) -> int:
         """Tokens of an example."""
@@ -354,13 +366,15 @@ class EncoderFields(BlockFields):
     @nn.nowrap
     def make_encoder(self, name: str | None = None) -> Encoder:
         more: dict[str, Any] = {"depth": self.depth, "scan": self.scan, "remat": self.remat}
+        more["block_class"] = self.block_class
         return Encoder(**self.block_fields(), **more, name=name)
 
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
         """Its blocks, which are no part of the model, and always learn."""
         values = (self.num_tokens if tokens is None else tokens) * self.width
-        blocks = split_blocks(self.depth, self.depth if self.remat != "none" else 0, values)
+        recomputed = self.depth if self.remat != "none" else 0
+        blocks = split_blocks(self.depth, recomputed, values, self.sums_of_block)
         return [block._replace(part=None) for block in blocks]
 
 
@@ -383,19 +397,21 @@ class MapHead(BlockFields, nn.Module):
     It ignores the block fields `dropout`, `attention_dropout`, `gated_mlp`, `mlp_norm`, `parallel`,
     `qk_norm`, `key_bias`, `layer_scale`, `lora_rank` and `ops`: it computes without kernels.
 
+    Only the first `num_keys_B` tokens of each image count; None: all.
+
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019
       (arXiv:1810.00825).
     """
 
     @nn.compact
-    def __call__(self, tokens_BND: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BND: jax.Array, num_keys_B: jax.Array | None = None) -> jax.Array:
         batch, _, width = tokens_BND.shape
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width))
         probe_B1D = jnp.tile(probe.astype(self.dtype), (batch, 1, 1))
         shared = {"dtype": self.dtype, "constrain": self.constrain}
         attention = Attention(self.num_heads, qkv_bias=self.qkv_bias, name="attention", **shared)
-        x_B1D = attention(probe_B1D, tokens_BND)
+        x_B1D = attention(probe_B1D, tokens_BND, num_keys_B=num_keys_B)
         norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
         y_B1D = norm(x_B1D)
         x_B1D += Mlp(self.mlp_dim, gelu=self.gelu, name="mlp", **shared)(y_B1D)

@@ -66,6 +66,24 @@ def draw_patches(rng: jax.Array, rows: int, num: int, share: float) -> jax.Array
     return jnp.sort(order_BN[:, : count_kept(num, share)], axis=1)
 
 
+def draw_among(rng: jax.Array, counts_B: jax.Array, num: int, share: float) -> jax.Array:
+    """`draw_patches` among the first `counts_B` of `num` patches of each row: int32 (rows, M).
+
+    A row keeps `count_kept_of` its own patches; the entries behind them are padding.
+    """
+    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(row_keys(rng, len(counts_B)))
+    order_BN = jnp.argsort(noise_BN + (jnp.arange(num)[None] >= counts_B[:, None]), axis=1)
+    order_BM = order_BN[:, : count_kept(num, share)]
+    kept_BM = jnp.arange(order_BM.shape[1])[None] < count_kept_of(counts_B, num, share)[:, None]
+    return jnp.sort(jnp.where(kept_BM, order_BM, order_BM + num), axis=1) % num
+
+
+def count_kept_of(counts_B: jax.Array, num: int, share: float) -> jax.Array:
+    """`count_kept` of the patches of each row, which are `num` at most."""
+    kept_B = jnp.round(counts_B * share).astype(jnp.int32)
+    return jnp.clip(kept_B, 1, count_kept(num, share))
+
+
 def count_kept(num: int, share: float) -> int:
     """M: how many of `num` patches are kept, at least one."""
     return max(round(num * share), 1)

@@ -14,12 +14,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
-from flax import struct
 
 from vit_jax.base.errors import InputError, nearest
+from vit_jax.base.pictures import Pictures
 from vit_jax.config import POSITIONS
 from vit_jax.models.contract import CONSTANTS
+from vit_jax.models.own_shapes import look_up, resample
+from vit_jax.models.relative import Relative
 
 SINCOS_1D = "sincos_1d"  # of T2T-ViTs, which keep its table as a constant
 PLACES = ("stem", "layers", "layers_shared")
@@ -32,82 +33,6 @@ _NO_VECTORS = {
 }
 
 _INIT = nn.initializers.normal(0.02)
-
-
-@struct.dataclass
-class Relative:
-    """Relative positions: vectors multiplied with the queries, as keys are, one for each offset.
-
-    offsets: (2 S - 1, K), indexed by the query's raster index minus the key's, plus S - 1; entry
-      S - 1 is offset 0.
-    to_patches: (P, S, K), for the queries of prefix tokens and the keys of patches.
-    from_patches: (P, S, K), for the queries of patches and the keys of prefix tokens.
-    prefix: (P, P, K), between prefix tokens. The last three are None if prefix tokens have no
-      positions.
-    block: number of patches whose queries are multiplied with the same vectors; it divides S.
-
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
-      (arXiv:1803.02155), Eq. 5.
-    """
-
-    block: int = struct.field(pytree_node=False)
-    offsets: jax.Array
-    to_patches: jax.Array | None = None
-    from_patches: jax.Array | None = None
-    prefix: jax.Array | None = None
-
-    @property
-    def num_patches(self) -> int:
-        """S."""
-        return (self.offsets.shape[0] + 1) // 2
-
-    def logits(self, q_BHNK: jax.Array) -> jax.Array:
-        """The term added to the attention logits, in the dtype of the queries.
-
-        Shapes: (B, H, N, K) -> (B, H, N, N); the queries must already be divided by sqrt(K).
-        """
-        num_patches = self.num_patches
-        num_prefix = q_BHNK.shape[2] - num_patches
-        tables = jax.tree.map(lambda table: table.astype(q_BHNK.dtype), self)
-        q_BHPK, q_BHSK = q_BHNK[:, :, :num_prefix], q_BHNK[:, :, num_prefix:]
-        logits_BHSS = _logits_by_offset(q_BHSK, tables.offsets, self.block)
-        logits_BHNN = _pad(logits_BHSS, above=num_prefix, left=num_prefix)
-        if self.prefix is None:
-            return logits_BHNN
-        from_BHSP = jnp.einsum("bhsk,psk->bhsp", q_BHSK, tables.from_patches)
-        to_BHPS = jnp.einsum("bhpk,psk->bhps", q_BHPK, tables.to_patches)
-        among_BHPP = jnp.einsum("bhpk,pok->bhpo", q_BHPK, tables.prefix)
-        to_BHPN = jnp.concatenate([among_BHPP, to_BHPS], axis=3)
-        logits_BHNN += _pad(from_BHSP, above=num_prefix, right=num_patches)
-        return logits_BHNN + _pad(to_BHPN, below=num_patches)
-
-
-def _pad(
-    x_BHNM: jax.Array, above: int = 0, below: int = 0, left: int = 0, right: int = 0
-) -> jax.Array:
-    return jnp.pad(x_BHNM, ((0, 0), (0, 0), (above, below), (left, right)))
-
-
-def _logits_by_offset(q_BHSK: jax.Array, offsets_OK: jax.Array, block: int) -> jax.Array:
-    """The product of each query with the vectors of its offsets to all patches.
-
-    This avoids a table of vectors for all S x S pairs. A block of R queries has S + R - 1 different
-    offsets; each of its queries is multiplied with the vectors of all of them. Row r of the result
-    needs S of these products, starting one column further left than row r - 1. To align them, each
-    row is padded by one zero, the block is flattened, R - 1 values are cut off in front and one
-    behind, and the rest is reshaped into rows one value shorter.
-
-    Shapes: (B, H, S, K), (O, K), O = 2 S - 1 -> (B, H, S, S).
-    """
-    num = q_BHSK.shape[2]
-    firsts = range(num - block, -1, -block)
-    blocks_TOK = jnp.stack([offsets_OK[::-1][first : first + num + block - 1] for first in firsts])
-    blocks_TOK = jnp.pad(blocks_TOK, ((0, 0), (0, 1), (0, 0)))
-    q_BHTRK = rearrange(q_BHSK, "b h (t r) k -> b h t r k", r=block)
-    x_BHTRO = jnp.einsum("bhtrk,tok->bhtro", q_BHTRK, blocks_TOK)
-    x = rearrange(x_BHTRO, "b h t r o -> b h t (r o)")[..., block - 1 : -1]
-    x_BHTRO = rearrange(x, "b h t (r o) -> b h t r o", r=block)
-    return rearrange(x_BHTRO[..., :num], "b h t r s -> b h (t r) s")
 
 
 class Resize(NamedTuple):
@@ -141,6 +66,7 @@ class PositionEmbedding:
       collection: of the variables that hold its tables: "params", which learn; CONSTANTS, only in
         models that keep some; "": it has no tables.
       acts_on: "tokens", "logits", "turns" or "nothing"; see `build`.
+      takes_pictures: whether `of_pictures` gives the vectors of the patches.
     """
 
     grid: tuple[int, int]
@@ -151,6 +77,7 @@ class PositionEmbedding:
 
     collection: ClassVar[str] = "params"
     acts_on: ClassVar[str] = "tokens"
+    takes_pictures: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -208,8 +135,16 @@ class PositionEmbedding:
         """
         raise InputError(f"{type(self).__name__} needs a method build, see `PositionEmbedding`")
 
-    def build_checked(self, tables: Any = None) -> Any:
-        """The result of `build`; raises InputError if it has another shape than `acts_on` needs."""
+    def build_checked(
+        self, tables: Any = None, pictures: Pictures | None = None, filter: str = "bilinear"
+    ) -> Any:
+        """The result of `build`, or of pictures that of `build_of_pictures`, unless it is None.
+
+        Raises:
+          InputError: it has another shape than `acts_on` needs.
+        """
+        if pictures is not None and self.acts_on != "nothing":
+            return self.build_of_pictures(tables, pictures, filter)
         tokens, width = self.num_prefix + self.num_patches, self.width // self.num_heads
         needed: tuple[int, ...] | None = {
             "tokens": (1, tokens, self.width),
@@ -234,6 +169,23 @@ class PositionEmbedding:
             f"pos_embed: {type(self).__name__} cannot go from a grid of {self.grid} to {grid}; "
             "keep the image size"
         )
+
+    def of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
+        """The vectors (B, N, D) of the patches of each picture; `filter`: see `own_shapes`."""
+        del tables, pictures, filter
+        raise InputError(
+            f"pos_embed: {type(self).__name__} knows one grid only; choose learned_1d or sincos_2d"
+        )
+
+    def build_of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
+        """`build` for pictures of different grids: (B, P + N, D)."""
+        of_patches_BND = self.of_pictures(tables, pictures, filter)
+        rows, _, width = of_patches_BND.shape
+        of_prefix_1PD = jnp.zeros((1, self.num_prefix, width))
+        if self.num_placed:
+            of_prefix_1PD = of_prefix_1PD.at[:, : self.num_placed].set(tables[:, : self.num_placed])
+        of_prefix_BPD = jnp.broadcast_to(of_prefix_1PD, (rows, *of_prefix_1PD.shape[1:]))
+        return jnp.concatenate([of_prefix_BPD, of_patches_BND], axis=1)
 
     def with_prefix(self, added_1ND: jax.Array) -> jax.Array:
         """The vectors (1, P + S, D) of all tokens.
@@ -277,6 +229,8 @@ class NoPositions(PositionEmbedding):
 class Learned1D(PositionEmbedding):
     """A vector for each token: a table (1, P + S, D)."""
 
+    takes_pictures = True
+
     def init(self, key: jax.Array) -> Any:
         return _INIT(key, (1, self.num_placed + self.num_patches, self.width))
 
@@ -285,6 +239,9 @@ class Learned1D(PositionEmbedding):
 
     def resampled(self, tables: Any, grid: tuple[int, int], resize: Resize) -> Any:
         return resize.grid(tables, self.grid, grid)
+
+    def of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
+        return resample(tables[0, self.num_placed :], self.grid, pictures, filter)
 
 
 class Sincos1D(Learned1D):
@@ -300,6 +257,7 @@ class Sincos2D(PositionEmbedding):
     """Fixed sines and cosines of column and row; see `sincos_2d`."""
 
     collection = ""
+    takes_pictures = True
 
     @classmethod
     def find_faults(cls, model: Any) -> list[str]:
@@ -309,6 +267,11 @@ class Sincos2D(PositionEmbedding):
 
     def build(self, tables: Any = None) -> Any:
         return self.with_prefix(jnp.asarray(sincos_2d(self.grid, self.width))[None])
+
+    def of_pictures(self, tables: Any, pictures: Pictures, filter: str) -> jax.Array:
+        most, (row_BN, column_BN) = pictures.patches.shape[1], pictures.places
+        along = sincos_2d((1, most), self.width)[:, : self.width // 2]
+        return jnp.concatenate([look_up(along, column_BN), look_up(along, row_BN)], axis=2)
 
 
 class Learned2D(PositionEmbedding):
@@ -375,6 +338,11 @@ class PositionChoice:
     pos_embed: str
     pos_embed_at: str | None
 
+    @property
+    def needs_grid(self) -> bool:
+        """Whether layers need all patches of an image, in rows and columns."""
+        return False
+
     @classmethod
     def pos_embeds(cls) -> tuple[str, ...]:
         """The names in POSITIONS that `pos_embed` may have."""
@@ -400,6 +368,19 @@ class PositionChoice:
     @property
     def why_no_positions(self) -> str | None:
         return _NO_VECTORS.get(self.position_class.acts_on)
+
+    @nn.nowrap
+    def find_keep_faults(self) -> list[str]:
+        """The fields for which `encode` needs all patches of an image."""
+        if self.needs_grid:
+            return [f"the layers of a {type(self).__name__} need all patches of an image"]
+        if self.has_positions_in_layers:
+            return [
+                f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
+                "layers need all patches of an image; choose stem or layers_shared, and another "
+                "kind than relative"
+            ]
+        return []
 
     @nn.nowrap
     def find_position_faults(self) -> list[str]:

@@ -6,12 +6,14 @@ Axes: B images, N tokens, H heads, K width of a head.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import nowrap
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.config import key
 from vit_jax.models.fields import DTYPES, POSITIVE
 
@@ -89,6 +91,19 @@ class RotaryFields:
         return faults
 
     @nowrap
+    def make_turns(
+        self, of: tuple[int, int] | Pictures, prefix: int, registers: int, head_width: int,
+        train: bool,
+    ) -> jax.Array | None:  # fmt: skip
+        """The turns of a grid (rows, columns), or of pictures; None without rotary positions."""
+        if self.rotary is None:
+            return None
+        module: Any = self
+        rng = module.make_rng("dropout") if train and self.rotary_is_random else None
+        turns: Any = self.turns_of_pictures if isinstance(of, Pictures) else self.turns
+        return turns(of, prefix, registers, head_width, rng)
+
+    @nowrap
     def turns(
         self,
         grid: tuple[int, int],
@@ -111,13 +126,45 @@ class RotaryFields:
         if rng is not None and self.rotary_is_random:
             sides = self._changed(sides, rng)
         angles = [self._angles(sides, self.rotary_base, head_width)]
-        if self.rotary_registers is not None:
-            own = [np.arange(math.isqrt(registers), dtype=np.float32)] * 2
-            angles.insert(0, self._angles(own, self.rotary_registers, head_width))
+        angles = [*self._of_registers(registers, head_width), *angles]
         angles_NA = jnp.concatenate(angles)
         still = prefix + math.prod(grid) - len(angles_NA)
         angles_NA = jnp.pad(angles_NA, ((still, 0), (0, 0)))
         return jnp.concatenate([jnp.cos(angles_NA), jnp.sin(angles_NA)], axis=1)[None]
+
+    @nowrap
+    def turns_of_pictures(
+        self, pictures: Pictures, prefix: int, registers: int, head_width: int,
+        rng: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """`turns` for pictures of different grids: (B, prefix + N, K)."""
+        sides: list[Any] = []
+        for place_BN, side_B1 in zip(pictures.places, pictures.grid.T[..., None], strict=True):
+            if self.rotary == "normalised":
+                sides.append(4 * np.pi * (place_BN + 0.5) / side_B1 - 2 * np.pi)
+            else:
+                sides.append(place_BN * (self.rotary_side / side_B1 if self.rotary_side else 1.0))
+        if rng is not None and self.rotary_is_random:
+            sides = [*self._changed(sides, rng)]
+        periods = self.periods(self.rotary_base, head_width)
+        angles_BNA = jnp.concatenate(
+            [side[..., None] / periods[None, None] for side in sides], axis=2
+        )
+        rows = len(angles_BNA)
+        own = [jnp.broadcast_to(angles_RA, (rows, *angles_RA.shape))
+               for angles_RA in self._of_registers(registers, head_width)]  # fmt: skip
+        angles_BNA = jnp.concatenate([*own, angles_BNA], axis=1)
+        still = prefix + pictures.patches.shape[1] - angles_BNA.shape[1]
+        angles_BNA = jnp.pad(angles_BNA, ((0, 0), (still, 0), (0, 0)))
+        return jnp.concatenate([jnp.cos(angles_BNA), jnp.sin(angles_BNA)], axis=2)
+
+    @nowrap
+    def _of_registers(self, registers: int, head_width: int) -> list[jax.Array]:
+        """The angles of the registers, (registers, K / 2); [] if they are not turned."""
+        if self.rotary_registers is None:
+            return []
+        own = [np.arange(math.isqrt(registers), dtype=np.float32)] * 2
+        return [self._angles(own, self.rotary_registers, head_width)]
 
     @nowrap
     def _coordinates(self, grid: tuple[int, int]) -> Sequence[jax.typing.ArrayLike]:

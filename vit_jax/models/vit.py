@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.errors import collect_faults
+from vit_jax.base.pictures import Pictures
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS
@@ -23,20 +24,23 @@ from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
-from vit_jax.models.patches import count_kept, extract_patches, take_after
+from vit_jax.models.own_shapes import Images, PictureFields, mean_of_first
+from vit_jax.models.patches import count_kept, count_kept_of, extract_patches, take_after
 from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
+from vit_jax.models.vit_flops import count_flops
 
 HEAD_NORM_EPS = 1e-6
 _HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "token_gap", "map")
 
 
-class ViT(BlockFields, RotaryFields, PositionChoice, Model):
+class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
     """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
-    In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
+    It takes `Pictures` in place of images. In training (`train=True`), dropout and stochastic depth
+    need the random stream `dropout`.
 
     Fields:
       num_classes: C; with None the model has no head and `__call__` returns the features.
@@ -58,7 +62,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         set of tables for all layers. None means "stem", or "layers" for relative positions, which
         act inside attention.
       pos_embed_class_token: whether the class token has a learned position too.
-      rotary, ...: rotary positions; see `RotaryFields`.
+      rotary, ...: rotary positions; see `RotaryFields`. max_tokens, ...: see `PictureFields`.
       parallel, qk_norm, layer_scale, lora_rank, gated_mlp, mlp_norm: options of the encoder blocks
         (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`, `Mlp`), off by default;
         the pooling head has none of them.
@@ -170,18 +174,31 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             bias_init=nn.initializers.constant(self.head_bias),
         )
 
-    def tokens(self, images: jax.Array, *, train: bool = False) -> jax.Array:
+    def tokens(self, images: Images, *, train: bool = False) -> jax.Array:
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
-        x_BND, image_size = self.embed(images), self.image_size or images.shape[1:3]
-        keep = self.draw_keep(*x_BND.shape[:2], train=train)
-        return self.encode(x_BND, keep=keep, image_size=image_size, train=train)
+        return self._encode_all(images, train)[0]
 
-    def embed(self, images: jax.Array) -> jax.Array:
+    def _encode_all(self, images: Images, train: bool) -> tuple[jax.Array, jax.Array | None]:
+        """`tokens`, and the number of patches of each picture among them; None: all are."""
+        x_BND, counts_B, more = self.embed(images), None, dict[str, Any]()
+        if isinstance(images, Pictures):
+            more, counts_B = {"pictures": images}, images.counts
+        if self.image_size is None:
+            more["image_size"] = images.shape[-3:-1]  # of a picture one patch
+        keep = self.draw_keep(*x_BND.shape[:2], counts_B=counts_B, train=train)
+        if keep is not None and counts_B is not None:
+            more["counts_B"] = counts_B = count_kept_of(counts_B, x_BND.shape[1], self.keep_tokens)
+        return self.encode(x_BND, keep=keep, **more, train=train), counts_B
+
+    def embed(self, images: Images) -> jax.Array:
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
 
         Objectives replace patches, for example by a mask token, before `encode` adds the
         positions.
         """
+        if isinstance(images, Pictures):
+            patches = self.flat_patches(images, self.patch_size, self.channels)
+            return self.constrain(self.embedding(patches.astype(self.dtype)), ("batch", None, None))
         check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
@@ -193,6 +210,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         *,
         keep: jax.Array | None = None,
         image_size: tuple[int, ...] | None = None,
+        pictures: Pictures | None = None,
+        counts_B: jax.Array | None = None,
         train: bool = False,
     ) -> jax.Array:
         """The encoder's output for patches from `embed`: prefix tokens and positions are added.
@@ -202,6 +221,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
           keep: (B, M) int32, the raster indices of the patches that go through the encoder, in the
             order in which they come out; the prefix tokens always do. None: all patches.
           image_size: height and width of the images in pixels; None: `image_size` of the model.
+          pictures: of which the patches are; None: of images.
+          counts_B: how many first patches of `keep` count, of pictures.
           train: whether dropout and stochastic depth are on.
 
         Returns:
@@ -222,11 +243,15 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         shared, acts_on = None, self.position_class.acts_on
         if self.positions_at != "layers":
-            shared = self.positions(image_size).build_checked(self.pos_embedding)
+            given = self.pos_embedding, pictures, self.pos_filter
+            shared = self.positions(image_size).build_checked(*given)
         if acts_on == "tokens" and self.positions_at == "stem":
             assert shared is not None
-            x_BND, shared = x_BND + self.ops.repeat(shared, x_BND.shape[0], self.dtype), None
-        turns = self._turns(image_size, train)
+            if pictures is None:
+                shared = self.ops.repeat(shared, x_BND.shape[0], self.dtype)
+            x_BND, shared = x_BND + shared.astype(self.dtype), None
+        sizes = self.num_prefix_tokens, self.registers, self.width // self.num_heads
+        turns = self.make_turns(pictures or self.grid_of(image_size), *sizes, train)
         if acts_on == "turns":
             turns, shared = shared, None
         if keep is not None:
@@ -239,53 +264,39 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
             x_BND = self.embedding_norm(x_BND)
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
-        grid = None if self.block_class is EncoderBlock else self.grid_of(image_size)
-        return self.encoder(x_BND, grid=grid, shared=shared, turns=turns, train=train)
-
-    @nn.nowrap
-    def _turns(self, image_size: tuple[int, ...], train: bool) -> jax.Array | None:
-        """The turns (1, P + N, K) of queries and keys; None without rotary positions."""
-        if self.rotary is None:
-            return None
-        rng = self.make_rng("dropout") if train and self.rotary_is_random else None
-        grid, head_width = self.grid_of(image_size), self.width // self.num_heads
-        return self.turns(grid, self.num_prefix_tokens, self.registers, head_width, rng)
-
-    @nn.nowrap
-    def find_keep_faults(self) -> list[str]:
-        """The fields for which `encode` needs all patches of an image."""
-        if self.block_class is not EncoderBlock:
-            return [f"the layers of a {type(self).__name__} need all patches of an image"]
-        if self.has_positions_in_layers:
-            return [
-                f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
-                "layers need all patches of an image; choose stem or layers_shared, and another "
-                "kind than relative"
-            ]
-        return []
+        grid = self.grid_of(image_size) if self.needs_grid else None
+        of_keys: dict[str, Any] = {"shared": shared, "turns": turns}
+        if pictures is not None:
+            counts_B = pictures.counts if counts_B is None else counts_B
+            of_keys["num_keys_B"] = self.num_prefix_tokens + counts_B
+        return self.encoder(x_BND, grid=grid, **of_keys, train=train)
 
     def _embed(self, images: jax.Array) -> jax.Array:
         """Embed each patch of the images as a token: the first part of Eq. 1."""
         return self.embedding(extract_patches(images, self.patch_size))
 
-    def features(self, images: jax.Array, *, train: bool = False) -> jax.Array:
+    def features(self, images: Images, *, train: bool = False) -> jax.Array:
         """The pooled representation: class token, mean of the patches, or attention pool.
 
         Shapes: -> (B, D); (B, 2 D) with `pool` token_gap.
         """
-        return self.represent(self.tokens(images, train=train))
+        x_BND, counts_B = self._encode_all(images, train)
+        return self.represent(x_BND, counts_B)
 
-    def represent(self, x_BND: jax.Array) -> jax.Array:
-        """The features (B, D) of the encoder's output (B, N, D); see `features`."""
+    def represent(self, x_BND: jax.Array, counts_B: jax.Array | None = None) -> jax.Array:
+        """The features (B, D) of the encoder's output (B, N, D); see `features`.
+
+        `counts_B`: so many first patches of each picture count; None: all.
+        """
         patches_BND = x_BND[:, self.num_prefix_tokens :]
         if self.pool == "map":
-            x_BD = self.map_head(patches_BND)
+            x_BD = self.map_head(patches_BND, counts_B)
         else:
-            pooled = {"token": x_BND[:, 0], "gap": patches_BND.mean(axis=1)}
+            pooled = {"token": x_BND[:, 0], "gap": mean_of_first(patches_BND, counts_B)}
             x_BD = jnp.concatenate([pooled[kind] for kind in self.pool.split("_")], axis=1)
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
-    def pre_logits(self, images: jax.Array, *, train: bool = False) -> jax.Array:
+    def pre_logits(self, images: Images, *, train: bool = False) -> jax.Array:
         """The features (B, D) after the head's hidden layer; the features if there is none."""
         return self._hidden(self.features(images, train=train))
 
@@ -293,7 +304,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
         return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
 
     def __call__(
-        self, images: jax.Array, *, train: bool = False, mask: jax.Array | None = None
+        self, images: Images, *, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
         x_BD = self.features(images, train=train)
         y_BD = self._hidden(x_BD)  # if there are no classes, only creates its parameters
@@ -316,6 +327,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     @property
     def is_random(self) -> bool:
         return super().is_random or self.rotary_is_random
+
+    @property
+    def needs_grid(self) -> bool:
+        return self.block_class is not EncoderBlock
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -357,12 +372,17 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
     @property
     def num_tokens(self) -> int:
         """Number of tokens of one image; the model must have an image size."""
-        return math.prod(self.grid) + self.num_prefix_tokens
+        return self.num_patches + self.num_prefix_tokens
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches of one image, padding included."""
+        return math.prod(self.grid) if self.max_tokens is None else self.max_tokens
 
     @property
     def num_tokens_in_training(self) -> int:
         """Number of tokens of one image that training encodes, prefix tokens included."""
-        return count_kept(math.prod(self.grid), self.keep_tokens) + self.num_prefix_tokens
+        return count_kept(self.num_patches, self.keep_tokens) + self.num_prefix_tokens
 
     @property
     def attention_shape(self) -> AttentionShape | str:
@@ -387,24 +407,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     @property
     def flops_by_sizes(self) -> int | None:
-        """FLOPs of one image: see `Model`; None with relative positions.
-
-        For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D
-        FLOPs, with a gate 2 N D F more. The backward pass costs twice the forward pass, except for
-        the patch embedding, which needs no gradient with respect to the pixels.
-        """
-        if self.position_class.acts_on == "logits":
-            return None
-        tokens, d, f = self.num_tokens_in_training, self.width, self.mlp_dim
-        values = math.prod(self.patch_size) * self.channels
-        embedding = 2 * math.prod(self.grid) * values * d
-        matrices = 4 * d + (2 + self.gated_mlp) * f
-        layers = self.depth * (2 * tokens * d * matrices + 4 * tokens**2 * d)
-        heads = 2 if self.pool == "token_gap" else max(self.num_pooled_tokens, 1)
-        head = heads * 2 * d * (self.num_classes or 0) + 2 * d**2 * self.hidden_head
-        if self.pool == "map":  # one query: the probe
-            head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
-        return 2 * embedding + 3 * (layers + head)
+        """See `Model` and `vit_flops`; None with relative positions."""
+        return None if self.position_class.acts_on == "logits" else count_flops(self)
 
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
@@ -415,7 +419,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, Model):
 
     @nn.nowrap
     def find_faults(self) -> list[str]:
-        faults = super().find_faults() + self.find_position_faults()
+        faults = super().find_faults() + self.find_position_faults() + self.find_picture_faults()
         if "token" in self.pool and self.class_token is False:
             faults.append(f"class_token=False: pool={self.pool!r} needs it; choose pool gap or map")
         if self.pool == "token_gap" and (self.norm_pooled or self.hidden_head):

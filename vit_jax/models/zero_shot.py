@@ -113,14 +113,7 @@ def zero_shot_head(
     Source: Radford et al. 2021 (arXiv:2103.00020), section 3.1.4.
     """
     matcher, params = side.matcher, side.params
-    ids_NT = np.concatenate(texts)
-    if (last := ids_NT.max()) >= matcher.text.vocabulary:
-        known = f"the text tower knows {matcher.text.vocabulary}"
-        raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
-    embed = partial(_embed_texts(matcher, whole), side.variables)
-    padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
-    found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // _BATCH)]
-    texts_NE = np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
+    texts_NE = embed_texts(side, np.concatenate(texts), whole)
     ends = np.cumsum([len(ids) for ids in texts])[:-1]
     classes_KE = jnp.stack([of_class_nE.mean(axis=0) for of_class_nE in np.split(texts_NE, ends)])
     bias = np.asarray(params["logit_bias"]) if matcher.has_bias else 0
@@ -132,6 +125,23 @@ def zero_shot_head(
     if matcher.image_width is not None:
         head["head/projection/kernel"] = params["image_head/kernel"]
     return head
+
+
+def embed_texts(
+    side: TextSide, ids_NT: np.ndarray, whole: jax.sharding.Sharding | None = None
+) -> np.ndarray:
+    """The features (N, E) of texts, each of length 1.
+
+    The arguments and the errors are those of `zero_shot_head`, for the token ids of all texts.
+    """
+    vocabulary = side.matcher.text.vocabulary
+    if (last := ids_NT.max()) >= vocabulary:
+        known = f"the text tower knows {vocabulary}"
+        raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
+    embed = partial(_embed_texts(side.matcher, whole), side.variables)
+    padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
+    found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // _BATCH)]
+    return np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from vit_jax.base.tree import Batch, ModelState, Params, PyTree
 from vit_jax.config import Part, sections
 from vit_jax.config.settings import Settings
 from vit_jax.data.tokenizers import TextFacts
+from vit_jax.models.captioner import Captioner
 from vit_jax.models.text import Matcher
 
 
@@ -236,11 +237,13 @@ class ObjectivePart(sections.Objective, Part):
 
     splits_unasked: whether a batch may be computed in microbatches unasked. The loss of a row, and
       what is drawn for it, then depend neither on other rows nor on its place in a microbatch.
+    takes_pictures: whether it also learns from `Pictures`, by `data.max_tokens`.
     needs_average: as in `Objective`; then no optimizer with an average of its own is let pass.
     split_params: of its own parameters and states, as `models.contract.Model.split_params`.
     """
 
     splits_unasked = False
+    takes_pictures = False
     needs_average = False
     split_params: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = ()
 
@@ -287,6 +290,17 @@ class ObjectivePart(sections.Objective, Part):
         Raises:
           InputError: the model or the tokenizer does not suit.
         """
+        raise NotImplementedError
+
+    @property
+    def writes_captions(self) -> bool:
+        """Whether its own parameters hold those of a `make_captioner`, as "decoder"."""
+        return False
+
+    def make_captioner(
+        self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
+    ) -> Captioner:
+        """The decoder that writes captions from the tokens of `model`; as `make_matcher`."""
         raise NotImplementedError
 
     def conflicts(self, settings: Settings) -> list[str]:

@@ -62,6 +62,9 @@ class Contrastive(ObjectivePart):
     )
     text_heads: int | None = key(None, "of its attention; None: as the model's", within=POSITIVE)
     text_mlp_dim: int | None = key(None, "width of its MLPs; None: as the model's", within=POSITIVE)
+    text_lora_rank: int | None = key(
+        None, "rank of the LoRA adapters on its query and value; None: none", within=POSITIVE
+    )
     causal: bool = key(
         False, "a causal mask, and the end token is pooled; False: the last position"
     )
@@ -70,7 +73,12 @@ class Contrastive(ObjectivePart):
         within=POSITIVE,
     )  # fmt: skip
 
-    learns_texts = True
+    takes_pictures = True
+
+    @property
+    def learns_texts(self) -> bool:
+        return True
+
     split_params = (
         # Each device looks up its part of the width: tokens are exchanged, and no whole gradient.
         (r"token_embedding/embedding", (None, "fsdp")),
@@ -81,17 +89,14 @@ class Contrastive(ObjectivePart):
         if settings.data.text_length is not None:
             return []
         return [
-            "data.text_length=None: objective.name='contrastive' reads captions; set it to a "
+            f"data.text_length=None: objective.name={self.name!r} reads captions; set it to a "
             "number of tokens, such as --config.data.text_length=64"
         ]
 
     def make_matcher(
         self, model: nn.Module, text: TextFacts, in_form: InForm = as_it_is
     ) -> Matcher:
-        if type(model) not in TOWERS:
-            kind = type(model).__name__
-            why = f"does not train a {kind}; choose a ViT or a ViTC"
-            raise InputError(f"objective.name='contrastive': {why}")
+        model = check_tower(model, "contrastive")
         width, heads = self.text_width or model.width, self.text_heads or model.num_heads
         of_keys = f"objective.text_width={width}, objective.text_heads={heads}"
         faults = Faults()
@@ -112,6 +117,7 @@ class Contrastive(ObjectivePart):
             mlp_dim=self.text_mlp_dim or model.mlp_dim,
             common_width=self.common_width or model.width,
             causal=self.causal,
+            lora_rank=self.text_lora_rank,
             end_id=text.end_id,
             **{name: getattr(model, name) for name in same},
         )
@@ -122,7 +128,7 @@ class Contrastive(ObjectivePart):
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         assert facts.text is not None  # else `conflicts` has said so
         matcher = self.make_matcher(model, facts.text, facts.in_form)
-        bound = _Contrastive(cast(Model, model), matcher, self)
+        bound = BoundContrastive(cast(Model, model), matcher, self)
         return Objective(
             bound.loss,
             init=bound.init,
@@ -133,7 +139,15 @@ class Contrastive(ObjectivePart):
         )
 
 
-class _Contrastive(NamedTuple):
+def check_tower(model: nn.Module, objective: str) -> Model:
+    """`model`; raises InputError if the objective of that name cannot train it with texts."""
+    if type(model) not in TOWERS:
+        why = f"does not train a {type(model).__name__}; choose a ViT or a ViTC"
+        raise InputError(f"objective.name={objective!r}: {why}")
+    return cast(Model, model)
+
+
+class BoundContrastive(NamedTuple):
     """The functions of the objective `Contrastive` of a model."""
 
     model: Model
@@ -153,7 +167,11 @@ class _Contrastive(NamedTuple):
         images_BD, model_state = apply_in_training(
             self.model, params, state.model_state, batch, rng, method="features"
         )
-        own: Any = params[OBJECTIVE]
+        sums = self.sums_of(params[OBJECTIVE], images_BD, batch)
+        return sums._replace(model_state=model_state)
+
+    def sums_of(self, own: Any, images_BD: jax.Array, batch: Batch) -> ObjectiveOutput:
+        """The sums over a batch, for its own parameters and the features of the images."""
 
         def embed(x: jax.Array, method: str, **options: Any) -> jax.Array:
             found = self.matcher.apply({"params": own}, x, method=method, **options)
@@ -172,4 +190,4 @@ class _Contrastive(NamedTuple):
         rows = of_rows._asdict() | {"scale": jnp.full_like(mask_B, scale)}
         if self.matcher.has_bias:
             rows["bias"] = jnp.full_like(mask_B, features.bias)
-        return ObjectiveOutput(total, mask_B.sum(), sum_rows(rows, mask_B), model_state)
+        return ObjectiveOutput(total, mask_B.sum(), sum_rows(rows, mask_B), {})

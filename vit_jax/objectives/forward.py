@@ -17,7 +17,7 @@ def apply_in_training(
     rng: jax.Array,
     **kwargs: Any,
 ) -> tuple[Any, ModelState]:
-    """(output for `batch["image"]` (B, H, W, 3), new model state).
+    """(output for `batch["image"]` (B, H, W, 3) or `Pictures`, new model state).
 
     A model whose class has the attribute `has_batch_statistics = True` also gets
     `mask=batch["mask"]` (B,), 0 for rows that its statistics must ignore, and may change its model

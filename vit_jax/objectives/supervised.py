@@ -26,6 +26,7 @@ class Supervised(ObjectivePart):
 
     learns_labels = True
     splits_unasked = True
+    takes_pictures = True
 
     def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
         def loss_of_batch(

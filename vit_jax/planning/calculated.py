@@ -36,8 +36,9 @@ _SCAN = 0.2  # a scan with full remat takes 5 % longer than full remat of unroll
 _UNEVEN = 0.6  # H/14 and g/14 with 20 and 22 rows a v5p chip take 1.2 times the cycles
 _ROWS = 8  # of a tile
 # Fraction of the time of the products at the chip's peak. With 64 images a chip B/16 loses 0.27 and
-# L/16 0.23; fewer images lose less.
+# L/16 0.23; fewer images lose less. Each of the two kernels gains about half: S/16.
 _LOST_WITHOUT_KERNELS = 0.15
+_KERNELS = "projections_forward", "mlp_forward"
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
 
@@ -125,8 +126,8 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
         passes = layers / model.depth
     if not target.chip.is_gpu:
         passes += _UNEVEN * any(_is_uneven(leaf) for leaf in leaves)
-        if not has_kernel(jaxpr, "projections_forward"):
-            added += _LOST_WITHOUT_KERNELS * products_s
+        missing = sum(not has_kernel(jaxpr, name) for name in _KERNELS) / len(_KERNELS)
+        added += _LOST_WITHOUT_KERNELS * missing * products_s
     added += (passes + _SCAN * model.scan) * forward_s
     return {"memory_bytes": memory, "added_s": added, "hidden_s": hidden}
 

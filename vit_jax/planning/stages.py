@@ -19,9 +19,10 @@ def plan_stages(settings: Settings, target: Target, plan: Plan) -> dict[str, Any
     """
     plans = plan_each(settings, target, plan)
     if len(plans) > 1:
-        for stage, run, figures in zip(settings.stages, settings.by_stage, plans, strict=True):
+        for i, (run, figures) in enumerate(zip(settings.by_stage, plans, strict=True)):
             share = run.model.own.get("keep_tokens", 1.0)
-            figures |= {"keep_tokens": share, "total_steps": len(stage.steps)}
+            steps = settings.stages.steps_in(i, settings.run.duration)
+            figures |= {"keep_tokens": share, "total_steps": steps}
     return add_up(plans)
 
 
@@ -32,7 +33,9 @@ def plan_each(settings: Settings, target: Target, plan: Plan) -> list[dict[str, 
       InputError: as `plan` and `check_batch`.
     """
     for run in settings.by_stage:
-        if run.data.image_size != settings.data.image_size:
+        if run.run.global_batch_size != settings.run.global_batch_size or (
+            run.data.image_size != settings.data.image_size
+        ):
             parsed, mesh = parse_preprocessing(run), described_mesh(run, target)
             check_batch(run.run.global_batch_size, run.data, run.optimizer, mesh, parsed)
     return [plan(run, target) for run in settings.by_stage]

@@ -154,35 +154,40 @@ class Run:
 
         All are made now, but for the stages that end before the step after `start`.
         """
-        find = self.settings.stages.find
-        left = self.experiments[find(start) :]
-        made = [make(dataclasses.replace(self, experiment=each)) for each in left]
-        return lambda number: made[find(number - 1) - find(start)]
+        stages = self.settings.stages
+        left = stages.needed(start)
+        made = [make(dataclasses.replace(self, experiment=e)) for e in self.experiments[left:]]
+        return lambda number: made[stages.find(number - 1) - left]
 
     def batches(self, steps: range) -> Generator[Batch, None, None]:
         """The batches of `steps`, counted from 0, at the image size of each."""
         stages = self.settings.stages
-        for stage, each in zip(stages, self.experiments, strict=True):
-            start, stop = max(steps.start, stage.steps.start), min(steps.stop, stage.steps.stop)
-            if start < stop:
-                yield from data.train_batches(
-                    self.train_source,
-                    each.batch,
-                    steps=range(start, stop),
-                    seed=self.settings.run.seed,
-                    sharding=batch_sharding(self.mesh),
-                    data_order=self.order,
-                    first=stages.images(start),
-                )
+        streams: dict[int, Generator[Batch, None, None]] = {}
+        try:
+            for step in steps:
+                i = stages.find(step)
+                if i not in streams:
+                    firsts = stages.firsts(i, steps)
+                    streams[i] = data.train_batches(
+                        self.train_source,
+                        self.experiments[i].batch,
+                        steps=range(step, step + len(firsts)),
+                        seed=self.settings.run.seed,
+                        sharding=batch_sharding(self.mesh),
+                        data_order=self.order,
+                        firsts=firsts,
+                    )
+                yield next(streams[i])
+        finally:
+            for stream in streams.values():
+                stream.close()
 
     def flops(self, steps: int) -> int:
         """FLOPs of the first `steps` steps: forward and backward, without rematerialisation."""
-        by_stage = zip(self.settings.stages, self.experiments, strict=True)
+        stages = self.settings.stages
         return sum(
-            len(range(stage.steps.start, min(steps, stage.steps.stop)))
-            * stage.batch
-            * each.flops_per_image
-            for stage, each in by_stage
+            stages.steps_in(i, steps) * stage.batch * each.flops_per_image
+            for i, (stage, each) in enumerate(zip(stages, self.experiments, strict=True))
         )
 
     @property
@@ -291,8 +296,11 @@ def describe(run: Run) -> None:
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     e, d = run.experiment, run.settings.data
-    logger.info("batch: %d globally, %d per host, %d per device; images: %d x %d (height x width)",
-                size, rows, size // ways, *d.image_size)  # fmt: skip
+    shape = "{} x {} (height x width)".format(*d.image_size)
+    if d.max_tokens is not None:
+        shape = f"in their own shape, at most {d.max_tokens} patches"
+    logger.info("batch: %d globally, %d per host, %d per device; images: %s",
+                size, rows, size // ways, shape)  # fmt: skip
     _describe_data(run)
     o, schedule = run.settings.optimizer, run.settings.schedule
     ends = np.minimum([schedule.start + schedule.warmup, e.total_steps - 1], e.total_steps - 1)
@@ -319,9 +327,12 @@ def describe(run: Run) -> None:
     _warn_of_sizes(run.resolved)
     for stage, each in zip(run.settings.stages, run.experiments, strict=True):
         if run.earlier:
+            when = f"steps {stage.steps.start + 1:,} to {stage.steps.stop:,}: images of {{}} x {{}}"
+            said = when.format(*stage.size)
+            if stage.tokens is not None:
+                said = f"{stage.percent} % of the steps: at most {stage.tokens} patches"
             logger.info(
-                "steps %s to %s: images of %d x %d, share of patches %.3g, batch %d, %.3g GFLOP "
-                "per image", f"{stage.steps.start + 1:,}", f"{stage.steps.stop:,}", *stage.size,
+                "%s, share of patches %.3g, batch %d, %.3g GFLOP per image", said,
                 about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
             )  # fmt: skip
 

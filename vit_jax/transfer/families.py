@@ -26,12 +26,14 @@ _FAMILIES = {
 _DECODER = "the decoder of a masked autoencoder, without its encoder"
 _READ = (
     r"vit(_mae|_hybrid|5)?$|deit$|vit_|deit3?_|dinov[23]|siglip2?(_vision_model)?$|"
-    r"clip(_vision_model)?$|eva02_|(tf_)?efficientnet|t2t"
+    r"clip(_vision_model)?$|eva02_|naflexvit_|(tf_)?efficientnet|t2t"
 )
 
 # timm's models with the arrays of a ViT that compute something else with them: other rotary
-# positions, or norms after the branches.
-COMPUTES_OTHERWISE = re.compile(r"vit_(pe_|\w+_(rope|rpn)_)|eva02_enormous_")
+# or resampled positions, or norms after the branches.
+COMPUTES_OTHERWISE = re.compile(
+    r"vit_(pe_|\w+_(rope|rpn)_)|eva02_enormous_|naflexvit_\w+_par(fac)?_"
+)
 
 
 def name_family(source: Source) -> str | None:

@@ -19,6 +19,7 @@ from vit_jax.data.division import Division
 from vit_jax.data.images.formats import Reading
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
 from vit_jax.data.words import imagenet_names
+from vit_jax.models.captioner import CaptionSide
 from vit_jax.models.zero_shot import TextSide
 
 logger = logging.getLogger("vit_jax")
@@ -179,6 +180,7 @@ class Pretrained(NamedTuple):
     division: which of the user's images its run trained on and which it held out.
     read_text_side: reads the text side, if `model` is the image tower of a model of images and
       texts.
+    read_caption_side: reads the part that writes captions, if the model has one.
     """
 
     source: str
@@ -189,6 +191,7 @@ class Pretrained(NamedTuple):
     model_state: Mapping[str, np.ndarray] = types.MappingProxyType({})
     division: Division = Division()
     read_text_side: Callable[[], TextSide] | None = None
+    read_caption_side: Callable[[], CaptionSide] | None = None
 
     @property
     def variables(self) -> dict[str, Any]:

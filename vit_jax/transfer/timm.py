@@ -46,10 +46,11 @@ _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", 
 _ONLY = {"pool_include_prefix": False, "scale_attn_norm": False,
          "scale_mlp_norm": False, "proj_bias": True, "final_norm": True, "use_post_norm": False,
          "rope_grid_offset": 0, "rope_grid_indexing": "ij",
-         "pos_embed_rope_normalize_coords": "separate"}  # fmt: skip
+         "pos_embed_rope_normalize_coords": "separate", "pos_embed_ar_preserving": False,
+         "pos_embed_use_grid_sample": False}  # fmt: skip
 _NORM_EPS = {"layernorm": 1e-6, "rmsnorm": 1e-6, "layernormbf16": 1e-5}  # by `norm_layer`
 
-_PATCHES = "patch_embed.proj.weight"
+_PATCHES = timm_blocks.PATCHES_WEIGHT
 _DOWN = "blocks.0.mlp.fc2.weight"
 _LAYER_SCALE = ("blocks.0.ls1.gamma", "blocks.0.gamma_1")
 
@@ -88,7 +89,8 @@ def vit_rows(model: nn.Module) -> list[Row]:
 
 def recognises(source: Source) -> bool:
     """Whether the arrays have timm's names."""
-    return _PATCHES in source.arrays or timm_efficientnet.recognises(source)
+    is_vit = not source.arrays.keys().isdisjoint((_PATCHES, timm_blocks.NAFLEX))
+    return is_vit or timm_efficientnet.recognises(source)
 
 
 def read(source: Source) -> Pretrained:
@@ -97,16 +99,22 @@ def read(source: Source) -> Pretrained:
     Raises:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
-    return _read_vit(source) if _PATCHES in source.arrays else timm_efficientnet.read(source)
+    is_efficientnet = timm_efficientnet.recognises(source)
+    return timm_efficientnet.read(source) if is_efficientnet else _read_vit(source)
 
 
 def _read_vit(source: Source) -> Pretrained:
+    config, is_naflex = Config(source), timm_blocks.NAFLEX in source.arrays
+    if is_naflex:
+        config.image_size = timm_blocks.read_naflex(source, config.args)
     timm_blocks.rename_to_timm(source)
     source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
-    arrays, config = source.arrays, Config(source)
+    arrays = source.arrays
     architecture = str(config.stated.get("architecture", ""))
     source.refuse(["its architecture"] if COMPUTES_OTHERWISE.match(architecture) else [])
     kind = timm_blocks.find_kind(source, architecture)
+    if is_naflex:
+        kind = timm_blocks.naflex_kind(config.args, architecture)
     source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
@@ -124,7 +132,7 @@ def _read_vit(source: Source) -> Pretrained:
         "num_classes": source.size("head.weight", 0) or 0,
     }
     pool, act, heads, eps = _read_unseen(config, source, kind, width)
-    defaults = {} if config.is_named else {"class_token": True, "fc_norm": pool == "avg"}
+    defaults = {} if config.is_named else {"class_token": not is_naflex, "fc_norm": pool == "avg"}
     if fields["gated_mlp"]:  # whose ratio counts both layers or one, or is rounded
         config.args.pop("mlp_ratio", None)
     config.check_agreement(found, width, mlp_dim, **defaults)

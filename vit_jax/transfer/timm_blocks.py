@@ -4,6 +4,7 @@ A kind is what a published model computes that its arrays do not show. Arrays in
 authors of DINOv2, DINOv3 and ViT-5 are first renamed to timm's.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import numpy as np
 
+from vit_jax.base.errors import InputError
+from vit_jax.config import image_hw
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.names import (
     HEADS_BY_WIDTH,
@@ -32,6 +35,7 @@ CLIP = {
 }
 HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
+PATCHES_WEIGHT = "patch_embed.proj.weight"
 _BLOCK, _LAYER = "blocks.{i}", "encoder/layer_{i}"
 _FIRST = "blocks.0"
 _TANH = r"patch32_siglip|large_patch16_siglip\w*_512|so400m_patch16_|giantopt_"
@@ -66,6 +70,7 @@ DINOV3 = Kind(
     1e-5, pool="avg", pixels=IMAGENET, heads={1280: 20, 4096: 32}, fields={"rotary": "normalised"}
 )
 SIGLIP = Kind(heads={1536: 16})
+NAFLEX = "embeds.proj.weight"  # the patch embedding of a NaFlexVit, whose patches are flattened
 CLIP_TOWER = Kind(1e-5, pixels=CLIP)
 EVA02 = Kind(act="silu", pixels=CLIP, fields=_ROTARY_2D | {"rotary_side": 16})
 VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=_ROTARY_2D | {"rotary_registers": 100.0})
@@ -92,6 +97,38 @@ def find_kind(source: Source, architecture: str) -> Kind:
         kind = DINOV2._replace(act="silu") if is_gated(source) else DINOV2
         return kind if has("reg_token") or not of_authors else kind._replace(resize=_OF_AUTHORS)
     return PLAIN
+
+
+def read_naflex(source: Source, args: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Give the arrays of a NaFlexVit the names and axes of a VisionTransformer's, in place.
+
+    Returns the image size whose grid the positions have; None if it has none.
+    """
+    source.require({NAFLEX: 2}, {"embeds.pos_embed": 4})
+    width, values = source.arrays[NAFLEX].shape
+    channels = int(args.get("in_chans", 3))
+    p, q = image_hw(args.get("patch_size", math.isqrt(values // channels)), "patch_size")
+    if p * q * channels != values:
+        source.refuse([f"{NAFLEX}: {values} values a patch are not {p} x {q} x {channels}"])
+    of_channels = source.arrays.pop(NAFLEX).reshape(width, p, q, channels)
+    source.arrays[PATCHES_WEIGHT] = of_channels.transpose(0, 3, 1, 2)
+    source.rename({r"embeds\.proj\.bias": "patch_embed.proj.bias",
+                   r"embeds\.(cls_token|reg_token|pos_embed)": r"\1"})  # fmt: skip
+    if "pos_embed" not in source.arrays:
+        return None
+    _, rows, columns, _ = source.arrays["pos_embed"].shape
+    source.arrays["pos_embed"] = source.arrays["pos_embed"].reshape(1, rows * columns, width)
+    return rows * p, columns * q
+
+
+def naflex_kind(args: Mapping[str, Any], architecture: str) -> Kind:
+    """The kind of a NaFlexVit by its arguments and its name in timm."""
+    is_siglip, rope = "siglip" in architecture, args.get("rope_type") or "none"
+    if rope not in ("none", "axial"):
+        raise InputError(f"rope_type={rope!r} is not supported; needs axial, or none")
+    filter = args.get("pos_embed_interp_mode", "bilinear" if is_siglip else "bicubic")
+    fields = {"pos_filter": filter} | (_ROTARY_2D if rope == "axial" else {})
+    return Kind(act="gelu_tanh" if is_siglip else "gelu", fields=fields)
 
 
 def is_gated(source: Source) -> bool:

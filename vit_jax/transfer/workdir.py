@@ -24,6 +24,7 @@ from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
 from vit_jax.models import model_of
+from vit_jax.models.captioner import CaptionSide
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.zero_shot import TextSide
 from vit_jax.transfer.fit import merge_adapters, merge_head_norm, unstack_layers
@@ -81,10 +82,10 @@ def read(source: Source) -> Pretrained:
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(settings, model, path)
     division = read_division(path, settings.data)
-    of = settings.objective, settings.data
-    read_text_side = partial(_read_texts, chosen, path, of, model, weights)
-    texts = read_text_side if of_texts else None
-    return Pretrained(str(chosen), plain, params, spec, run, state, division, texts)
+    own = chosen, path, (settings.objective, settings.data), model, weights
+    texts = partial(_read_texts, *own) if of_texts else None
+    captions = partial(_read_captions, *own) if settings.objective.writes_captions else None
+    return Pretrained(str(chosen), plain, params, spec, run, state, division, texts, captions)
 
 
 def _read_texts(
@@ -97,14 +98,37 @@ def _read_texts(
     objective, data = of
     tokenizer = read_kept(workdir, data)
     matcher = objective.make_matcher(model, tokenizer.facts)
-    params = jax.eval_shape(matcher.init, jax.random.key(0), *matcher.example_inputs)["params"]
-    _, found = _restore(source, workdir, {weights: {tree.OBJECTIVE: params}})
-    own = found[weights][tree.OBJECTIVE]
+    own = _restore_own(source, workdir, weights, matcher)
     if matcher.text.scan:
         matcher = matcher.clone(text=matcher.text.clone(scan=False))
         own |= {"text": unstack_layers(own["text"])}
+    tower, own = merge_adapters(matcher.text, tree.flatten_names(own))
     paths = kept_tokenizer(workdir, data).paths
-    return TextSide(matcher, tree.flatten_names(own), lambda: tokenizer, paths)
+    return TextSide(matcher.clone(text=tower), own, lambda: tokenizer, paths)
+
+
+def _read_captions(
+    source: epath.Path, workdir: epath.Path, of: tuple[Any, Data], model: nn.Module, weights: str
+) -> CaptionSide:
+    """The part of a run that writes captions; the arguments are those of `_read_texts`."""
+    objective, data = of
+    tokenizer = read_kept(workdir, data)
+    captioner = objective.make_captioner(model, tokenizer.facts)
+    own = _restore_own(source, workdir, weights, captioner, "decoder")
+    if captioner.scan:
+        captioner, own = captioner.clone(scan=False), unstack_layers(own)
+    return CaptionSide(captioner, tree.flatten_names(own), lambda: tokenizer)
+
+
+def _restore_own(
+    source: epath.Path, workdir: epath.Path, weights: str, module: Any, name: str | None = None
+) -> Any:
+    """The parameters of a module of the objective, or of its part of that name; not unstacked."""
+    params = jax.eval_shape(module.init, jax.random.key(0), *module.example_inputs)["params"]
+    target = params if name is None else {name: params}
+    _, found = _restore(source, workdir, {weights: {tree.OBJECTIVE: target}})
+    own = found[weights][tree.OBJECTIVE]
+    return own if name is None else own[name]
 
 
 def best_step(path: epath.Path, settings: Settings) -> int:

@@ -13,6 +13,7 @@ from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
+from vit_jax.data.preprocessing import eval_batch
 from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.run.setup.sources import training_order
 
@@ -51,7 +52,7 @@ def measure_input(
     """
     image_size, run = settings.data.image_size, settings.run
     host_ops, _ = data.parse_ops(settings.data.ops, image_size)
-    spec = data.image_batch(run.global_batch_size, image_size, host_ops)
+    spec = eval_batch(settings.data, run.global_batch_size, host_ops, "data.ops")
     rows = np.arange(min(run.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = num_rounds or _NUM_ROUNDS
@@ -60,7 +61,7 @@ def measure_input(
     makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
     full_size = data.at_full_size(host_ops)
     if source.encoded and full_size != host_ops:
-        unscaled = data.image_batch(spec.size, image_size, full_size)
+        unscaled = eval_batch(settings.data, spec.size, full_size, "data.ops")
         makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
     if source.encoded:
         for name, load in {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.base.tree import Batch
 from vit_jax.config import Settings
 from vit_jax.data.elements import PARALLEL_CALLS
@@ -139,8 +140,14 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
         if text is not None:
             ids = jax.random.randint(key, shapes["text"].shape, 0, text.vocabulary)
             texts = {"text": ids, "text_mask": jnp.ones(shapes["text_mask"].shape)}
+        made: dict[str, Any] = {
+            name: jax.random.bits(key, shapes[name].shape, jnp.uint8) for name in images
+        }
+        if isinstance(shapes.get("image"), Pictures):  # each a row of all its patches
+            full = jnp.asarray([[1, shapes["image"].shape[1]]], jnp.int32)
+            made["image"] = Pictures(made["image"], jnp.tile(full, (len(made["image"]), 1)))
         return texts | {
-            **{name: jax.random.bits(key, shapes[name].shape, jnp.uint8) for name in images},
+            **made,
             "label": jax.random.randint(
                 key, shapes["label"].shape, 0, num_classes if one_label else 2, jnp.int32
             ).astype(shapes["label"].dtype),
@@ -148,7 +155,7 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
             "id": jnp.arange(*shapes["id"].shape, dtype=jnp.int32),
         }
 
-    shardings = {name: leaf.sharding for name, leaf in shapes.items()}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
 
 

@@ -114,6 +114,8 @@ def make_optimizer(
     regularise = [("l2", masks.decay_weights(o.l2, weight_decay_on))] if o.l2 else []
     rate = o.embedding_rate
     slow = [] if rate is None else [("embedding_rate", scale_embedding(rate))]
+    if (of_texts := o.text_layer_decay) is not None:
+        slow.append(("text_layer_decay", scale_layers(of_texts, of_texts=True)))
     lowered = [(LOWERED, _scale_by_state())] if o.on_spike == "lower" else []
     chain = [
         *regularise,

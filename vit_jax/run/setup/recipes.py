@@ -312,7 +312,7 @@ def use_captions(c: ConfigDict, model: str, loss: str, text_length: int) -> None
 
 
 def debug_on_captions(c: ConfigDict) -> None:
-    """Turn it into 20 steps of tiny towers on made-up images, with the digits for zero-shot."""
+    """Turn it into 20 steps of tiny towers on made-up images, evaluated on the digits."""
     use_vit(c.model, c.model.name)
     c.data.name, c.data.split, c.data.ops, c.data.text_length = "synthetic", "train", "", 40
     c.data.image_size = make_tiny(c.model, c.model.name)
@@ -320,5 +320,10 @@ def debug_on_captions(c: ConfigDict) -> None:
     tiny = {"text_width": 32, "text_depth": 1, "text_heads": 2, "text_mlp_dim": 64}
     c.objective.update(tiny)
     c.objective.common_width = c.objective.common_width and 16
+    if c.objective.name == "captions":
+        c.objective.decoder_depth = 1
     set_length(c, 32, "20 steps", "5 steps", save="10 steps", log="5 steps")
-    c.evals.zeroshot.update(data_name="digits", split="test", ops="resize", every="20 steps")
+    splits = {"split": "test", "train_split": "train", "test_split": "test"}
+    for entry in c.evals.values():
+        entry.update({key: split for key, split in splits.items() if key in entry})
+        entry.update(data_name="digits", ops="resize", every="20 steps")

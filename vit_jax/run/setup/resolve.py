@@ -5,6 +5,7 @@
 A config file cannot know them:
 
     source    take_fields              model fields, size, channels and value range of `init_from`
+    model     cut_pictures             patch and image size, by `data.max_tokens`
     teachers  opener.Files.teachers    the number of classes of unlabelled images
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
@@ -15,8 +16,8 @@ A config file cannot know them:
     measured  opener.Files.kernels     the form of the blocks, on accelerators
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
-"recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule",
-"duration" (of the run), "devices", "measured" (on them) or "branch" (what made the run from
+"recipe" (the config file), "default", "source" (of the weights), "model", "teachers", "data",
+"rule", "duration" (of the run), "devices", "measured" (on them) or "branch" (what made the run from
 another).
 """
 
@@ -127,6 +128,7 @@ def resolve(
     """
     stages: tuple[tuple[str, Callable[[ConfigDict], Changes]], ...] = (
         ("source", opener.weights),
+        ("model", cut_pictures),
         ("teachers", opener.teachers),
         ("data", opener.data),
         ("rule", freeze_layers),
@@ -153,7 +155,7 @@ def resolve(
         decided_by |= dict.fromkeys(changes, by)
         if by == "source" and changes:
             faults += find_faults(config)  # the checks did not know what the source decides
-        if by not in ("source", "teachers") or config.data.image_size is None:
+        if by not in ("source", "model", "teachers") or config.data.image_size is None:
             collect_faults(faults)  # the next stage needs what this one decides
     flat = config_lib.flatten(config)
     return Resolved(began_with, config, {key: decided_by[key] for key in flat})
@@ -318,6 +320,21 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
         remedy = remedy or f"; set {' '.join(flags)}"
         raise InputError(f"model.name={name!r}: {source} has other sizes{remedy}")
     return False
+
+
+def cut_pictures(config: ConfigDict) -> Changes:
+    """The patch size by which pictures in their own shape are cut, and a square of such patches.
+
+    The square, with about `data.max_tokens` patches, is the image size where that is None.
+    """
+    settings = Settings.of(config)
+    if settings.data.max_tokens is None or settings.model.name is None:
+        return {}
+    model = model_of(settings.model, settings.data)
+    height, width = model.image_size
+    size = height if height == width else (height, width)
+    changes = {"data.image_size": size} if config.data.image_size is None else {}
+    return {"data.patch_size": model.token_stride, **changes}
 
 
 def freeze_layers(config: ConfigDict) -> Changes:

@@ -17,7 +17,12 @@ from vit_jax.config import SOURCES, Evaluator, Settings, SplitKey
 from vit_jax.config.metric_names import chosen_metrics
 from vit_jax.config.sections import Data, Run
 from vit_jax.data.contract import fingerprint
-from vit_jax.data.preprocessing import Preprocessing, describe_batch, fingerprint_of_views
+from vit_jax.data.preprocessing import (
+    Preprocessing,
+    describe_batch,
+    eval_batch,
+    fingerprint_of_views,
+)
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.losses import Loss, balanced_weights
 from vit_jax.run.setup.matching import GENERIC_NAME, SYNSET
@@ -45,12 +50,14 @@ def open_evaluated(
     sources = dict[SplitKey, data.Source]()
     divider = divider or data.Divider(anew=True)
     faults: dict[str, str] = {}  # each is said once, however many splits are read
+    captions = d.text_length is not None or any(e.reads_captions for e in evals.values())
     for name, entry in evals.items():
         learns = entry.learns_classes
         for split_key, key in config_lib.eval_splits(d, entry).items():
             where = f"evals.{name}.{split_key}"
             made = SOURCES.find(key.data_name).is_made
             asked: dict[str, Any] = {"class_names": None if learns else class_names}
+            asked["captions"] = captions
             if made:
                 asked |= {"num_classes": d.num_classes, "num_examples": d.num_examples}
             try:
@@ -386,7 +393,7 @@ def check_evaluated_images(
     faults = Faults()
     for name, entry in evals.items():
         ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
-        spec = data.image_batch(1, d.image_size, ops, key)
+        spec = eval_batch(d, 1, ops, key)
         for split in config_lib.eval_splits(d, entry).values():
             faults.check(data.host_eval_batches, sources[split], spec, rows=np.arange(1))
     collect_faults(faults)
@@ -413,5 +420,6 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     ranges = [] if d.pixel_range is None else [f"range {d.pixel_range}"]
     schedule = [settings.values["data.image_size"], d.image_size_keeps]
     sizes = schedule if len(settings.sizes) > 1 else []
+    sizes += [] if d.max_tokens is None else [settings.values["data.max_tokens"], d.patch_size]
     texts = [d.text_length, d.vocabulary_digest] if d.text_length is not None else []
     return fingerprint(*identity, *channels, *views, *ranges, *sizes, *texts)

@@ -31,7 +31,7 @@ def watched_step(
 
     `program`: gives the compiled step of a number. `first`: number of the first step.
     """
-    loading = {first, *(stage.steps.start + 1 for stage in run.settings.stages)}
+    loading = run.settings.stages.loads(first - 1)
 
     def step(number: int, state: TrainState, batch: tree.Batch) -> tuple[TrainState, Metrics]:
         if number not in loading:

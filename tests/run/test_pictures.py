@@ -1,0 +1,122 @@
+"""Runs on pictures in their own shape."""
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+from asked import prepare, train_and_evaluate
+from at_fault import at_fault
+from finished_run import final_state, rows
+
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.stages import make_stage
+from vit_jax.inference.predict import predict
+from vit_jax.run import loop
+from vit_jax.run.setup.validation import find_faults
+
+pytestmark = pytest.mark.usefixtures("never_with_checks", "experiments_made_once")
+
+WORDS = {
+    "duration": "8 steps",
+    "schedule.warmup": "2 steps",
+    "log.every": "1 steps",
+    "evals.val.every": "8 steps",
+    "evals.val.ops": "decode",
+    "evals.test": "None",
+    "checkpoint.every": "100 steps",
+    "global_batch_size": "8",
+    "model.depth": "1",
+    "data.image_size": "None",
+    "data.max_tokens": "8@0.5, 16@0.5",
+    "data.ops": "decode|flip",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tall and wide pictures, some of them grey, in odd numbers."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for split, number in (("train", 13), ("val", 3)):
+        for name, (height, width) in {"tall": (40, 14), "wide": (15, 37)}.items():
+            (folder / split / name).mkdir(parents=True)
+            for i in range(number):
+                values = rng.integers(0, 255, (height + i, width, 3), np.uint8)
+                image = PIL.Image.fromarray(values).convert("L" if i % 3 == 2 else "RGB")
+                image.save(folder / split / name / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_config(folder):
+    def make(**overrides):
+        config = load_config("folder:debug")
+        words = WORDS | {key.replace("__", "."): value for key, value in overrides.items()}
+        words["data.data_dir"] = str(folder)
+        assert not apply_overrides(config, list(words.items()))
+        assert not find_faults(config)
+        return config
+
+    return make
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    summary = train_and_evaluate(make_config(), whole)
+    run = prepare(make_config(), whole)
+    order = [run.settings.stages.find(step) for step in range(8)]
+    assert summary["images_seen"] == sum((16, 8)[i] for i in order)
+    assert summary["val/num_examples"] == 6
+    assert run.settings.data.patch_size == (8, 8)
+    assert run.settings.data.image_size == (32, 32)  # 4 x 4 patches
+    shapes = [batch["image"].shape for batch in run.batches(range(8))]
+    assert shapes == [((16, 8), (8, 16))[i] + (8, 8, 3) for i in order]
+    for stop in (order.index(0) + 1, order.index(1) + 1, 6):
+        monkeypatch.setattr(
+            loop.PreemptionGuard, "should_stop", lambda _, step, at=stop: step == at
+        )
+        with pytest.raises(loop.Preempted):
+            train_and_evaluate(make_config(), parts)
+    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", lambda _, step: False)
+    train_and_evaluate(make_config(), parts)
+    assert rows(parts) == rows(whole)
+    (_, found), (_, expected) = final_state(parts), final_state(whole)
+    assert {k: v.tobytes() for k, v in found.items()} == {
+        k: v.tobytes() for k, v in expected.items()
+    }
+    with at_fault("data.max_tokens"):
+        prepare(make_config(data__max_tokens="16"), whole)
+    # A prediction sees the pictures as the run's evaluation does.
+    paths = sorted((folder / "val").rglob("*.png"))
+    found = predict([*map(str, paths)], whole, output="probabilities")
+    smoothed = np.where(np.arange(2)[None] == np.repeat([0, 1], 3)[:, None], 0.95, 0.05)
+    loss = -(smoothed * np.log(found)).sum(axis=1).mean()
+    np.testing.assert_allclose(loss, summary["val/loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_eight_devices_compute_as_one(make_config, tmp_path):
+    settings = prepare(make_config(), tmp_path).settings
+    run = prepare(make_config(), tmp_path / "again")
+    batches = [jax.device_get(batch) for batch in run.batches(range(3))]
+
+    def take_steps(mesh):
+        last = make_experiment(settings.by_stage[-1], mesh)
+        with jax.set_mesh(mesh):
+            few = make_stage(settings.by_stage[0], mesh, (), last)
+            state, losses = last.init(), []
+            for step, batch in enumerate(batches):
+                each = (few, last)[settings.stages.find(step)]
+                put = jax.device_put(batch, each.in_shardings[1])
+                state, metrics = each.train_step(state, put)
+                losses.append(float(metrics["loss"]))
+            return losses, jax.device_get(state.params)
+
+    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
+    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
+    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
+    np.testing.assert_allclose(losses, losses_of_eight, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)

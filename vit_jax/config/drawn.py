@@ -1,0 +1,117 @@
+"""Numbers of tokens drawn for each step: data.max_tokens="128@0.3, 256@0.5, 576@0.2".
+
+Each number has a program of its own. The steps come in blocks, in which each number has just its
+share of the steps, in an order drawn from the seed. So the program of a step, and the position of
+its first image, are functions of the seed and of the number of the step.
+
+Source: sequence lengths drawn in training, Beyer et al. 2022 (arXiv:2212.08013), section 3.
+"""
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from vit_jax.config.sizes import Stage, Stages
+
+EXAMPLE = "128@0.3, 256@0.5, 576@0.2"
+MOST_TOKENS = 16384
+
+
+def split_draws(value: int | str) -> list[tuple[int, int]]:
+    """[(128, 30), (256, 50), (576, 20)], tokens and percent, of EXAMPLE; rising tokens."""
+    if not isinstance(value, str):
+        return [(value, 100)]
+    parts = [part.partition("@") for part in value.split(",")]
+    return sorted((int(tokens), round(100 * float(share))) for tokens, _, share in parts)
+
+
+def find_fault_of_draws(value: Any) -> str | None:
+    """The fault of a value of `data.max_tokens`; None: it has none."""
+    if not isinstance(value, str):
+        valid = type(value) is int and 1 <= value <= MOST_TOKENS
+        return None if valid else f'needs an int from 1 to {MOST_TOKENS}, or shares, "{EXAMPLE}"'
+    if not re.fullmatch(r"\s*\d{1,5}@0?\.\d+\s*(,\s*\d{1,5}@0?\.\d+\s*)+", value):
+        return f'needs numbers of tokens with their shares of the steps, such as "{EXAMPLE}"'
+    shares = [float(part.partition("@")[2]) for part in value.split(",")]
+    draws = split_draws(value)
+    if not all(1 <= tokens <= MOST_TOKENS for tokens, _ in draws):
+        return f"needs numbers of tokens from 1 to {MOST_TOKENS}"
+    if len({tokens for tokens, _ in draws}) < len(draws):
+        return "names a number of tokens twice"
+    whole = all(abs(100 * share - round(100 * share)) < 1e-6 for share in shares)
+    if not whole or sum(percent for _, percent in draws) != 100 or draws[0][1] == 0:
+        return f"needs shares of whole hundredths that add up to 1; they add up to {sum(shares):g}"
+    return None
+
+
+class DrawnStages(Stages):
+    """A stage for each number of tokens; `order_of` has the steps of each.
+
+    seed: of the run.
+    """
+
+    seed = 0
+
+    @functools.cached_property
+    def _numbers(self) -> list[int]:
+        """The stages of the steps of a block, in no order."""
+        unit = math.gcd(*(stage.percent for stage in self))
+        return [i for i, stage in enumerate(self) for _ in range(stage.percent // unit)]
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (a run has one)
+    def order_of(self, block: int) -> list[int]:
+        """The stage of each step of a block."""
+
+        def key(i: int) -> bytes:
+            return hashlib.sha256(f"{self.seed} {block} {i}".encode()).digest()
+
+        return [self._numbers[i] for i in sorted(range(len(self._numbers)), key=key)]
+
+    def find(self, steps: int) -> int:
+        block, at = divmod(steps, len(self._numbers))
+        return self.order_of(block)[at]
+
+    def steps_in(self, stage: int, steps: int) -> int:
+        blocks, rest = divmod(steps, len(self._numbers))
+        return blocks * self._numbers.count(stage) + self.order_of(blocks)[:rest].count(stage)
+
+    def images(self, steps: int) -> int:
+        return sum(stage.batch * self.steps_in(i, steps) for i, stage in enumerate(self))
+
+    def needed(self, start: int) -> int:
+        return 0
+
+    def loads(self, start: int) -> set[int]:
+        steps = range(start, start + 2 * len(self._numbers))
+        return {next(s for s in steps if self.find(s) == i) + 1 for i in range(len(self))}
+
+    def firsts(self, stage: int, steps: range) -> Sequence[int]:
+        found, position = [], self.images(steps.start)
+        for step in steps:
+            i = self.find(step)
+            if i == stage:
+                found.append(position)
+            position += self[i].batch
+        return found
+
+
+def make_draws(
+    draws: Sequence[tuple[int, int]], size: tuple[int, int], batch: int, steps: int, seed: int
+) -> DrawnStages:
+    """The stages of `draws`, from `split_draws`; all batches have about as many tokens.
+
+    Args:
+      size: `data.image_size`.
+      batch: pictures of a step with the largest number of tokens, over all devices.
+      steps: of the run.
+    """
+    most = draws[-1][0]
+    stages = DrawnStages(
+        Stage(size, False, range(steps), batch * (4 * most // tokens) // 4, 0, tokens, percent)
+        for tokens, percent in draws
+    )
+    stages.seed = seed
+    return stages
