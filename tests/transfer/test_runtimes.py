@@ -140,7 +140,7 @@ def test_a_quantiser_that_fails_is_said_to(golden, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         PIL.Image.new("RGB", (36, 36), (i, 0, 0)).save(tmp_path / name / "a.png")
     model = read_pretrained(golden / "timm_vit.safetensors")
-    with pytest.raises(RuntimeError, match=r"cannot quantise this model \(IndexError: .*float16"):
+    with pytest.raises(RuntimeError, match=r"cannot hold this model so \(IndexError: .*float16"):
         runtimes.export_program(tmp_path / "m.onnx", model, "onnx", Choice(**choice))
 
 

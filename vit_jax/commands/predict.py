@@ -161,7 +161,7 @@ def main(flags: argparse.Namespace) -> int:
         how |= {"beams": flags.beams, "top": flags.top or 1}
         written = write_captions(pretrained, open_source(flags, pretrained, paths), **how)
         rows = itertools.chain(written, absent)
-        num_errors = _print_rows(rows, flags.format, min(how["top"], flags.beams), _CAPTIONS)
+        num_errors = _print_rows(rows, flags.format, how["top"], _CAPTIONS)
     else:
         return _classify(flags, pretrained, paths, faults)
     return exit_codes.FAILED if num_errors else exit_codes.DONE

@@ -61,14 +61,9 @@ class DrawnStages(Stages):
         unit = math.gcd(*(stage.percent for stage in self))
         return [i for i, stage in enumerate(self) for _ in range(stage.percent // unit)]
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 (a run has one)
     def order_of(self, block: int) -> list[int]:
         """The stage of each step of a block."""
-
-        def key(i: int) -> bytes:
-            return hashlib.sha256(f"{self.seed} {block} {i}".encode()).digest()
-
-        return [self._numbers[i] for i in sorted(range(len(self._numbers)), key=key)]
+        return [self._numbers[i] for i in _order(self.seed, block, len(self._numbers))]
 
     def find(self, steps: int) -> int:
         block, at = divmod(steps, len(self._numbers))
@@ -96,6 +91,16 @@ class DrawnStages(Stages):
                 found.append(position)
             position += self[i].batch
         return found
+
+
+@functools.lru_cache(maxsize=8)
+def _order(seed: int, block: int, steps: int) -> list[int]:
+    """The steps of a block in the order of the seed."""
+
+    def key(i: int) -> bytes:
+        return hashlib.sha256(f"{seed} {block} {i}".encode()).digest()
+
+    return sorted(range(steps), key=key)
 
 
 def make_draws(

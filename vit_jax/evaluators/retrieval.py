@@ -20,6 +20,7 @@ from vit_jax.models.zero_shot import embed_texts, need_text_side
 
 _TOPS = (1, 5, 10)
 _PAIRS = 1 << 24  # cosines at once, 64 MiB
+_ROUNDING = 2e-6  # of a cosine in float32; such differences are none
 
 
 def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str, float]:
@@ -27,7 +28,7 @@ def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str
 
     Recall at k is the share of the images that have one of their captions among the k captions with
     the largest cosines, and the share of the captions that have their image among k images. Equal
-    cosines count as in random order. At most 2^24 cosines are held at a time.
+    cosines, to rounding, count as in random order. At most 2^24 cosines are held at a time.
 
     Args:
       x_NE, t_ME: of images and captions, each of length 1.
@@ -44,10 +45,11 @@ def recalls(x_NE: np.ndarray, t_ME: np.ndarray, image_M: np.ndarray) -> dict[str
         cosine_RM = x_NE[part] @ t_ME.T
         mine = np.nonzero((image_M >= first) & (image_M < first + rows))[0]
         cosine_RM[image_M[mine] - first, mine] = -np.inf  # own pairs are no rivals
-        above_N[part] = (cosine_RM > best_N[part, None]).sum(axis=1)
-        equal_N[part] = (cosine_RM == best_N[part, None]).sum(axis=1)
-        above_M += (cosine_RM > own_M).sum(axis=0)
-        equal_M += (cosine_RM == own_M).sum(axis=0)
+        for own, above, equal, axis in (
+            (best_N[part, None], above_N[part], equal_N[part], 1), (own_M, above_M, equal_M, 0),
+        ):  # fmt: skip
+            above += (cosine_RM > own + _ROUNDING).sum(axis=axis)
+            equal += (abs(cosine_RM - own) <= _ROUNDING).sum(axis=axis)
 
     def recall(above: np.ndarray, equal: np.ndarray, top: int) -> float:
         return float(np.clip((top - above) / (equal + 1), 0, 1).mean())

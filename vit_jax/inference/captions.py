@@ -38,6 +38,8 @@ def write_captions(
     Raises:
       InputError: the model writes no captions, or takes images of any size.
     """
+    if top > beams:
+        raise InputError(f"top={top}: beams={beams} find as many captions; set beams={top}")
     if pretrained.read_caption_side is None:
         raise InputError(
             f"captions: {pretrained.source}: the model writes none; needs a run with "
@@ -48,7 +50,7 @@ def write_captions(
     own = {f"{tree.OBJECTIVE}/{name}": array for name, array in side.params.items()}
     compute = jax.jit(functools.partial(
         _compute, model=pretrained.model, captioner=side.captioner, mean=spec.mean, std=spec.std,
-        end_id=tokenizer.facts.end_id, beams=beams, top=min(top, beams),
+        end_id=tokenizer.facts.end_id, beams=beams, top=top,
     ))  # fmt: skip
     with_decoder = pretrained._replace(params={**pretrained.params, **own})
     batches = computed(

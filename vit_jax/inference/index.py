@@ -13,7 +13,7 @@ from etils import epath
 from vit_jax.base import files
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.contract import fingerprint
-from vit_jax.data.images.given import find_images, image_files
+from vit_jax.data.images.given import find_images, image_files, stamp_of
 from vit_jax.inference.outputs import outputs, without_masked
 from vit_jax.models.text import unit
 from vit_jax.transfer.pretrained import Pretrained
@@ -50,9 +50,7 @@ def open_index(
     key = fingerprint(how, repr([spec.image_size, spec.mean, spec.std, spec.ops, spec.cut]))
     path = epath.Path(f"{place}.{key[:12]}.index.npz")
     kept = _read(path)
-    stats = map(os.stat, found)
-    stamps = [f"{os.path.relpath(file, place)} {stat.st_size} {stat.st_mtime_ns}"
-              for file, stat in zip(found, stats, strict=True)]  # fmt: skip
+    stamps = [f"{os.path.relpath(file, place)} {stamp_of(file)}" for file in found]
     new = [i for i, stamp in enumerate(stamps) if stamp not in kept]
     if new:
         features = features_of(pretrained, [found[i] for i in new], batch_size, progress)

@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import InputError
-from vit_jax.base.files import write_whole
+from vit_jax.base.files import read_json, write_whole
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs
@@ -60,12 +60,13 @@ class Parts:
 
 def facts_of(pretrained: Pretrained, source: Source) -> dict[str, Any]:
     """The facts of a manifest that decide the outputs for the records of `source`."""
-    shape = source.image_shape
+    shape, spec = source.image_shape, pretrained.spec
     return {
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(pretrained.spec, shape and shape[:2]),
+        "ops": ops_for(spec, shape and shape[:2]),
+        "pixels": f"{spec.image_size} {spec.mean} {spec.std}",
     }
 
 
@@ -83,7 +84,7 @@ def begin(
 
     Args:
       facts: what must be equal in the manifest of an earlier call.
-      batch_size: parts hold whole batches, so that a resumed part has equal batches.
+      batch_size: of the call that writes the manifest, whose parts hold whole batches.
       flag: that names the folder, for errors.
       suffix: of the files of the parts.
       size: of the parts if a manifest states none, as those of earlier versions.
@@ -99,9 +100,10 @@ def begin(
             manifest.parent.mkdir(parents=True, exist_ok=True)
             write_whole(manifest, json.dumps(facts, indent=2) + "\n")
             return facts[_SIZE]
-        before = {_SIZE: size, **json.loads(manifest.read_text())}
+        before = {_SIZE: size, **(read_json(manifest) or {})}
         for key in facts:
-            if key != _SIZE and before.get(key) != facts[key]:
+            known = before.get(key, facts[key] if key == "pixels" else None)  # not in 0.2.0
+            if key != _SIZE and known != facts[key]:
                 raise InputError(
                     f"{flag}={manifest.parent}: holds {manifest.stem} with another {key}: "
                     f"{before.get(key)!r}, now {facts[key]!r}; use a new {flag}"

@@ -123,11 +123,11 @@ def calculate_layout(settings: Settings, target: Target) -> dict[str, Any]:
     passes = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
     forward_s = products_s / (3 + int(passes))
     if passes and (layers := settings.model.own.get("remat_layers")) is not None:
-        passes = layers / model.depth
+        passes *= layers / model.depth
     if not target.chip.is_gpu:
         passes += _UNEVEN * any(_is_uneven(leaf) for leaf in leaves)
         missing = sum(not has_kernel(jaxpr, name) for name in _KERNELS) / len(_KERNELS)
-        added += _LOST_WITHOUT_KERNELS * missing * products_s
+        added += _LOST_WITHOUT_KERNELS * missing * 3 * forward_s
     added += (passes + _SCAN * model.scan) * forward_s
     return {"memory_bytes": memory, "added_s": added, "hidden_s": hidden}
 

@@ -255,7 +255,7 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
                  "has all figures of a recipe."]  # fmt: skip
     else:
         said.append("No shipped recipe costs as little.")
-    if found.least is not None:
+    if found.least is not None and found.least < 1:
         said.append(
             "A calculated time is at 40 % of the chips' peak; the compiler's is down to "
             f"{found.least:.0%} of it."

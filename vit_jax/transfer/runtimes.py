@@ -74,11 +74,13 @@ def export_program(
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
     try:
         facts = runtime.convert(path, program)
-    except Exception as e:  # a quantiser's own error of any type
+    except (OSError, MemoryError):
+        raise
+    except Exception as e:  # of any type, by a converter or a quantiser
         if choice.precision != "int8":
             raise
-        what = f"{format} cannot quantise this model ({type(e).__name__}: {e})"
-        raise RuntimeError(f"{what}; take float16") from e
+        what = f"precision=int8: {format} cannot hold this model so ({type(e).__name__}: {e})"
+        raise RuntimeError(f"{what}; set --precision=float16") from e
     facts |= {"calibration_images": len(program.samples)} if len(program.samples) else {}
     versions = {name: importlib.metadata.version(name) for name in runtime.PACKAGES}
     device = runtime.DEVICE and jax.local_devices(backend=runtime.DEVICE)[0]

@@ -66,6 +66,15 @@ def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[s
     return found, faults
 
 
+def stamp_of(path: str | os.PathLike) -> str:
+    """Size and time of change of a file, by which another one in its place is known; "": none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
 def image_files(paths: Sequence[str], reading: Reading = USUAL) -> Source:
     """A source of the files `paths`, in that order; each is read on demand.
 
@@ -75,7 +84,7 @@ def image_files(paths: Sequence[str], reading: Reading = USUAL) -> Source:
     paths_tensor, missing = tf.constant(encoded, tf.string), {*encoded}
     return _without_labels(
         lambda record_id: read_image(tf.gather(paths_tensor, record_id), reading, missing),
-        identity=("files", list(paths)),
+        identity=("files", list(paths), [*map(stamp_of, paths)]),
         names=[shown(path) for path in paths],
         channels=reading.channels,
         why_unreadable=lambda record: why_file_unreadable(paths[record], reading),
