@@ -72,10 +72,10 @@ def training_rows(plan, size, steps=2):
 
 
 def files_of(plan):
-    """{path: bytes} of all files below the output, without the command, which has its place."""
+    """{path: bytes} of all finished files below the output, without the command and its place."""
     root = pathlib.Path(plan.output)
     return {
         str(path.relative_to(root)): path.read_bytes().replace(plan.output.encode(), b"")
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.suffix != ".tmp"
     }

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import numpy as np
 import PIL.Image
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from prepared_sets import (
     encoded,
@@ -28,6 +30,7 @@ from prepared_sets import (
 )
 
 from vit_jax.base.errors import InputError
+from vit_jax.curation.formats import Facts, Parquet, Row
 from vit_jax.curation.pictures import Rule
 from vit_jax.curation.prepare import verify
 from vit_jax.curation.shards import open_splits
@@ -97,9 +100,16 @@ def test_what_was_killed_is_made_again_with_the_same_bytes(tar):
     files, shard = files_of(plan), plan.folder / "train-00001.tar"
     kept = (plan.folder / "train-00000.tar").stat().mtime
     shard.write_bytes(shard.read_bytes()[:-1])  # of a disk that lost its end
-    (plan.folder / ".train-00001.tar.0123abcd.tmp").write_bytes(b"half")
+    left = ".train-00001.tar.0123abcd.tmp", ".prepared/.train-00001.json.0123abcd.tmp"
+    written = plan.folder / ".train-00001.tar.4567abcd.tmp"  # by a process that is still alive
+    for path in (written, *(plan.folder / name for name in left)):
+        path.write_bytes(b"half")
+        ago = 60 if path == written else 2 * 3600
+        os.utime(path, (time.time() - ago,) * 2)
     (plan.folder / "manifest.json").unlink()
     assert make(plan) == manifest
+    assert [*pathlib.Path(plan.output).rglob(".*.tmp")] == [pathlib.Path(written)]
+    written.unlink()
     assert files_of(plan) == files
     assert (plan.folder / "train-00000.tar").stat().mtime == kept
 
@@ -137,10 +147,45 @@ def test_captions_and_several_labels_are_kept(images, tmp_path, file_format):
     assert texts == [["two", "more"], ["none"], []]
 
 
-def test_another_set_is_not_mixed_in(tar, images):
+@pytest.mark.parametrize("file_format", ["tar", "parquet"])
+def test_pictures_without_a_label_are_of_no_class(tmp_path, file_format):
+    images = np.stack([smooth(i) for i in range(4)])
+    where = tmp_path / "all.npz"
+    np.savez(where, train_images=images, train_labels=[1, -1, 0, 1], class_names=["a", "b"])
+    plan = plan_of(tmp_path / "out", file_format, "arrays", where)
+    train = make(plan)["splits"]["train"]
+    assert (train["records"], train["unlabelled"], train["classes"]) == (4, 1, {"a": 1, "b": 2})
+    assert verify(plan) == []
+    assert [label for _, label in pictures(prepared(plan))] == [[0, 1], [0, 0], [1, 0], [0, 1]]
+
+
+def test_a_file_name_that_is_not_utf8_goes_into_parquet(tmp_path):
+    row = Row(0, encoded(smooth(0)), [0], [], os.fsdecode(b"\xff0.jpg"))
+    path = tmp_path / "train-00000.parquet"
+    Parquet().write(str(path), [row], Facts(("a",), False, False, True))
+    assert pq.read_table(path)["image"].to_pylist()[0]["path"] == "\ufffd0.jpg"
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "said"),
+    [
+        ({}, {"rule": Rule(32)}, "side None -> 32"),
+        ({}, {"captions": True}, "captions False -> True"),
+        ({"channels": 1}, {}, "channels 3 -> 1"),
+        ({"pixel_range": (0.0, 9.0)}, {}, r"pixel_range None -> \[0.0, 9.0\]"),
+    ],
+)
+def test_another_set_is_not_mixed_in(tar, keys, changes, said):
     plan, _ = tar
-    with pytest.raises(InputError, match=r"prepared otherwise: side None -> 32; restore"):
-        make(plan_of(plan.output, data_dir=images, rule=Rule(32)))
+    data = dataclasses.replace(plan.data, **keys)
+    with pytest.raises(InputError, match=f"prepared otherwise: {said}; restore"):
+        make(dataclasses.replace(plan, data=data, **changes))
+
+
+def test_tuples_of_the_settings_are_found_again(images, tmp_path):
+    plan = plan_of(tmp_path / "out", data_dir=images)
+    plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, image_size=(32, 32)))
+    assert make(plan) == make(plan)
 
 
 def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
@@ -163,6 +208,21 @@ def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
         assert found.size == (45, 30)
         difference = np.asarray(found, float) - np.asarray(expected)
         assert abs(difference).mean() < most
+
+
+def test_a_pipeline_that_does_not_end_well_is_said(monkeypatch, tar):
+    beam = unittest.mock.MagicMock()
+    beam.PipelineState.DONE = "DONE"
+    for name in ("", ".options.pipeline_options", ".runners.runner"):
+        monkeypatch.setitem(sys.modules, f"apache_beam{name}", beam)
+    from vit_jax.curation.beam import on_beam
+
+    ended = beam.Pipeline.return_value.run.return_value.wait_until_finish
+    ended.return_value = "DONE"
+    on_beam([])(tar[0], [], print)
+    ended.return_value = "CANCELLED"
+    with pytest.raises(InputError, match="--beam: the pipeline ended in the state CANCELLED"):
+        on_beam([])(tar[0], [], print)
 
 
 # What takes minutes

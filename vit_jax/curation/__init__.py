@@ -1,1 +1,1 @@
-"""Sets of pictures: prepared for training, looked at, without duplicates, balanced."""
+"""Sets of pictures, prepared for training."""

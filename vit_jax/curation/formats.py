@@ -40,7 +40,7 @@ class Row(NamedTuple):
     """A record of a prepared set.
 
     place: its number in the split of the source.
-    labels: the numbers of its classes; () in a set without classes.
+    labels: the numbers of its classes, [-1] for an unknown one; () in a set without classes.
     name: of the original file; "" if unknown.
     """
 
@@ -75,7 +75,8 @@ class Facts(NamedTuple):
 class Tar:
     """Members PLACE.jpg or .png, PLACE.cls with the label, PLACE.json with captions or labels.
 
-    Behind the place stands the original name of the file, if it is known: PLACE/NAME.jpg.
+    The original name of the file follows the place, if it is known: PLACE/NAME.jpg. A picture
+    without a label has no PLACE.cls.
     """
 
     reads: ClassVar[str] = "tar"
@@ -103,7 +104,7 @@ class Tar:
         told: dict[str, Any] = {"caption": [*row.captions]} if facts.captions else {}
         if facts.multi_label:
             told["label"] = [facts.classes[label] for label in row.labels]
-        elif facts.classes:
+        elif facts.classes and row.labels[0] >= 0:
             yield "cls", str(row.labels[0]).encode()
         if told:
             yield "json", json.dumps(told).encode()
@@ -130,7 +131,8 @@ class Parquet:
         with pq.ParquetWriter(path, schema) as writer:
             group: list[dict[str, Any]] = []
             for row in rows:
-                image = {"bytes": row.image, "path": row.name or f"{row.place:09}.{row.extension}"}
+                name = row.name.encode(errors="surrogateescape").decode(errors="replace")
+                image = {"bytes": row.image, "path": name or f"{row.place:09}.{row.extension}"}
                 label = [*row.labels] if facts.multi_label else next(iter(row.labels), None)
                 values = {"image": image, "label": label, "caption": [*row.captions]}
                 group.append({name: values[name] for name in schema.names})

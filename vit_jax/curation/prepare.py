@@ -10,6 +10,7 @@ The files depend neither on the number of workers nor on restarts.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import csv
 import dataclasses
 import importlib.metadata
@@ -51,8 +52,11 @@ _LIBRARIES = ("array_record", "numpy", "pillow", "pyarrow", "tensorflow", "tenso
               "tensorflow-datasets")  # fmt: skip
 _SAID_S = 10.0  # between two lines of progress
 _ORPHAN_S = 1.0
+_STALE_S = 3600.0  # age of temporary files that nobody writes any more
+_PIXEL_KEYS = ("channels", "decoding", "exif", "image_size", "own", "pixel_range")  # of `data`
 
-# Makes the shards: (plan, shards, what is called with each record as it is finished).
+# Makes the shards: (plan, shards, add). Processes of this machine report each finished record to
+# `add`; a pipeline of Beam, whose workers may be on other machines, reports none.
 Runner = Callable[[Plan, Sequence[Shard], Callable[[Mapping[str, Any]], None]], None]
 
 
@@ -74,21 +78,31 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     records = {shard: finished(plan, shard) for shard in shards}
     if left := [shard for shard, record in records.items() if record is None]:
         raise RuntimeError(f"{output}: {len(left)} shards are not finished; run the command again")
-    for path in (path for shard in missing[:1] for path in plan.path(shard).parent.glob(".*.tmp")):
-        path.unlink(missing_ok=True)  # of processes that were killed
+    _remove_stale({plan.path(shard).parent for shard in shards} | {output / FOLDER})
     return _finish(plan, command, facts, {k: v for k, v in records.items() if v is not None})
+
+
+def _remove_stale(folders: Iterable[epath.Path]) -> None:
+    """Remove the temporary files of processes that were killed, and none that is being written."""
+    for path in (path for folder in folders for path in folder.glob(".*.tmp")):
+        with contextlib.suppress(FileNotFoundError):  # its writer has finished
+            if time.time() - path.stat().mtime > _STALE_S:
+                path.unlink()
 
 
 def _begin(plan: Plan, shards: Sequence[Shard], command: str) -> str:
     """Store the plan, or check that the stored one is equal; the command that began."""
     decided = {
         "source": {shard.split: shard.fingerprint for shard in shards},
+        **{key: getattr(plan.data, key) for key in _PIXEL_KEYS},
+        "captions": plan.captions,
         "format": plan.format,
         **dataclasses.asdict(plan.rule),
         "shard_size": plan.shard_size,
         "shuffle_seed": plan.shuffle_seed,
         "versions": _versions(),
     }
+    decided = json.loads(json.dumps(decided))  # tuples become lists, as they are stored
     path = plan.folder / FOLDER / "plan.json"
     stored = read_json(path, lambda found: found["command"])
     if stored is None:
@@ -168,6 +182,7 @@ def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
         "lost_captions": tally.lost_captions,
         "image_bytes": tally.image_bytes,
         **sides,
+        "unlabelled": tally.unlabelled,
         "classes": {names[label]: counts[label] for label in sorted(counts)},
     }
 

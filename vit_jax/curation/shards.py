@@ -189,6 +189,7 @@ class Tally:
     """Counts of the records of a shard, or of a split.
 
     classes: {label: number of its pictures}.
+    unlabelled: number of pictures without a class.
     height, width: the least, the sum, the greatest.
     broken: (name, reason) of the pictures that are left out.
     lost_captions: number of captions that are left out, as they are not UTF-8.
@@ -197,6 +198,7 @@ class Tally:
     records: int = 0
     image_bytes: int = 0
     classes: dict[str, int] = dataclasses.field(default_factory=dict)
+    unlabelled: int = 0
     height: Sequence[int] = ()
     width: Sequence[int] = ()
     broken: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -205,7 +207,9 @@ class Tally:
     def count(self, picture: Picture, labels: Sequence[int]) -> None:
         self.records += 1
         self.image_bytes += len(picture.image)
-        for label in labels:
+        known = [label for label in labels if label >= 0]
+        self.unlabelled += not known
+        for label in known:
             self.classes[str(label)] = self.classes.get(str(label), 0) + 1
         self.height = _joined(self.height, [picture.size[0]] * 3)
         self.width = _joined(self.width, [picture.size[1]] * 3)
@@ -213,6 +217,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         self.records += other.records
         self.image_bytes += other.image_bytes
+        self.unlabelled += other.unlabelled
         for label, number in other.classes.items():
             self.classes[label] = self.classes.get(label, 0) + number
         self.height = _joined(self.height, other.height)
@@ -254,7 +259,7 @@ def _rows(source: data.Source, places: np.ndarray, plan: Plan, tally: Tally) -> 
 
 
 def labels_of(picture: Picture) -> list[int]:
-    """The numbers of the classes of a picture."""
+    """The numbers of the classes of a picture; [-1] if its one label is unknown."""
     label = picture.label
     return np.flatnonzero(label).tolist() if label.ndim else [int(label)]
 
