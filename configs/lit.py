@@ -14,10 +14,10 @@ SOURCE with two towers of these sizes, the text tower is taken too.
 
 From the published config (big_vision, lit_coco.py): the softmax, batches of 4,096, Adafactor at
 1e-3 with weight decay 0.01, warm-up for 3 % of the steps, a cosine, clipping at norm 1, texts of 16
-tokens. Our choices: texts of 32 tokens, 5,000 steps, the whole image, no augmentation, bfloat16. To
-train adapters of both towers instead: --config.model.lora_rank=8
+tokens. We chose texts of 32 tokens, 5,000 steps, the whole image, no augmentation, and bfloat16.
+These flags train adapters of both towers instead: --config.model.lora_rank=8
 --config.objective.text_lora_rank=8 --config.optimizer.freeze="(?!objective/|.*/lora_).*"
-Published, zero-shot on ImageNet: B/16 with BERT base 72.1 % (its config), on other data.
+That config states 72.1 % zero-shot on ImageNet for B/16 with BERT base, trained on other data.
 """
 
 from vit_jax.base.errors import InputError

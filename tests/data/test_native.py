@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
+from at_fault import at_fault
 
 from vit_jax.base.pictures import Pictures
+from vit_jax.config import Settings, base_config
 from vit_jax.data import host_batches, host_eval_batches, image_batch, make_source, to_value_range
 from vit_jax.data.device_ops import make_device_transform
 from vit_jax.data.host_tf import tf
 from vit_jax.data.native import PatchRule, mirror
 from vit_jax.data.ops import parse_ops
+from vit_jax.data.preprocessing import rule_of
 from vit_jax.models.patches import extract_patches
 
 RULE = PatchRule((4, 4), 6)
@@ -118,3 +121,11 @@ def test_images_in_memory_become_pictures_too():
     plain = next(host_eval_batches(source, image_batch(8, (8, 8)), rows=np.arange(8)))
     expected = extract_patches(plain["image"], (4, 4)).reshape(8, 4, 4, 4, 3)
     np.testing.assert_array_equal(batch["image"][:, :4], expected)
+
+
+def test_without_a_run_there_is_no_rule():
+    config = base_config()
+    assert rule_of(Settings.of(config).data) is None
+    config.data.max_tokens = 16
+    with at_fault("data.max_tokens"):
+        rule_of(Settings.of(config).data)

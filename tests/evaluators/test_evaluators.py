@@ -319,8 +319,8 @@ def test_choices_that_cannot_be(kind, choices):
     assert [re.split("[:=]", fault)[0] for fault in faults] == [f"evals.own.{key}"]
 
 
-def test_evaluators_that_read_no_labels_take_several_an_image():
-    without = {name for name in EVALUATORS if not EVALUATORS.find(name).reads_labels}
+def test_evaluators_that_do_not_show_the_worth_of_features_take_several_labels_an_image():
+    without = {name for name in EVALUATORS if not EVALUATORS.find(name).shows_worth}
     assert without == {"patch_features", "rank", "reconstruction"}
     assert {EVALUATORS.find(name).multi_label for name in without} == {None}
 

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from at_fault import at_fault
 from pairs import clip, siglip
 from PIL import Image
 
@@ -111,6 +112,11 @@ def test_a_folder_that_cannot_be_written_beside_is_searched(pair, folder, monkey
     monkeypatch.setattr(index.files, "write_whole", refuse)
     assert len(open_index(pair, folder, batch_size=8, progress=False).files) == 4
     assert "the index cannot be kept (Permission denied)" in caplog.text
+
+
+def test_a_search_needs_texts_or_images(pair, folder):
+    with at_fault("texts"):
+        vit_jax.search(folder, pair)
 
 
 def test_the_command(golden, tmp_path, folder, capsys):

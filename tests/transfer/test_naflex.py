@@ -62,7 +62,11 @@ def test_parity_with_siglip_2(golden):
     [
         ({"patch_size": 8}, "embeds.proj.weight: 768 values a patch are not 8 x 8 x 3"),
         ({"pos_embed_ar_preserving": True}, "pos_embed_ar_preserving=True is not supported"),
-        ({"rope_type": "mixed"}, "rope_type='mixed' is not supported"),
+        ({"rope_type": "mixed"}, "model.safetensors.*rope_type='mixed' is not supported"),
+        (
+            {"pos_embed_interp_mode": "area"},
+            "model.safetensors.*pos_embed_interp_mode='area' is not supported; needs bilinear or",
+        ),
     ],
 )
 def test_what_computes_otherwise_is_refused(golden, tmp_path, changes, fault):

@@ -32,7 +32,7 @@ class Evaluator(Part):
     output: the method of the model that it calls.
     multi_label: whether it evaluates images with several labels instead of one; None: either.
     reads_captions: whether it needs the captions of its splits.
-    reads_labels: whether it compares with labels, and so shows what the features are worth.
+    shows_worth: whether its figures show what the features are worth.
     measures_rank: whether it measures the rank of the features, by which a collapse is seen.
     takes_pictures: whether it evaluates pictures in their own shape, by `data.max_tokens`.
     shows_images: whether it gives its prediction for each image to whoever asks (`EvalInputs.see`).
@@ -55,7 +55,7 @@ class Evaluator(Part):
     multi_label: ClassVar[bool | None] = False
     takes_pictures: ClassVar[bool] = True
     shows_images: ClassVar[bool] = False
-    reads_labels: ClassVar[bool] = True
+    shows_worth: ClassVar[bool] = True
     reads_captions: ClassVar[bool] = False
     measures_rank: ClassVar[bool] = False
 

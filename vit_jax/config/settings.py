@@ -177,7 +177,13 @@ class Settings:
                 "--config.duration, or for a new run an earlier end"
             )
         sizes, data, key = self.sizes, self.data, "data.image_size"
-        draws = split_draws(self.values["data.max_tokens"] or 0)
+        most = self.values["data.max_tokens"]
+        if most is not None and len(sizes) > 1:
+            raise InputError(
+                f"data.max_tokens={most!r}: excludes data.image_size={self.values[key]!r}, as "
+                "pictures in their own shape have no schedule of sizes; give one size"
+            )
+        draws = split_draws(most or 0)
         if len(draws) > 1:
             return self._draw(draws)
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
@@ -194,9 +200,8 @@ class Settings:
 
     def _draw(self, draws: list[tuple[int, int]]) -> Stages:
         """The stages of numbers of tokens that are drawn; what these exclude is an InputError."""
-        key, run, many = "data.max_tokens", self.run, len(self.sizes) > 1
+        key, run = "data.max_tokens", self.run
         for other, is_set in {
-            "data.image_size": many,
             "model.keep_tokens_until": self.model.keep_tokens_until is not None,
             "data.order": self.data.order == "chunk",
         }.items():

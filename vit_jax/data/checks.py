@@ -7,7 +7,7 @@ from vit_jax.config import SOURCES, Evaluator
 from vit_jax.config.parts import LARGEST_SIDE
 from vit_jax.config.sections import Data
 from vit_jax.data.mixture import mixed_keys
-from vit_jax.data.ops import DeviceOp, parse_ops
+from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.preprocessing import parse_view_ops
 from vit_jax.data.subset import check_classes, subset_size
@@ -61,7 +61,7 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         mixes=ops is not None and any(op.mixes for op in ops[1]),
     )
     if d.max_tokens is not None:
-        _check_pictures(d, ops[1] if ops else (), faults)
+        _check_pictures(d, ops or ((), ()), faults)
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
@@ -77,9 +77,12 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     _check_pixels(d, faults)
 
 
-def _check_pictures(d: Data, device_ops: Sequence[DeviceOp], faults: Faults) -> None:
+def _check_pictures(
+    d: Data, ops: tuple[Sequence[HostOp], Sequence[DeviceOp]], faults: Faults
+) -> None:
     """Check what pictures in their own shape rule out."""
-    key = f"data.max_tokens={d.max_tokens}"
+    key, (host_ops, device_ops) = f"data.max_tokens={d.max_tokens}", ops
+    _need_own_shape(host_ops, f"data.ops={d.ops!r}", d, faults)
     squares = [op.text for op in device_ops if not op.takes_patches]
     faults.need(
         not squares,
@@ -87,6 +90,16 @@ def _check_pictures(d: Data, device_ops: Sequence[DeviceOp], faults: Faults) -> 
     )
     faults.need(
         not d.num_global, f"{key}: views have data.image_size; set --config.data.num_global=0"
+    )
+
+
+def _need_own_shape(ops: Sequence[HostOp], key: str, d: Data, faults: Faults) -> None:
+    """Check that `ops` leave pictures in their own shape; `key`: theirs, with its value."""
+    sized = [op.text for op in ops if op.gives is not None]
+    faults.need(
+        not sized,
+        f"{key}: {', '.join(sized)} would change the shape that data.max_tokens={d.max_tokens} "
+        "keeps; leave out ops that set a size (files need decode only)",
     )
 
 
@@ -105,10 +118,12 @@ def _check_pixels(d: Data, faults: Faults) -> None:
         )
 
 
-def check_eval_ops(evals: Mapping[str, Evaluator], faults: Faults) -> None:
-    """Check that the ops of every evaluator run on the host."""
+def check_eval_ops(evals: Mapping[str, Evaluator], data: Data, faults: Faults) -> None:
+    """Check that the ops of every evaluator run on the host, and leave pictures their shape."""
     for name, entry in evals.items():
         key = f"evals.{name}.ops"
         ops = faults.check(parse_ops, entry.ops, _ANY_SIZE, key=key)
         names = ", ".join(op.text for op in ops[1]) if ops else ""
         faults.need(not names, f"{key}={entry.ops!r}: {names} works only in training; leave it out")
+        if data.max_tokens is not None and entry.takes_pictures and ops:
+            _need_own_shape(ops[0], f"{key}={entry.ops!r}", data, faults)

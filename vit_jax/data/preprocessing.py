@@ -162,10 +162,18 @@ def parse_preprocessing(settings: Settings) -> Preprocessing:
 
 
 def rule_of(data: Data) -> PatchRule | None:
-    """The rule by which images become patches; None: all have `data.image_size`."""
+    """The rule by which images become patches; None: all have `data.image_size`.
+
+    Raises:
+      InputError: no run has decided the size of the patches.
+    """
     if data.max_tokens is None:
         return None
-    assert data.patch_size is not None  # decided with it
+    if data.patch_size is None:
+        raise InputError(
+            f"data.max_tokens={data.max_tokens}: only a training run sets it; leave it out (a run "
+            "is evaluated on pictures in their own shape by --workdir)"
+        )
     return PatchRule(data.patch_size, data.max_tokens)
 
 

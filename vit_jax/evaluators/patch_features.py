@@ -55,7 +55,7 @@ class PatchFeatures(SplitEvaluator):
     output = "features"
     multi_label = None
     takes_pictures = False
-    reads_labels = False
+    shows_worth = False
 
     def reports(self) -> dict[str, Better]:
         return {"share": "neither"}

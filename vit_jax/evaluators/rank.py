@@ -48,7 +48,7 @@ class Rank(SplitEvaluator):
     learns_classes = True
     output = "features"
     multi_label = None
-    reads_labels = False
+    shows_worth = False
     measures_rank = True
 
     def reports(self) -> dict[str, Better]:

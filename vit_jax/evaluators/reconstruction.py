@@ -44,7 +44,7 @@ class ReconstructionLoss(SplitEvaluator):
     output = "features"
     takes_pictures = False
     multi_label = None
-    reads_labels = False
+    shows_worth = False
 
     def reports(self) -> dict[str, Better]:
         return {"loss": "lower", "num_examples": "neither"}

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from vit_jax import transfer
 from vit_jax.base import files
-from vit_jax.base.errors import Faults, collect_faults
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
 from vit_jax.data.images.given import find_images, image_files
@@ -61,6 +61,8 @@ def search(
     pretrained = transfer.read_pretrained(source)
     texts = [texts] if isinstance(texts, str) else texts
     paths = [images] if isinstance(images, str | os.PathLike) else images
+    if not (texts or paths):
+        raise InputError("texts=(), images=(): nothing to search by; give texts, images or both")
     how = {"top": top, "batch_size": batch_size, "progress": False}
     return [*nearest(pretrained, folder, texts, find_images(paths) if paths else [], **how)]
 

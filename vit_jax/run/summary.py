@@ -101,7 +101,7 @@ def _say_progress(run: Run) -> None:
             "the loss did not fall: train/loss is %.4g at step %d and was %.4g at step %d",
             last, step, first, start,
         )  # fmt: skip
-    compared = any(evaluator.reads_labels for evaluator in run.settings.evals.values())
+    compared = any(evaluator.shows_worth for evaluator in run.settings.evals.values())
     if "label" not in objective.needs and not compared:
         logger.info(
             "train/loss is %.4g and was %.4g at step %d; it does not show what the features are "

@@ -114,7 +114,7 @@ def _read_vit(source: Source) -> Pretrained:
     source.refuse(["its architecture"] if COMPUTES_OTHERWISE.match(architecture) else [])
     kind = timm_blocks.find_kind(source, architecture)
     if is_naflex:
-        kind = timm_blocks.naflex_kind(config.args, architecture)
+        kind = timm_blocks.naflex_kind(source, config.args, architecture)
     source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)

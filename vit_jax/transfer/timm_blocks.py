@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import numpy as np
 
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults
 from vit_jax.config import image_hw
+from vit_jax.models.own_shapes import FILTERS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.names import (
     HEADS_BY_WIDTH,
@@ -121,12 +122,22 @@ def read_naflex(source: Source, args: Mapping[str, Any]) -> tuple[int, int] | No
     return rows * p, columns * q
 
 
-def naflex_kind(args: Mapping[str, Any], architecture: str) -> Kind:
-    """The kind of a NaFlexVit by its arguments and its name in timm."""
+def naflex_kind(source: Source, args: Mapping[str, Any], architecture: str) -> Kind:
+    """The kind of a NaFlexVit by its arguments and its name in timm.
+
+    Raises: InputError for positions that are not supported.
+    """
     is_siglip, rope = "siglip" in architecture, args.get("rope_type") or "none"
-    if rope not in ("none", "axial"):
-        raise InputError(f"rope_type={rope!r} is not supported; needs axial, or none")
     filter = args.get("pos_embed_interp_mode", "bilinear" if is_siglip else "bicubic")
+    faults = Faults()
+    faults.need(
+        rope in ("none", "axial"), f"rope_type={rope!r} is not supported; needs axial, or none"
+    )
+    faults.need(
+        filter in FILTERS,
+        f"pos_embed_interp_mode={filter!r} is not supported; needs {' or '.join(FILTERS)}",
+    )
+    source.refuse(faults)
     fields = {"pos_filter": filter} | (_ROTARY_2D if rope == "axial" else {})
     return Kind(act="gelu_tanh" if is_siglip else "gelu", fields=fields)
 

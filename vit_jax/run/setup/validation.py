@@ -70,7 +70,7 @@ def _check_sections(config: ConfigDict, faults: Faults) -> None:
     faults.check(parse_faults, settings.job.inject)
     evals.check_names(config.evals, faults)
     faults += of_evals
-    check_eval_ops(settings.evals, faults)
+    check_eval_ops(settings.evals, settings.data, faults)
     for name, entry in settings.evals.items():
         faults.need(
             settings.data.max_tokens is None or entry.takes_pictures,
