@@ -39,7 +39,7 @@ MUTATIONS = [
     # data: host ops
     M("vit_jax/data/host_ops.py", "tf.saturate_cast(tf.round(values), tf.uint8)",
       "tf.cast(values, tf.uint8)", "data/test_host_ops.py::test_resize_rounds"),
-    M("vit_jax/data/host_ops.py", "tf.float32) + 0.5), tf.uint8", "tf.float32)), tf.uint8",
+    M("vit_jax/data/resizing.py", "tf.float32) + 0.5), tf.uint8", "tf.float32)), tf.uint8",
       "data/test_host_ops.py::test_torchvision_resize_agrees_with_pil"),
     M("vit_jax/data/host_ops.py", "spare % 4 == 3", "spare % 4 == 1",
       "data/test_host_ops.py::test_torchvision_crop_rounds_halves_to_even"),
@@ -73,7 +73,7 @@ MUTATIONS = [
     # data: device ops
     M("vit_jax/data/device_ops.py", "/ 255 - means", "/ 256 - means",
       "data/test_device_ops.py::test_value_range"),
-    M("vit_jax/data/device_ops.py", "jnp.flip(images, self.axis)", "jnp.flip(images, 1)",
+    M("vit_jax/data/device_ops.py", "mirror(images, self.axis)", "mirror(images, 1)",
       "data/test_device_ops.py::test_images_are_flipped_or_turned_in_equal_shares"),
     M("vit_jax/data/device_ops.py", "mask * pairs.swapped(mask) > 0", "mask > 0",
       "data/test_device_ops.py::test_a_masked_row_is_nobody_s_partner"),
@@ -96,7 +96,7 @@ MUTATIONS = [
     # models
     M("vit_jax/models/dot_product.py", "scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True)",
       "scores_BHNM", "models/test_layers.py::test_attention_survives_scores_that_overflow_exp"),
-    M("vit_jax/models/dot_product.py", "_attend(q_BHNK * scale,", "_attend(q_BHNK,",
+    M("vit_jax/models/dot_product.py", "arrays = q_BHNK * scale,", "arrays = q_BHNK,",
       "models/test_layers.py::test_attention_of_queries_over_other_tokens"),
     M("vit_jax/models/dot_product.py", "grad_BHNM - mean_BHN1.astype(grad_BHNM.dtype)", "grad_BHNM",
       "models/test_layers.py::test_attention_gradients_are_those_of_the_plain_form"),
@@ -476,7 +476,7 @@ MUTATIONS = [
       "inference/test_written_parts.py::test_each_process_writes_its_share"),
     M("vit_jax/inference/parts.py", "if not parts.path(part).exists()]", "]",
       "inference/test_written_parts.py::test_rows_are_the_same_after_kills"),
-    M("vit_jax/inference/parts.py", "before.get(key) != facts[key]", "False",
+    M("vit_jax/inference/parts.py", "known != facts[key]", "False",
       "inference/test_written_parts.py::test_a_folder_belongs_to_one_model_and_one_data_set"),
     M("vit_jax/inference/predict.py", "np.argsort(-probabilities", "np.argsort(probabilities",
       "inference/test_predict.py::test_images_and_folders"),
