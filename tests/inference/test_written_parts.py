@@ -151,7 +151,7 @@ def test_each_process_writes_its_share(write, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["predict", "label"])
 def test_processes_killed_at_any_moment(golden, tmp_path, command):
-    """Two processes, one of which is killed; three write the rest; the same rows as of one."""
+    """One of two processes is killed and three write the rest: the rows of one process."""
     images = np.random.default_rng(0).integers(0, 256, (9000, 16, 16, 3), np.uint8)
     np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(9000) % 3)
 

@@ -120,7 +120,7 @@ def test_values_and_gradients_are_those_of_the_published_code(cappa, kind):
     for name in names:
         expected = cappa[start + name]
         close(np.asarray(given[name]).reshape(expected.shape), expected)
-    if kind == "causal":  # the loss of a row is that of the row alone
+    if kind == "causal":  # a row has the loss that it has alone
         masks = jnp.eye(3)
         each = jax.jit(jax.vmap(lambda mask: of(objective, mask)(params)))(masks)
         close(each, cappa["loss_each_causal"])

@@ -96,7 +96,7 @@ class Rule:
         return tf.cond(as_jpeg, jpeg, lambda: tf.io.encode_png(pixels)), tf.shape(pixels)[:2]
 
     def _shrunk(self, image: tf.Tensor) -> tf.Tensor:
-        """The pixels of `image`, of which the shorter side has at most `side`."""
+        """The pixels of `image`; its shorter side has at most `side` of them."""
         if self.side is None:
             return to_pixels(image)
         text = f"scaled_decode({self.side})|resize_small({self.side}, antialias=True)"

@@ -42,7 +42,7 @@ class PatchRule(NamedTuple):
         patch = tf.constant(self.patch_size, tf.int64)
         k = tf.range(1, self.most + 1, dtype=tf.int64)
         found = []
-        for axis in (0, 1):  # of which s makes whole patches: s = k patch[axis] / sides[axis]
+        for axis in (0, 1):  # s makes whole patches where s = k patch[axis] / sides[axis]
             other = -(-(sides[1 - axis] * patch[axis] * k) // (sides[axis] * patch[1 - axis]))
             number = tf.reduce_sum(tf.cast(k * other <= self.most, tf.int64))
             pair = tf.stack([number, other[tf.maximum(number, 1) - 1]])

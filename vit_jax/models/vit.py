@@ -221,7 +221,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
           keep: (B, M) int32, the raster indices of the patches that go through the encoder, in the
             order in which they come out; the prefix tokens always do. None: all patches.
           image_size: height and width of the images in pixels; None: `image_size` of the model.
-          pictures: of which the patches are; None: of images.
+          pictures: those cut into the patches; None: the patches are of images.
           counts_B: how many first patches of `keep` count, of pictures.
           train: whether dropout and stochastic depth are on.
 
