@@ -33,7 +33,7 @@ CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":de
 def make_config(**overrides):
     """4 steps of warm-up, 40 in all."""
     config = load_config(CONFIG)
-    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
+    pairs = [(key.replace("__", "."), str(value)) for key, value in overrides.items()]
     assert not apply_overrides(config, pairs)
     config.data.num_examples, config.data.num_classes = 1437, 10
     return decided(config)

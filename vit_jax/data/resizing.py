@@ -1,5 +1,7 @@
 """Resizing of pixels as Pillow does: antialiased, halves rounded up."""
 
+from __future__ import annotations
+
 import functools
 import operator
 
