@@ -44,6 +44,9 @@ def test_left_out_pairs_and_prompts_of_the_evaluation_are_in_no_caption(tool, tm
     for name in (*words, *(p.format(f"a {n}") for p in PROMPTS for n in NAMES if p != "{}")):
         assert not any(text in captions for text in (name, *(p.format(name) for p in PROMPTS)))
         assert not any(f"{name} " in f"{text} " for text in captions)
+    with np.load(tmp_path / "retrieval.npz") as shown:
+        assert len(shown["test_images"]) == 90
+        assert len({text for row in shown["test_captions"] for text in row}) == 270
     shuffled = np.load(tmp_path / "shuffled.npz")["train_captions"]
     assert (shuffled != train["train_captions"]).any()
     assert sorted(map(tuple, shuffled)) == sorted(map(tuple, train["train_captions"]))
@@ -63,17 +66,21 @@ def test_pictures_show_what_the_words_say(tool):
 def test_each_run_is_made_once(tool, tmp_path, monkeypatch):
     started = []
 
-    def run(flags, workdir):
-        config = load_config("words:cifar10")
-        keys = [flag.removeprefix("--config.").split("=", 1) for flag in flags]
+    def train(flags, workdir):
+        config = load_config(flags[0].removeprefix("--config="))
+        keys = [flag.removeprefix("--config.").split("=", 1) for flag in flags[1:]]
         assert apply_overrides(config, keys) + find_faults(config) == []
         started.append(config)
-        return {"cpu_s": 1.0, "test": 50.0, "pairs": 20.0}
+        workdir.mkdir()
+        return {}, 1.0
 
-    monkeypatch.setattr(tool, "run", run)
-    for seeds, number in ((1, 4), (2, 6), (2, 6)):
+    row = dict.fromkeys(("test", "pairs", "probe", *tool.RECALLS), 50.0)
+    monkeypatch.setattr(tool, "train", train)
+    monkeypatch.setattr(tool, "measure", lambda workdir, work, data_dir: row)
+    for seeds, number in ((1, 7), (2, 12), (2, 12)):
         words = ["words_cifar10.py", str(tmp_path), "--data_dir=DIR", f"--seeds={seeds}"]
         monkeypatch.setattr(sys, "argv", words)
         tool.main()
         assert len(started) == number == len(read_rows(tool.TABLE))
     assert [c.objective.loss for c in started[:4]] == ["sigmoid", "softmax"] * 2
+    assert started[-1].init_from == str(tmp_path / "captions_1_3600")

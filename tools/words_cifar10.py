@@ -1,10 +1,12 @@
-"""Trains `words:cifar10` and measures it by words: docs/explanation/words_cifar10.csv.
+"""Trains on made captions of CIFAR-10 and measures the runs: docs/explanation/words_cifar10.csv.
 
 python tools/words_cifar10.py WORKDIR --data_dir=DIR [--seeds=3] [--steps=3600] [--runs sigmoid]
 
 Captions are made from class names of nine tenths of train, and from known changes of a third of
-these pictures. A run of 3,600 steps should take the CPU seconds of `cifar10:fast`; each reads the
-test split once. Runs that the CSV has are not run again; one that was stopped begins anew.
+these pictures. A run of 3,600 steps should take the CPU seconds of `cifar10:fast`. Runs are
+measured when they have ended, outside their CPU seconds: zero-shot, by a linear probe, and by
+retrieval among 90 test pictures. LiT takes the image tower of the run `captions` of its seed,
+which must be there. Runs that the CSV has are not run again; one that was stopped begins anew.
 """
 
 import argparse
@@ -15,19 +17,33 @@ import numpy as np
 import tensorflow_datasets as tfds
 from measured_runs import ROOT, add_row, has_row, train
 
+import vit_jax
 from vit_jax.data.words import names_in_words
 
 TABLE = ROOT / "docs/explanation/words_cifar10.csv"
 PROMPTS = ("this photo shows {}", "here is a picture of {}", "one can see {} here")
 CHANGES = ("red {}", "green {}", "blue {}", "{} upside down", "{} at the top", "{} at the bottom",
            "{} shown twice", "{} shown four times")  # fmt: skip
-# {run: (its loss, its training file, the most seeds)}
+_WORDS, _SIGMOID = ("words:cifar10", ("test", "pairs")), {"objective.loss": "sigmoid"}
+_SOFTMAX = {"objective.loss": "softmax"}
+RECALLS = [f"{way}_recall{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+# {run: (its config and the evaluators in it, other keys, its training file, the most seeds)}
 RUNS = {
-    "sigmoid": ("sigmoid", "captions", 3),
-    "softmax": ("softmax", "captions", 3),
-    "sigmoid, shuffled captions": ("sigmoid", "shuffled", 1),
-    "softmax, shuffled captions": ("softmax", "shuffled", 1),
-}
+    "sigmoid": (*_WORDS, _SIGMOID, "captions", 3),
+    "softmax": (*_WORDS, _SOFTMAX, "captions", 3),
+    "sigmoid, shuffled captions": (*_WORDS, _SIGMOID, "shuffled", 1),
+    "softmax, shuffled captions": (*_WORDS, _SOFTMAX, "shuffled", 1),
+    "captions": ("captions:cifar10", ("probe",), {}, "captions", 3),
+    "captions and sigmoid": (
+        "captions:cifar10,pairs", ("probe", "test", "pairs"), {}, "captions", 3
+    ),
+    "LiT": (*_WORDS, _SIGMOID | {"optimizer.freeze": "(?!objective/).*"}, "captions", 3),
+}  # fmt: skip
+_FEW = {"data_name": "cifar10", "ops": "decode", "split": "test[:512]"}
+# {evaluator: keys by which a run hardly measures while it trains}
+EVALS = {
+    "test": _FEW, "pairs": _FEW, "probe": {"train_split": "train[:512]", "test_split": "test[:512]"}
+}  # fmt: skip
 
 
 def is_left_out(label: int, change: int) -> bool:
@@ -54,7 +70,11 @@ def change_picture(image: np.ndarray, change: int) -> np.ndarray:
 
 
 def make_data(data_dir: pathlib.Path, work: pathlib.Path) -> None:
-    """Write captions.npz and shuffled.npz to train on, and pairs.npz: test's left-out pairs."""
+    """Write captions.npz and shuffled.npz to train on, and two files of test pictures.
+
+    retrieval.npz: one of each class with each change and with none, and its captions.
+    pairs.npz: the left-out pairs.
+    """
     read = {}
     for split in ("train[:90%]", "test"):
         builder = tfds.builder("cifar10", data_dir=data_dir)
@@ -66,13 +86,20 @@ def make_data(data_dir: pathlib.Path, work: pathlib.Path) -> None:
         change = rng.choice([c for c in range(len(CHANGES)) if not is_left_out(labels[i], c)])
         pictures.append(change_picture(images[i], change))
         phrases.append(CHANGES[change].format(names[labels[i]]))
-    words = [word for (word,) in names_in_words(phrases, "caption")]
-    captions = np.array([[prompt.format(word) for prompt in PROMPTS] for word in words])
+    captions = captions_of(phrases)
     for name, rows in {"captions": captions, "shuffled": rng.permutation(captions)}.items():
         np.savez(work / f"{name}.npz", train_images=np.stack(pictures), train_captions=rows)
 
     pairs = [(label, c) for label in range(len(names)) for c in range(len(CHANGES))]
     images, labels = read["test"]["image"], read["test"]["label"]
+    pictures, phrases = [], []
+    for label, name in enumerate(names):
+        chosen = rng.choice(np.flatnonzero(labels == label), len(CHANGES) + 1, replace=False)
+        pictures += [images[chosen[0]], *map(change_picture, images[chosen[1:]], itertools.count())]
+        phrases += [name, *(change.format(name) for change in CHANGES)]
+    of_test = {"test_images": np.stack(pictures), "test_captions": captions_of(phrases)}
+    np.savez(work / "retrieval.npz", **of_test)
+
     shown = [(i, change) for i in range(len(images))
              for change in range(len(CHANGES)) if is_left_out(labels[i], change)]  # fmt: skip
     np.savez(
@@ -83,11 +110,34 @@ def make_data(data_dir: pathlib.Path, work: pathlib.Path) -> None:
     )
 
 
-def run(flags: list[str], workdir: pathlib.Path) -> dict:
-    """Train once: CPU seconds of the whole process, and accuracies in per cent."""
-    summary, cpu_s = train(["--config=words:cifar10", *flags], workdir)
-    accuracy = {name: 100 * summary[f"{name}/top1"] for name in ("test", "pairs")}
-    return {"cpu_s": cpu_s, **accuracy}
+def captions_of(phrases: list[str]) -> np.ndarray:
+    """The captions of each phrase, (n, 3)."""
+    words = [word for (word,) in names_in_words(phrases, "caption")]
+    return np.array([[prompt.format(word) for prompt in PROMPTS] for word in words])
+
+
+def measure(
+    workdir: pathlib.Path, work: pathlib.Path, data_dir: pathlib.Path
+) -> dict[str, float | None]:
+    """Accuracies and recalls of a run in per cent; None for those that need a text tower it lacks.
+
+    work: holds the files of `make_data`.
+    """
+    by_words = vit_jax.read_pretrained(workdir).read_text_side is not None
+
+    def evaluate(what: str, place: pathlib.Path, **keys: object) -> dict[str, float]:
+        asked = {"data.data_dir": str(place), "global_batch_size": 512} | keys
+        return vit_jax.evaluate(workdir, f"evaluate:{what}", asked)
+
+    probe = {"evals.probe.train_split": "train[:90%]", "evals.probe.l2": (0.01,)}
+    found = evaluate("zeroshot," * by_words + "probe,cifar10", data_dir, **probe)
+    row = {"test": found.get("zeroshot/top1"), "pairs": None, "probe": found["probe/top1"]}
+    row |= dict.fromkeys(RECALLS)
+    if by_words:
+        row["pairs"] = evaluate("zeroshot,arrays", work / "pairs.npz")["zeroshot/top1"]
+        found = evaluate("retrieval,arrays", work / "retrieval.npz")
+        row |= {key: found[f"retrieval/{key}"] for key in RECALLS}
+    return {key: value and 100 * value for key, value in row.items()}
 
 
 def main() -> None:
@@ -103,17 +153,21 @@ def main() -> None:
     if not (work / "pairs.npz").exists():  # the last of the files
         make_data(data_dir, work)
     for seed, name in itertools.product(range(args.seeds), args.runs):
-        loss, captions, most = RUNS[name]
+        config, entries, own, captions, most = RUNS[name]
         place = {"run": name, "seed": str(seed), "steps": str(args.steps)}
         if seed >= most or has_row(TABLE, place):
             continue
-        keys = {"seed": seed, "duration": f"{args.steps} steps", "objective.loss": loss,
-                "data.data_dir": work / f"{captions}.npz",
-                "evals.pairs.data_dir": work / "pairs.npz",
-                "evals.test.data_dir": data_dir}  # fmt: skip
-        flags = [f"--config.{key}={value}" for key, value in keys.items()]
+        keys = {"seed": seed, "duration": f"{args.steps} steps",
+                "data.data_dir": work / f"{captions}.npz"} | own  # fmt: skip
+        if name == "LiT":
+            keys["init_from"] = max(work.glob(f"captions_{seed}_*/"))
+        for entry in entries:
+            found = EVALS[entry] | {"data_dir": data_dir}
+            keys |= {f"evals.{entry}.{key}": value for key, value in found.items()}
+        flags = [f"--config={config}", *(f"--config.{key}={value}" for key, value in keys.items())]
         workdir = work / "_".join(place.values()).replace(" ", "_")
-        add_row(TABLE, place | run(flags, workdir))
+        _, cpu_s = train(flags, workdir)
+        add_row(TABLE, place | {"cpu_s": cpu_s} | measure(workdir, work, data_dir))
 
 
 if __name__ == "__main__":
