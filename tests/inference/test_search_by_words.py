@@ -88,6 +88,9 @@ def test_features_are_computed_once_for_each_picture(pair, folder, monkeypatch, 
     assert np.isnan(first.x_ND).all(axis=1).tolist() == [False, False, True, False]
     again = ask()
     assert not read and np.array_equal(again.x_ND, first.x_ND, equal_nan=True)
+    moved = pair.model.clone(constrain=lambda x, axes: x)  # as in a process with other addresses
+    open_index(pair._replace(model=moved), folder, batch_size=8, progress=False)
+    assert not read
     shutil.copy(folder / "a.png", folder / "b.png")  # another time of change
     os.utime(folder / "b.png", ns=(0, 1))
     (folder / "more/c.png").unlink()

@@ -11,10 +11,10 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import files
-from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.contract import fingerprint
 from vit_jax.data.images.given import find_images, image_files, stamp_of
-from vit_jax.inference.outputs import outputs, without_masked
+from vit_jax.inference.outputs import check_size, outputs, without_masked
+from vit_jax.inference.parts import facts_of_model
 from vit_jax.models.text import unit
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -44,10 +44,9 @@ def open_index(
     Raises:
       InputError: there are no pictures, or the model takes images of any size.
     """
+    check_size(pretrained)
     found, place = find_images([folder]), os.path.abspath(folder)
-    spec = pretrained.spec
-    how = [hash_params(pretrained.params | dict(pretrained.model_state)), repr(pretrained.model)]
-    key = fingerprint(how, repr([spec.image_size, spec.mean, spec.std, spec.ops, spec.cut]))
+    key = fingerprint(facts_of_model(pretrained))
     path = epath.Path(f"{place}.{key[:12]}.index.npz")
     kept = _read(path)
     stamps = [f"{os.path.relpath(file, place)} {stamp_of(file)}" for file in found]

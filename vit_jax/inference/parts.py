@@ -25,6 +25,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs
 from vit_jax.job import processes, watchdog
+from vit_jax.models.contract import field_names
 from vit_jax.transfer.pretrained import Pretrained, ops_for
 
 logger = logging.getLogger("vit_jax")
@@ -32,6 +33,7 @@ logger = logging.getLogger("vit_jax")
 Rows = Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]  # as `outputs` gives them
 
 _SIZE = "records_of_part"
+_SINCE_0_2_0 = ("pixels", "fields", "reading")  # which the manifests of version 0.2.0 lack
 _LEAST = 1024  # records of a part
 _PARTS = 1000  # at most, of more records
 _WAIT_S = 7 * 24 * 3600.0  # for processes whose parts take longer; JAX finds those that have ended
@@ -60,13 +62,25 @@ class Parts:
 
 def facts_of(pretrained: Pretrained, source: Source) -> dict[str, Any]:
     """The facts of a manifest that decide the outputs for the records of `source`."""
-    shape, spec = source.image_shape, pretrained.spec
+    named = {"fingerprint": source.fingerprint, "model": pretrained.source}
+    return named | facts_of_model(pretrained, source.image_shape)
+
+
+def facts_of_model(
+    pretrained: Pretrained, image_shape: tuple[int, int, int] | None = None
+) -> dict[str, str]:
+    """The facts that decide a model's outputs for an image; they are the same in every process.
+
+    image_shape: (H, W, channels) of all images; None: they are files of any size.
+    """
+    spec, model = pretrained.spec, pretrained.model
+    fields = {name: getattr(model, name) for name in field_names(type(model))}
     return {
-        "fingerprint": source.fingerprint,
-        "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(spec, shape and shape[:2]),
+        "ops": ops_for(spec, image_shape and image_shape[:2]),
         "pixels": f"{spec.image_size} {spec.mean} {spec.std}",
+        "fields": f"{fields | dict.fromkeys(('ops', 'constrain'))}",  # whose text names addresses
+        "reading": f"{spec.reading}",
     }
 
 
@@ -102,7 +116,7 @@ def begin(
             return facts[_SIZE]
         before = {_SIZE: size, **(read_json(manifest) or {})}
         for key in facts:
-            known = before.get(key, facts[key] if key == "pixels" else None)  # not in 0.2.0
+            known = before.get(key, facts[key] if key in _SINCE_0_2_0 else None)
             if key != _SIZE and known != facts[key]:
                 raise InputError(
                     f"{flag}={manifest.parent}: holds {manifest.stem} with another {key}: "
