@@ -129,7 +129,7 @@ def measure(
         asked = {"data.data_dir": str(place), "global_batch_size": 512} | keys
         return vit_jax.evaluate(workdir, f"evaluate:{what}", asked)
 
-    probe = {"evals.probe.train_split": "train[:90%]", "evals.probe.l2": (0.01,)}
+    probe = {"evals.probe.train_split": "train[:20%]", "evals.probe.l2": (0.01,)}
     found = evaluate("zeroshot," * by_words + "probe,cifar10", data_dir, **probe)
     row = {"test": found.get("zeroshot/top1"), "pairs": None, "probe": found["probe/top1"]}
     row |= dict.fromkeys(RECALLS)

@@ -12,7 +12,8 @@ from PIL import Image
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.inference import index
+from vit_jax.checkpoints.checksums import hash_params
+from vit_jax.inference import index, parts
 from vit_jax.inference.index import open_index
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
@@ -115,6 +116,20 @@ def test_a_folder_that_cannot_be_written_beside_is_searched(pair, folder, monkey
     monkeypatch.setattr(index.files, "write_whole", refuse)
     assert len(open_index(pair, folder, batch_size=8, progress=False).files) == 4
     assert "the index cannot be kept (Permission denied)" in caplog.text
+
+
+def test_the_next_question_to_a_predictor_reads_no_weights(pair, folder, monkeypatch):
+    read = []
+    counted = pair._replace(read_text_side=lambda: read.append("texts") or pair.read_text_side())
+    monkeypatch.setattr(parts, "hash_params", lambda p: read.append("all") or hash_params(p))
+    predictor = vit_jax.load_predictor(counted)
+    for _ in range(2):
+        rows = vit_jax.search(folder, predictor, texts=TEXTS, batch_size=8)
+        assert sorted(read) == ["all", "texts"]
+    for row, expected in zip(rows, vit_jax.search(folder, pair, texts=TEXTS), strict=True):
+        found = {one["file"]: one["similarity"] for one in row["neighbours"]}
+        others = {one["file"]: one["similarity"] for one in expected["neighbours"]}
+        assert found == pytest.approx(others, abs=1e-5)
 
 
 def test_a_search_needs_texts_or_images(pair, folder):

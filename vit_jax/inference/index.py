@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,12 @@ class Index(NamedTuple):
 
 
 def open_index(
-    pretrained: Pretrained, folder: str | os.PathLike, *, batch_size: int, progress: bool = True
+    pretrained: Pretrained,
+    folder: str | os.PathLike,
+    *,
+    batch_size: int,
+    progress: bool = True,
+    facts: Mapping[str, str] | None = None,
 ) -> Index:
     """The index of the pictures in `folder`, at any depth; or of the picture, if it is a file.
 
@@ -41,12 +46,14 @@ def open_index(
     parameters and its preprocessing. Only pictures are read whose size or time of change differs
     from those in that file.
 
+    facts: `facts_of_model` of files, if they are known.
+
     Raises:
       InputError: there are no pictures, or the model takes images of any size.
     """
     check_size(pretrained)
     found, place = find_images([folder]), os.path.abspath(folder)
-    key = fingerprint(facts_of_model(pretrained))
+    key = fingerprint(facts or facts_of_model(pretrained))
     path = epath.Path(f"{place}.{key[:12]}.index.npz")
     kept = _read(path)
     stamps = [f"{os.path.relpath(file, place)} {stamp_of(file)}" for file in found]

@@ -18,6 +18,7 @@ from vit_jax.data.images.formats import Reading, to_known_format, to_pixels
 from vit_jax.data.images.given import find_images, image_files
 from vit_jax.inference.index import Index, features_of, open_index
 from vit_jax.inference.outputs import why_unread
+from vit_jax.inference.predict import Predictor
 from vit_jax.models.text import unit
 from vit_jax.models.zero_shot import embed_texts, need_text_side
 from vit_jax.transfer.pretrained import Pretrained
@@ -27,7 +28,7 @@ _SIDE, _TEXT = 128, 14  # pixels of a picture of the sheet, and of the line belo
 
 def search(
     folder: str | os.PathLike,
-    source: "epath.PathLike | Pretrained",
+    source: "epath.PathLike | Pretrained | Predictor",
     *,
     texts: str | Sequence[str] = (),
     images: Any = (),
@@ -42,8 +43,8 @@ def search(
 
     Args:
       folder: searched at any depth.
-      source: a source of `load_pretrained`, or a model from `read_pretrained`; texts need one with
-        a text tower.
+      source: a source of `load_pretrained`, or a model from `read_pretrained` or, for many
+        questions, `load_predictor`; texts need one with a text tower.
       texts, images: one or a list; images are paths of files and folders.
       top: number of pictures to find for each.
       batch_size: images at once, over all devices.
@@ -58,12 +59,14 @@ def search(
     faults = Faults()
     faults.need_positive("top", top)
     collect_faults(faults)
-    pretrained = transfer.read_pretrained(source)
+    loaded = source if isinstance(source, Predictor) else None
+    pretrained = transfer.read_pretrained(loaded.pretrained if loaded else source)
     texts = [texts] if isinstance(texts, str) else texts
     paths = [images] if isinstance(images, str | os.PathLike) else images
     if not (texts or paths):
         raise InputError("texts=(), images=(): nothing to search by; give texts, images or both")
-    how = {"top": top, "batch_size": batch_size, "progress": False}
+    how: dict[str, Any] = {"top": top, "batch_size": batch_size, "progress": False}
+    how["facts"] = loaded and loaded.facts
     return [*nearest(pretrained, folder, texts, find_images(paths) if paths else [], **how)]
 
 
@@ -76,10 +79,12 @@ def nearest(
     top: int,
     batch_size: int,
     progress: bool = True,
+    facts: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `search`."""
+    """The rows of `search`; `facts`: see `open_index`."""
     vectors = text_vectors(pretrained, texts) if texts else None  # refused before pictures are read
-    index = open_index(pretrained, folder, batch_size=batch_size, progress=progress)
+    how: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    index = open_index(pretrained, folder, **how, facts=facts)
     if vectors is not None:
         yield from nearest_to_texts(vectors, texts, index, top)
     if paths:

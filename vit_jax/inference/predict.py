@@ -6,6 +6,7 @@ Axes: B images, N tokens, D width, C classes.
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,8 @@ from vit_jax.inference.outputs import (
     why_unread,
     without_masked,
 )
+from vit_jax.inference.parts import facts_of_model
+from vit_jax.models.zero_shot import TextSide, need_text_side
 from vit_jax.transfer.pretrained import Pretrained, class_names
 
 _BATCH_SIZE = 64
@@ -131,6 +134,11 @@ class Predictor:
 
     pretrained: Pretrained
 
+    @functools.cached_property
+    def facts(self) -> dict[str, str]:
+        """`facts_of_model` of files; its digest of all weights takes longer than a question."""
+        return facts_of_model(self.pretrained)
+
     def __call__(self, images: Any, **how: Any) -> list[dict[str, Any]] | np.ndarray:
         """predict(images, this model, **how)."""
         return predict(images, self.pretrained, **how)
@@ -152,10 +160,18 @@ def load_predictor(
     Raises:
       InputError: the source cannot be read, or names the argument.
     """
-    pretrained = _read(source, labels, prompts)
+    pretrained, mesh = _read(source, labels, prompts), make_mesh()
     held = dict(pretrained.params), dict(pretrained.model_state)
-    params, model_state = on_all(make_mesh(), held)
-    return Predictor(pretrained._replace(params=params, model_state=model_state))
+    params, model_state = on_all(mesh, held)
+    read = pretrained.read_text_side
+
+    @functools.cache
+    def read_texts() -> TextSide:
+        side = need_text_side(read, pretrained.source)
+        return side._replace(params=on_all(mesh, dict(side.params)))
+
+    on_devices = pretrained._replace(params=params, model_state=model_state)
+    return Predictor(on_devices._replace(read_text_side=read and read_texts))
 
 
 def classify(

@@ -22,7 +22,7 @@ from vit_jax.models.conv_stem import ViTC
 from vit_jax.models.text import Matcher, unit
 from vit_jax.models.vit import ViT
 
-_BATCH = 64  # texts at once
+_BATCH = 64  # texts at once; of fewer, the next power of two
 
 
 class TextSide(NamedTuple):
@@ -139,8 +139,9 @@ def embed_texts(
         known = f"the text tower knows {vocabulary}"
         raise InputError(f"tokenizer: gives the token {last}, and {known}; copy the model's own")
     embed = partial(_embed_texts(side.matcher, whole), side.variables)
-    padded = np.pad(ids_NT, ((0, -len(ids_NT) % _BATCH), (0, 0)))
-    found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // _BATCH)]
+    batch = min(_BATCH, 1 << (len(ids_NT) - 1).bit_length())
+    padded = np.pad(ids_NT, ((0, -len(ids_NT) % batch), (0, 0)))
+    found = [np.asarray(embed(part)) for part in np.split(padded, len(padded) // batch)]
     return np.asarray(unit(jnp.concatenate(found)[: len(ids_NT)]))
 
 
