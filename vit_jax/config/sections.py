@@ -206,6 +206,7 @@ class Data(OpenSection):
     )  # fmt: skip
     vocabulary: int | None = key(None, "token ids; None: as the tokenizer has", within=POSITIVE)
     vocabulary_digest: str | None = key(None, "of its files, set by the run")
+    keep_features: bool = key(False, "train on features by the frozen model, computed once")
     mean: tuple[float, ...] = key((0.5, 0.5, 0.5), "the model gets (image / 255 - mean) / std")
     std: tuple[float, ...] = key((0.5, 0.5, 0.5), "see data.mean")
 

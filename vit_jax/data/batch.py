@@ -102,6 +102,7 @@ class BatchSpec:
     channels: of the images.
     label_size: C if labels are float32 (B, C); None: they are int32 (B,).
     text: of the tokenizer of the captions; None: they are not read.
+    features: D if a row has the features of its image; None: it has none.
     """
 
     size: int
@@ -109,6 +110,7 @@ class BatchSpec:
     channels: int = 3
     label_size: int | None = None
     text: TextFacts | None = None
+    features: int | None = None
 
     def arrays(self, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
         """{key: the shape and dtype of its array}, with `sharding` if it is given.
@@ -132,6 +134,8 @@ class BatchSpec:
         if self.text is not None:
             texts["text"] = array(jnp.int32, self.text.length)
             texts["text_mask"] = array(jnp.float32)
+        if self.features is not None:
+            images["features"] = array(jnp.float16, self.features)
         mask, ids = array(jnp.float32), array(jnp.int32)
         return {**images, "label": label, "mask": mask, "id": ids, **texts}
 

@@ -45,6 +45,13 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         f"data.text_length={d.text_length}: data.ops mixes images, and captions cannot be mixed; "
         "leave one of the two out",
     )
+    if d.keep_features:
+        drawn = [op.text for kind in ops or () for op in kind if op.on_device or op.draws]
+        faults.need(
+            not drawn,
+            f"data.keep_features=True: {', '.join(drawn)} in data.ops may change an image from "
+            "step to step; leave it out",
+        )
     parsed = {"data.ops": [ops] if ops else []} | of_views
     for key, views in parsed.items():
         found = {op.name for view in views for kind in view for op in kind if op.of_colours}

@@ -61,6 +61,8 @@ class Source:
       captions: indices -> the captions of each record's image in turn, text or its bytes, as many
         as there are; None: there are none, or they were not asked for.
       tokenizer: of the captions; None: they are not read.
+      features: of each record, which training reads instead of its image: float16 (n, D), NaN for
+        images that cannot be read; None: it reads images.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Source:
     chunks: Chunks | None = None
     captions: Callable[[Sequence[int]], Iterator[Sequence[str | bytes]]] | None = None
     tokenizer: Tokenizer | None = None
+    features: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.part_sizes:

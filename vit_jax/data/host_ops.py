@@ -32,6 +32,7 @@ class Decode(HostOp):
     """Decode an image file to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
 
     takes_encoded = decodes = True
+    draws = False
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         return to_pixels(image)
@@ -50,6 +51,7 @@ class ScaledDecode(SizedOp):
 
     crop: float = key(1.0, _CROP, within=_CROP_RANGE)
     takes_encoded = decodes = True
+    draws = False
     full_size, gives = "decode", None
 
     @property
@@ -158,6 +160,8 @@ class CoveringResize(SizedOp):
 class Resize(SizedOp):
     """Resize to `size` / `crop`, rounded, bilinearly."""
 
+    draws = False
+
     antialias: bool = key(False, _ANTIALIAS)
     crop: float = key(1.0, _CROP, within=_CROP_RANGE)
 
@@ -251,6 +255,7 @@ class Crop(SizedOp):
     """Crop the central `size` of the image."""
 
     cuts = True
+    draws = False
 
     @property
     def needs(self) -> Hw | None:
@@ -294,6 +299,8 @@ class CentralCrop(Crop):
 
 class RandomCrop(CentralCrop):
     """Crop a random window of `size`, uniform over all positions."""
+
+    draws = True
 
     def _begin(self, spare: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         share = tf.random.stateless_uniform([2], seed, alg="philox")

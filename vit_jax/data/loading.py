@@ -144,6 +144,8 @@ def _load_pixels(
     """
 
     def make(images: tf.Tensor, keys: tf.Tensor) -> dict[str, tf.Tensor]:
+        if not crops:
+            return {}
         cuts = any(crop.rule is not None for crop in crops.values())
         if [*crops] == ["image"] and not any(crops["image"].host_ops) and not cuts:
             return {"image": images}

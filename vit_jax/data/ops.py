@@ -76,12 +76,14 @@ class HostOp(Op):
 
     takes_encoded: whether it can start from JPEG or PNG bytes.
     cuts: whether it keeps a part of the image only.
+    draws: whether its result may depend on `seed`.
     full_size: the name of the op that does the same, where this one scales JPEGs as it decodes
       them; "": it does not.
     """
 
     takes_encoded: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
     full_size: ClassVar[str] = ""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,10 @@ and in training, if captions are read (captions.py),
 
     text       int32 (B, T)   token ids
     text_mask  float32 (B,)   0 for records without a usable caption
+
+or, if features of the images are kept, instead of `image`
+
+    features   float16 (B, D)
 """
 
 from __future__ import annotations
@@ -101,8 +105,20 @@ def host_batches(
         return data_order(positions), order.keys(positions, seed)
 
     batches = local_batches(source, spec.crops, steps, arrange, len(rows))
+    if spec.features is not None:
+        batches = _with_features(batches, source)
     positions = (first + rows for first in firsts)
     return batches if spec.text is None else with_texts(batches, source, positions, seed)
+
+
+def _with_features(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+    """`batches` with the features that `source` keeps; rows without any have mask 0."""
+    assert source.features is not None  # `kept_features` has computed them
+    for batch in batches:
+        x_BD = source.features[batch["id"]]
+        known_B = np.isfinite(x_BD).all(axis=1)
+        x_BD = np.where(known_B[:, None], x_BD, 0)
+        yield batch | {"features": x_BD, "mask": batch["mask"] * known_B}
 
 
 def host_eval_batches(

@@ -182,14 +182,19 @@ def eval_batch(data: Data, size: int, host_ops: Sequence[HostOp], key: str) -> B
     return image_batch(size, data.image_size, host_ops, key, rule_of(data))
 
 
-def describe_batch(data: Data, size: int, preprocessing: Preprocessing) -> BatchSpec:
-    """The training batches of `size` rows: `image`, made by `data.ops`, views, or both."""
+def describe_batch(
+    data: Data, size: int, preprocessing: Preprocessing, features: int | None = None
+) -> BatchSpec:
+    """The training batches of `size` rows: `image`, made by `data.ops`, views, or both.
+
+    features: the width of features that take the place of `image`; None: there are none.
+    """
     d, (host_ops, device_ops, _, views, text) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
-    if host_ops or device_ops or not views:
+    if (host_ops or device_ops or not views) and features is None:
         crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule_of(data))
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
-    return BatchSpec(size, crops, d.channels, label_size, text)
+    return BatchSpec(size, crops, d.channels, label_size, text, features)
 
 
 def make_transform(data: Data, size: int, preprocessing: Preprocessing) -> DeviceTransform:

@@ -31,6 +31,10 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
             f"objective.name={name!r}: learns from images of one size; set data.image_size and "
             "--config.data.max_tokens=None",
         )
+        faults.need(
+            not settings.data.keep_features or objective.takes_features,
+            f"data.keep_features=True: objective.name={name!r} reads images; set it to False",
+        )
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
         for metric in {*(names or ())} & _OF_STEPS:
             faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")

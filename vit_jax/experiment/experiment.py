@@ -215,9 +215,9 @@ def make_experiment(
     """
     run, data, o = settings.run, settings.data, settings.optimizer
     preprocessing = preprocessing or parse_preprocessing(settings)
-    batch = describe_batch(data, run.global_batch_size, preprocessing)
-
     model = make_model(settings.model, data, mesh)
+    width = about(model).width if data.keep_features else None
+    batch = describe_batch(data, run.global_batch_size, preprocessing, width)
 
     def objective_of(model: nn.Module, in_form: InForm) -> Objective:
         made = make_objective(settings, batch, teachers, model, in_form)

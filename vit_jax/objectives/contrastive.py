@@ -74,6 +74,7 @@ class Contrastive(ObjectivePart):
     )  # fmt: skip
 
     takes_pictures = True
+    takes_features = True
 
     @property
     def learns_texts(self) -> bool:
@@ -129,11 +130,13 @@ class Contrastive(ObjectivePart):
         assert facts.text is not None  # else `conflicts` has said so
         matcher = self.make_matcher(model, facts.text, facts.in_form)
         bound = BoundContrastive(cast(Model, model), matcher, self)
+        of_images = "features" if "features" in facts.shapes else "image"
+        passes = (TokenPass(model), TokenPass(matcher.text, facts.text.length))
         return Objective(
             bound.loss,
             init=bound.init,
-            passes=(TokenPass(model), TokenPass(matcher.text, facts.text.length)),
-            needs=("image", "mask", "text", "text_mask"),
+            passes=passes[of_images == "features" :],
+            needs=(of_images, "mask", "text", "text_mask"),
             couples_rows=True,
             passed_on=bytes_passed_on(matcher.text.common_width),
         )
@@ -164,9 +167,11 @@ class BoundContrastive(NamedTuple):
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
         """The sums over a batch."""
-        images_BD, model_state = apply_in_training(
-            self.model, params, state.model_state, batch, rng, method="features"
-        )
+        images_BD, model_state = batch.get("features"), state.model_state
+        if images_BD is None:
+            images_BD, model_state = apply_in_training(
+                self.model, params, model_state, batch, rng, method="features"
+            )
         sums = self.sums_of(params[OBJECTIVE], images_BD, batch)
         return sums._replace(model_state=model_state)
 

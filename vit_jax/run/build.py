@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from vit_jax import checkpoints, data, transfer
 from vit_jax.base import files
-from vit_jax.base.errors import InputError
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.base.tree import OBJECTIVE, Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
 from vit_jax.data.captions import TOKENIZER
@@ -240,6 +240,8 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
     *before, last = settings.by_stage
     experiment = make_experiment(last, mesh, preprocessing, teachers)
     earlier = [make_stage(stage, mesh, teachers, experiment) for stage in before]
+    if settings.data.keep_features:
+        _check_features_stay(experiment, has_stages=bool(earlier))
     check_outputs(settings.evals, experiment.model, settings.data.image_size)
     texts = texts_that_learn(settings.objective, experiment.model, lambda: train_source.tokenizer)
     evaluators = make_evaluators(
@@ -270,6 +272,22 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         choose_s=opened.choose_s,
         **_first_weights(settings, experiment, opened, train_source.class_names, texts),
     )
+
+
+def _check_features_stay(experiment: Experiment, *, has_stages: bool) -> None:
+    """Raise InputError if a step may change the model's features of an image."""
+    faults, where = Faults(), "data.keep_features=True: "
+    faults.need(
+        not experiment.num_trained,
+        f"{where}{experiment.num_trained:,} parameters of the model are trained; set "
+        "--config.optimizer.freeze='(?!objective/).*'",
+    )
+    faults.need(
+        not (has_stages or about(experiment.model).is_random),
+        f"{where}the model's features of an image differ from step to step; leave out dropout, "
+        "stochastic depth, model.keep_tokens and schedules of data.image_size",
+    )
+    collect_faults(faults)
 
 
 def _warn_of_sizes(resolved: Resolved) -> None:

@@ -20,6 +20,7 @@ from vit_jax.job.lock import Lock, NoLock
 from vit_jax.models.contract import with_known
 from vit_jax.objectives.contract import TokenPass
 from vit_jax.run.build import Callback, Run, describe, prepare
+from vit_jax.run.kept_features import with_kept_features
 from vit_jax.run.loop import loop, warn_of_memory
 from vit_jax.run.setup.agreement import compare, compare_findings
 from vit_jax.run.setup.opener import ChooseLayout
@@ -90,7 +91,7 @@ def train_and_evaluate(
     with locked(workdir, before, run.settings.job) as lock, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         begin(run, int(state.step) if meta else None, command, lock, began)
-        loop(run, state, meta, lock, began)
+        loop(with_kept_features(run, state), state, meta, lock, began)
         lock.check(fresh=True)
         return write_summary(run)
 
