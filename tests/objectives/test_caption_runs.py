@@ -94,6 +94,21 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_begins_with_the_decoder_of_another(run, tmp_path, caplog):
+    for depth in (1, 2):
+        config = load_config("captions:debug,pairs")
+        config.init_from, config.model.scan, config.objective.decoder_depth = str(run), False, depth
+        first = asked.prepare(config, tmp_path / str(depth)).initial_params
+        found = {n: x for n, x in first.items() if n.startswith("objective/decoder/")}
+        side = vit_jax.read_pretrained(run).read_caption_side()
+        assert len(found) == (len(side.params) if depth == 1 else 0)
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, side.params[name.partition("decoder/")[2]])
+        assert [n for n in first if n.startswith("objective/text/")]
+    assert "its decoder has another depth, so the decoder starts anew" in caplog.text
+
+
+@pytest.mark.slow
 def test_a_run_writes_captions_and_searches(run, tmp_path, capsys):
     rng = np.random.default_rng(0)
     for i in range(3):

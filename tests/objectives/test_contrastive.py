@@ -214,7 +214,7 @@ def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, 
     if kind == "hf":
         source, own = siglip(golden, tmp_path / "pair"), {"model.scan": True, **OF_GOLDEN}
     started, state = begin(source, tmp_path / "new", **own)
-    assert f"init_from={source}: both towers are taken" in caplog.text
+    assert f"{source}: its text tower is taken" in caplog.text
     pretrained = read_pretrained(source)
     side = pretrained.read_text_side()
     images = RNG.uniform(-1, 1, (2, *pretrained.model.image_size, 3)).astype(np.float32)
@@ -246,6 +246,25 @@ def test_a_text_tower_of_another_tokenizer_or_shape_is_not_taken(golden, tmp_pat
         (source / file).unlink()
     begin(source, tmp_path / "none", **OF_GOLDEN)
     assert "it has no tokenizer, so the text tower starts anew" in caplog.text
+
+
+def test_a_text_tower_comes_from_another_source_without_its_projection(golden, run, tmp_path):
+    source = siglip(golden, tmp_path / "pair")
+    side = read_pretrained(source).read_text_side()
+    keys = {"init_texts_from": source, **OF_GOLDEN, "objective.loss": "softmax"}
+    started, state = begin("scratch", tmp_path / "new", **keys)
+    expected = {f"objective/{name}": x for name, x in side.params.items()
+                if name.startswith("text/") and not name.startswith("text/head/")}  # fmt: skip
+    assert {*started.initial_params} == {*expected} and len(expected) > 20
+    found = tree.flatten_names(state.params)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array[: len(found[name])], err_msg=name)
+    assert started.tokenizer == {path.name: path.read_bytes() for path in side.files}
+    with pytest.raises(InputError, match=r"^init_texts_from='.*' has another text tower: .*depth"):
+        begin("scratch", tmp_path / "other", **keys | {"objective.text_depth": 1})
+    images = {"init_texts_from": golden / "hf_vit", "data.tokenizer": None}
+    with pytest.raises(InputError, match="init_texts_from='.*hf_vit': the model has no text tower"):
+        begin("scratch", tmp_path / "none", **images)
 
 
 def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):

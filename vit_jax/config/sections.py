@@ -38,6 +38,7 @@ class Run(Section):
         "initial weights: a workdir, file, address or name; None or 'scratch': random weights; "
         "'': must be set by the user",
     )
+    init_texts_from: str | None = key(None, "source of a text tower; None: init_from")
     init_head: str = key(
         "new", "of init_from: keep its head, or make a new one", choices=("new", "kept")
     )

@@ -46,7 +46,7 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         "leave one of the two out",
     )
     if d.keep_features:
-        drawn = [op.text for kind in ops or () for op in kind if op.on_device or op.draws]
+        drawn = [op.text for kind in ops or () for op in kind if op.draws]
         faults.need(
             not drawn,
             f"data.keep_features=True: {', '.join(drawn)} in data.ops may change an image from "

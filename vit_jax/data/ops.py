@@ -38,12 +38,14 @@ class Op(Part):
     of_colours: whether it needs images of three channels.
     on_device: whether it runs on the device, on a batch, and not on the host, on one image.
     decodes: whether it only gives the pixels of a file, and so comes first.
+    draws: whether what it makes of an image may differ from step to step.
     text: the op as the user typed it.
     """
 
     of_colours: ClassVar[bool] = False
     on_device: ClassVar[bool] = False
     decodes: ClassVar[bool] = False
+    draws: ClassVar[bool] = True
     text: ClassVar[str] = ""
 
     @property
@@ -76,14 +78,12 @@ class HostOp(Op):
 
     takes_encoded: whether it can start from JPEG or PNG bytes.
     cuts: whether it keeps a part of the image only.
-    draws: whether its result may depend on `seed`.
     full_size: the name of the op that does the same, where this one scales JPEGs as it decodes
       them; "": it does not.
     """
 
     takes_encoded: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
-    draws: ClassVar[bool] = True
     full_size: ClassVar[str] = ""
 
     def __call__(self, image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:

@@ -31,6 +31,11 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
             f"objective.name={name!r}: learns from images of one size; set data.image_size and "
             "--config.data.max_tokens=None",
         )
+        of_texts = settings.run.init_texts_from
+        faults.need(
+            of_texts is None or objective.learns_texts,
+            f"init_texts_from={of_texts!r}: objective.name={name!r} learns no texts; leave it out",
+        )
         faults.need(
             not settings.data.keep_features or objective.takes_features,
             f"data.keep_features=True: objective.name={name!r} reads images; set it to False",

@@ -3,7 +3,7 @@
 Axes: B captions, T positions of a caption, M tokens of an image, C token ids, D width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -133,11 +133,14 @@ class CaptionSide(NamedTuple):
 
     params: {leaf name: float32 array} of `captioner`.
     read_tokenizer: gives the model's `data.tokenizers.Tokenizer`.
+    files, by_files: as in `zero_shot.TextSide`.
     """
 
     captioner: Captioner
     params: Mapping[str, np.ndarray]
     read_tokenizer: Callable[[], Any]
+    files: Sequence[Any] = ()
+    by_files: bool = True
 
 
 def most_probable(

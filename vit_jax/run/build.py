@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from vit_jax import checkpoints, data, transfer
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.base.tree import OBJECTIVE, Batch
+from vit_jax.base.tree import Batch
 from vit_jax.config import Settings, SplitKey, sections, train_split
 from vit_jax.data.captions import TOKENIZER
 from vit_jax.data.device_ops import per_channel
@@ -34,6 +34,7 @@ from vit_jax.models.contract import about
 from vit_jax.models.variants import Variant
 from vit_jax.models.zero_shot import TextSide
 from vit_jax.objectives.contract import Teacher
+from vit_jax.run.first_weights import first_of_objective
 from vit_jax.run.setup.changes import check_unchanged
 from vit_jax.run.setup.matching import compare_reading, find_places, say_other_pixels
 from vit_jax.run.setup.opener import ChooseLayout, Files
@@ -42,7 +43,7 @@ from vit_jax.run.setup.sources import data_fingerprint, training_order
 from vit_jax.run.setup.workdir import StoredRun, read_run
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.watch import faults
-from vit_jax.transfer.fit import fit_texts, reorder_head
+from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
 
@@ -390,9 +391,10 @@ def _first_weights(
 
     texts: gives the text side that learns; None: there is none.
     """
-    run, pretrained, side = settings.run, opened.pretrained, opened.text_side
+    run, pretrained = settings.run, opened.pretrained
+    own = first_of_objective(settings, experiment, opened, texts)
     if pretrained is None:
-        return {}
+        return {"initial_params": own} if own else {}
     keep_head = run.init_head == "kept"
     if keep_head:
         pretrained = _match_head(pretrained, class_names)
@@ -400,10 +402,7 @@ def _first_weights(
     params, model_state = transfer.init_variables(
         pretrained, experiment.model, run.init_resize, keep_head=keep_head
     )
-    if side is not None and texts is not None:
-        own = fit_texts(side, texts().matcher, pretrained.source)
-        params |= {f"{OBJECTIVE}/{name}": array for name, array in own.items()}
-    return {"initial_params": params, "initial_model_state": model_state}
+    return {"initial_params": params | own, "initial_model_state": model_state}
 
 
 def _match_head(

@@ -156,10 +156,14 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     collect_faults(faults, f"init_from={pretrained.source!r} has another architecture")
 
 
-def fit_texts(side: TextSide, matcher: Matcher, source: str) -> dict[str, np.ndarray]:
+def fit_texts(
+    side: TextSide, matcher: Matcher, source: str, *, other_images: bool = False
+) -> dict[str, np.ndarray]:
     """{leaf name: array} of `matcher`, in its form, from the text side of `source`.
 
-    Both take the same tokenizer. Token ids that it never gives are left out.
+    Both take the same tokenizer. Token ids that it never gives are left out. With `other_images`,
+    `matcher` compares texts with images of another tower: the projections to the common width, the
+    scale and the bias are left out, as they start anew.
 
     Raises:
       InputError: with the flags to set, if the text sides differ, or if the tokenizer gives ids
@@ -167,24 +171,28 @@ def fit_texts(side: TextSide, matcher: Matcher, source: str) -> dict[str, np.nda
     """
     both = side.matcher, matcher
     values = {key: [getattr(m.text, name) for m in both] for name, key in _OF_TEXTS.items()}
-    values["objective.loss"] = [m.loss for m in both]
-    values["objective.common_width"] = [m.image_width and m.text.common_width for m in both]
+    if not other_images:
+        values["objective.loss"] = [m.loss for m in both]
+        values["objective.common_width"] = [m.image_width and m.text.common_width for m in both]
     other = {key: theirs for key, (theirs, ours) in values.items() if theirs != ours}
     if other:
         flags = " ".join(f"--config.{key}={theirs}" for key, theirs in other.items())
         said = ", ".join(f"{key}={values[key][1]!r}, but {other[key]!r}" for key in other)
-        raise InputError(f"init_from={source!r} has another text tower: {said}; set {flags}")
+        raise InputError(f"{source} has another text tower: {said}; set {flags}")
     params, name = dict(side.params), "text/token_embedding/embedding"
     if len(params[name]) < matcher.text.vocabulary:
         raise InputError(
-            f"init_from={source!r}: its text tower has {len(params[name])} token ids, its "
+            f"{source}: its text tower has {len(params[name])} token ids, its "
             f"tokenizer {matcher.text.vocabulary}; take a source whose files belong together"
         )
     params[name] = params[name][: matcher.text.vocabulary]
     found = tree.unflatten_names(params)
     if matcher.text.scan:
         found |= {"text": stack_layers(found["text"])}
-    return tree.flatten_names(found)
+    found = tree.flatten_names(found)
+    if not other_images:
+        return found
+    return {n: leaf for n, leaf in found.items() if re.match("text/(?!head/)", n)}
 
 
 def fit(

@@ -117,7 +117,8 @@ def _read_captions(
     own = _restore_own(source, workdir, weights, captioner, "decoder")
     if captioner.scan:
         captioner, own = captioner.clone(scan=False), unstack_layers(own)
-    return CaptionSide(captioner, tree.flatten_names(own), lambda: tokenizer)
+    paths = kept_tokenizer(workdir, data).paths
+    return CaptionSide(captioner, tree.flatten_names(own), lambda: tokenizer, paths)
 
 
 def _restore_own(

@@ -27,7 +27,8 @@ from vit_jax.devices.mesh import AXES, check_accum_steps, check_batch_size, make
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.models import fields_of, model_of
-from vit_jax.models.zero_shot import TextSide
+from vit_jax.models.captioner import CaptionSide
+from vit_jax.models.zero_shot import TextSide, need_text_side
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.setup.agreement import compare_requests
 from vit_jax.run.setup.changes import KEYS_OF_THE_END, check_settings
@@ -63,7 +64,8 @@ class Files(Opener):
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and does
       not need it.
-    text_side: of `pretrained`, if the run begins with it.
+    text_side, caption_side: of `pretrained`, or of the source of texts, if the run begins with
+      them.
     divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
     tokenizer: {name: content} of the files of the captions' tokenizer; {} without captions.
@@ -76,7 +78,9 @@ class Files(Opener):
         self.pretrained: transfer.Pretrained | None = None
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
+        self._of_texts: transfer.Pretrained | None = None
         self.text_side: TextSide | None = None
+        self.caption_side: CaptionSide | None = None
         self.tokenizer: Mapping[str, bytes] = {}
         self.caption_faults = ""
         self.choose_s = 0.0
@@ -100,9 +104,12 @@ class Files(Opener):
         if before.saved_steps and not is_lost:
             return {}
         check_convention(config.init_resize, "init_resize")
+        if config.init_texts_from is not None:
+            self._of_texts = transfer.read_pretrained(config.init_texts_from)
         if source is None:
             return {}
         self.pretrained = transfer.read_pretrained(source)
+        self._of_texts = self._of_texts or self.pretrained
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
         return take_fields(config, self.pretrained) if before.stored is None else {}
@@ -152,27 +159,24 @@ class Files(Opener):
     def _open_tokenizer(self, settings: Settings, sources: dict[SplitKey, Source]) -> Changes:
         """Open the tokenizer of the captions, and give it to the training data.
 
-        The text tower of `init_from` is taken if its tokenizer is the same.
+        The text tower and the decoder of the sources are taken if their tokenizers are the same.
         """
-        data, learns = settings.data, settings.objective.learns_texts
+        data, objective, of = settings.data, settings.objective, self._of_texts
         key = config_lib.train_split(data)
         was = stored.resolved.data.tokenizer if (stored := self._before.stored) else None
-        read = self.pretrained.read_text_side if self.pretrained and learns else None
-        side = read() if read else None
-        files = side.files if side and side.by_files else ()
-        theirs = {path.name: path.read_bytes() for path in files}
+        texts, captions, named = None, None, settings.run.init_texts_from
+        if of is not None and objective.learns_texts and (of.read_text_side or named):
+            texts = need_text_side(of.read_text_side, f"init_texts_from={named!r}")
+        if self.pretrained is not None and objective.writes_captions:
+            read = self.pretrained.read_caption_side
+            captions = read() if read else None
+        theirs = _files_of(texts or captions)
         opened = open_tokenizer(data, self._workdir, sources[key], was, theirs)
         tokenizer, self.tokenizer = opened
-        if side is not None:
-            self.text_side = side if self.tokenizer == theirs else None
-            why = "the run has another tokenizer" if theirs else (
-                "it has no tokenizer" if side.by_files else "its library cleans texts by own rules"
-            )  # fmt: skip
-            text = "both towers are taken" if self.text_side else (
-                f"its image tower is taken; {why}, so the text tower starts anew"
-            )  # fmt: skip
-            logger.log(logging.INFO if self.text_side else logging.WARNING,
-                       "init_from=%s: %s", settings.run.init_from, text)  # fmt: skip
+        if _is_taken(texts, "text tower", of, self.tokenizer):
+            self.text_side = texts
+        if _is_taken(captions, "decoder", self.pretrained, self.tokenizer):
+            self.caption_side = captions
         source = dataclasses.replace(sources[key], tokenizer=tokenizer)
         digest, self.caption_faults = look_at(source)
         identity = fingerprint(source.fingerprint, digest)
@@ -298,6 +302,32 @@ class Tables(Opener):
         if self._mesh is not None and (fault := missing_form(Settings.read(config), self._mesh)):
             raise InputError(fault)
         return {}
+
+
+def _files_of(side: TextSide | CaptionSide | None) -> dict[str, bytes]:
+    """{name: content} of the files that define its tokenizer; {} if they alone do not."""
+    files = side.files if side and side.by_files else ()
+    return {path.name: path.read_bytes() for path in files}
+
+
+def _is_taken(
+    side: TextSide | CaptionSide | None,
+    part: str,
+    of: transfer.Pretrained | None,
+    tokenizer: Mapping[str, bytes],
+) -> bool:
+    """Whether a run with that `tokenizer` takes the side, the `part` of a source; logs it."""
+    if side is None or of is None:
+        return False
+    files, source = _files_of(side), of.source
+    if is_taken := bool(files) and files == tokenizer:
+        logger.info("%s: its %s is taken", source, part)
+        return is_taken
+    why = "the run has another tokenizer" if files else (
+        "it has no tokenizer" if side.by_files else "its library cleans texts by own rules"
+    )  # fmt: skip
+    logger.warning("%s: %s, so the %s starts anew", source, why, part)
+    return is_taken
 
 
 def _settle(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:

@@ -106,7 +106,8 @@ def validate(
 
     Hides passwords in the addresses of its weights, in place; see `base.addresses`.
     """
-    for section, key in ((config, "init_from"), (config.objective, "teacher")):
+    keys = (config, "init_from"), (config, "init_texts_from"), (config.objective, "teacher")
+    for section, key in keys:
         if isinstance(section.get(key), str):
             section[key] = hide(section[key])
     collect_faults(override_faults + find_faults(config, required), where)
