@@ -58,7 +58,7 @@ class Key(typing.NamedTuple):
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, "sizes" (an
-      image size, or a schedule of them), "draws" (numbers of tokens), or "" for any.
+      image size, or a schedule of them), "draws" (numbers drawn by shares), or "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
     decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.

@@ -93,6 +93,10 @@ class Model(OpenSection):
         None, "duration after which training encodes all patches; None: keep_tokens of them to "
         "the end", form="duration",
     )  # fmt: skip
+    patch_sizes: int | None = key(
+        None, 'drawn for each step by shares, "16@0.5, 32@0.5"; patch_size, which the parameters '
+        "and evaluations have, is one of them; None: all steps have it", form="draws",
+    )  # fmt: skip
 
 
 class Data(OpenSection):
@@ -141,9 +145,7 @@ class Data(OpenSection):
     subset_seed: int = key(0, "of the draw")
     multi_label: bool = key(False, "whether an image may have several labels, or none")
     soft_labels: bool = key(
-        False,
-        "train on probabilities of the classes, as soft pseudo labels are; other labels become "
-        "0 and 1",
+        False, "train on probabilities of classes, as soft pseudo labels; others become 0 and 1"
     )
     num_examples: int = key(
         None,
@@ -171,10 +173,9 @@ class Data(OpenSection):
         decided=True,
     )
     streams: int | None = key(
-        None,
-        "parallel streams of `chunk`; None: up to 256, by batch size and row groups",
+        None, "parallel streams of `chunk`; None: up to 256, by batch size and row groups",
         within=POSITIVE,
-    )
+    )  # fmt: skip
     repeats: int = key(1, "views of each record in a batch (arXiv:1901.09335)", within=POSITIVE)
     reader: str | None = key(
         None, "of TFDS data sets; None: by size", choices=("memory", "offsets", "array_record")
@@ -192,11 +193,9 @@ class Data(OpenSection):
         within="[0, 511]",
     )
     global_ops: str = key(
-        "",
-        'their ops; for each view, joined by ";", where they differ: the last hold for all that '
-        "follow",
-        form="ops",
-    )
+        "", 'their ops; for each view, joined by ";", where they differ: the last hold for all '
+        "that follow", form="ops",
+    )  # fmt: skip
     num_local: int = key(0, "views of data.local_size", within="[0, 511]")
     local_ops: str = key("", "their ops, as in data.global_ops", form="ops")
     local_size: Size | None = key(None, "int or (height, width), in pixels")

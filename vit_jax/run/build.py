@@ -348,8 +348,8 @@ def describe(run: Run) -> None:
         if run.earlier:
             when = f"steps {stage.steps.start + 1:,} to {stage.steps.stop:,}: images of {{}} x {{}}"
             said = when.format(*stage.size)
-            if stage.tokens is not None:
-                said = f"{stage.percent} % of the steps: at most {stage.tokens} patches"
+            if stage.drawn:
+                said = "{} % of the steps: {} {}".format(stage.percent, *stage.drawn)
             logger.info(
                 "%s, share of patches %.3g, batch %d, %.3g GFLOP per image", said,
                 about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
