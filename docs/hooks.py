@@ -250,8 +250,10 @@ def goodput() -> str:
 
 
 def mean_of(rows: list[dict], column: str, form: str = ".2f") -> str:
-    """The mean of a column; with its deviation, if there are several rows."""
-    found = [float(row[column]) for row in rows]
+    """The mean of a column; with its deviation, if several rows have a value; "" if none has."""
+    found = [float(row[column]) for row in rows if row[column]]
+    if not found:
+        return ""
     deviation = f" ± {statistics.stdev(found):{form}}" if len(found) > 1 else ""
     return f"{statistics.mean(found):{form}}{deviation}"
 
@@ -280,9 +282,15 @@ def words_cifar10() -> str:
     for kind in dict.fromkeys((row["run"], row["steps"]) for row in rows):
         runs = [row for row in rows if (row["run"], row["steps"]) == kind]
         seeds = ", ".join(row["seed"] for row in runs)
-        cells = (mean_of(runs, "cpu_s", ".0f"), mean_of(runs, "test"), mean_of(runs, "pairs"))
+        cells = [mean_of(runs, "cpu_s", ".0f")]
+        cells += [mean_of(runs, column) for column in ("test", "pairs", "probe")]
+        cells += [
+            " / ".join(filter(None, (mean_of(runs, f"{way}_recall{k}", ".0f") for k in (1, 5, 10))))
+            for way in ("image_to_text", "text_to_image")
+        ]
         lines.append((kind[0], seeds, kind[1], *cells))
-    heads = ("run", "seeds", "steps", "CPU seconds", "zero-shot top-1, %", "left-out pairs, %")
+    heads = ("run", "seeds", "steps", "CPU seconds", "zero-shot top-1, %", "left-out pairs, %",
+             "linear probe, %", "image to text, recall at 1/5/10, %", "text to image")  # fmt: skip
     return _table(heads, lines)
 
 
