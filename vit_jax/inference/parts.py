@@ -25,7 +25,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs
 from vit_jax.job import processes, watchdog
-from vit_jax.transfer.pretrained import Pretrained, ops_for
+from vit_jax.transfer.pretrained import Pretrained, preparation
 
 logger = logging.getLogger("vit_jax")
 
@@ -58,14 +58,18 @@ class Parts:
         return np.arange(first, min(first + self.size, self.num_examples))
 
 
-def facts_of(pretrained: Pretrained, source: Source) -> dict[str, Any]:
-    """The facts of a manifest that decide the outputs for the records of `source`."""
-    shape, spec = source.image_shape, pretrained.spec
+def facts_of(pretrained: Pretrained, source: Source, *, own_shape: bool = True) -> dict[str, Any]:
+    """The facts of a manifest that decide the outputs for the records of `source`.
+
+    `own_shape`: as in `preparation`.
+    """
+    spec = pretrained.spec
+    ops, rule = preparation(spec, source.image_shape, own_shape=own_shape)
     return {
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(spec, shape and shape[:2]),
+        "ops": ops if rule is None else f"{ops}, {rule.most} patches of {rule.patch_size}",
         "pixels": f"{spec.image_size} {spec.mean} {spec.std}",
     }
 

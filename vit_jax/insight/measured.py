@@ -18,7 +18,7 @@ from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
 from vit_jax.inference.outputs import check_size, computed
 from vit_jax.insight import attention_maps as maps
-from vit_jax.models.contract import about
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.watched import as_map, watch
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -56,13 +56,14 @@ class Measured:
 
 
 def with_size(pretrained: Pretrained) -> nn.Module:
-    """The model with the image size of its spec.
+    """The model for images of the size of its spec, whose maps are of one size.
 
     Raises:
       InputError: if the source states none, so that one must be chosen.
     """
     check_size(pretrained)
-    return pretrained.model.clone(image_size=pretrained.spec.image_size)
+    model = pretrained.model.clone(image_size=pretrained.spec.image_size)
+    return with_known(model, max_tokens=None)
 
 
 def measure(

@@ -23,6 +23,7 @@ from vit_jax.data.captions import kept_tokenizer, read_kept
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
+from vit_jax.data.preprocessing import rule_of
 from vit_jax.models import model_of
 from vit_jax.models.captioner import CaptionSide
 from vit_jax.models.contract import about, with_known
@@ -205,6 +206,7 @@ def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
         pixel_range=data.pixel_range,
         decoding=data.decoding,
         channels=data.channels,
+        rule=rule_of(data),
     )
 
 
