@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from einops import rearrange
 
-from vit_jax.models.layers import BlockFields, EncoderBlock
+from vit_jax.models.layers import NO_CONTEXT, BlockFields, Context, EncoderBlock
 from vit_jax.models.vit import ViT
 
 
@@ -39,8 +39,8 @@ class AxisBlock(EncoderBlock):
 class AxialBlock(BlockFields, nn.Module):
     """Row attention and an MLP, then column attention and an MLP: two blocks, `row` and `column`.
 
-    Its fields and arguments are those of `EncoderBlock`, and `grid`. Both blocks drop their
-    branches with `drop_rate`. `shared` is added to the input of the first. `positions` is None and
+    It has the fields and arguments of `EncoderBlock`, and `grid`. Both blocks drop their branches
+    with `drop_rate`. Shared positions are added to the input of the first. `positions` is None and
     `num_tokens` is not used: the blocks have no tables of their own, and no padding.
 
     Shapes: (B, N, D) -> ((B, N, D), None).
@@ -57,17 +57,15 @@ class AxialBlock(BlockFields, nn.Module):
         x_BND: jax.Array,
         drop_rate: float | jax.Array,
         train: bool,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
-        assert turns is num_keys_B is None  # checked by AxialViT.find_faults
+        assert context.turns is context.num_keys_B is None  # checked by AxialViT.find_faults
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth,
             "grid": self.grid,
         }
-        if shared is not None:
-            x_BND += shared.astype(x_BND.dtype)
+        if context.positions is not None:
+            x_BND += context.positions.astype(x_BND.dtype)
         x_BND, _ = AxisBlock(**fields, within="row", name="row")(x_BND, drop_rate, train)
         return AxisBlock(**fields, within="column", name="column")(x_BND, drop_rate, train)
 

@@ -22,7 +22,7 @@ from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.kernels.rows import Blocks
-from vit_jax.models.layers import EncoderBlock
+from vit_jax.models.layers import Context, EncoderBlock
 from vit_jax.objectives.contract import TokenPass
 
 logger = logging.getLogger("vit_jax")
@@ -116,7 +116,7 @@ class BlockSample(NamedTuple):
         rngs = {"dropout": jax.random.key(1)} if train else None
 
         def apply(params: tree.Params, x: jax.Array) -> jax.Array:
-            args = x[:, :taken].astype(block.dtype), 0.0, train, None, turned
+            args = x[:, :taken].astype(block.dtype), 0.0, train, Context(turns=turned)
             out, _ = block.apply({"params": params}, *args, rngs=rngs)
             return out[:, : self.num_tokens].astype(jnp.float32)
 
