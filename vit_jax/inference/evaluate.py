@@ -235,7 +235,7 @@ class _OfSource:
 def with_ops(
     data: sections.Data, evals: Mapping[str, Evaluator], pretrained: Pretrained, sources: Sources
 ) -> dict[str, Evaluator]:
-    """`evals`, where an evaluator without ops gets those of the weights' source: `preparation`."""
+    """`evals`, where an evaluator without ops gets those that `preparation` gives the source."""
     found, spec = dict(evals), pretrained.spec.at(data.image_size)
     own_shape = data.max_tokens is not None  # `data` then has the rule too
     for name, entry in evals.items():

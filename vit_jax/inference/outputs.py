@@ -89,7 +89,7 @@ def computed(
       batch_size: over all devices of this process, a multiple of their number.
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
-      keys: those of the batch to yield.
+      keys: of the batch, to yield.
       own_shape: whether `compute` takes pictures in their own shape, if the model does.
 
     Yields:

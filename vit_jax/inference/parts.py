@@ -1,6 +1,6 @@
 """The outputs of a model for many images, in parts: divided over processes, resumed after a kill.
 
-    FOLDER/NAME.json        what is computed, of which images, by which model: the manifest
+    FOLDER/NAME.json        which outputs, images and model: the manifest
     FOLDER/part_00000.END   of the first records, and so on
 
 A part is written whole, so the same command goes on with those that are missing, in any number of
@@ -91,7 +91,7 @@ def begin(
       batch_size: of the call that writes the manifest, whose parts hold whole batches.
       flag: that names the folder, for errors.
       suffix: of the files of the parts.
-      size: of the parts if a manifest states none, as those of earlier versions.
+      size: of the parts if a manifest states none, as in earlier versions.
 
     Raises:
       InputError: the folder has the parts of other images or another model.

@@ -17,7 +17,7 @@ from vit_jax.models.vit import ViT
 
 
 class AxisBlock(EncoderBlock):
-    """An encoder block whose tokens attend to those of the same row, or of the same column.
+    """An encoder block whose tokens attend to the tokens of the same row, or of the same column.
 
     `grid` is the number of rows and columns. Attention takes each row or column as an image of its
     own; everything else sees all tokens of an image, as in `EncoderBlock`.
@@ -73,7 +73,7 @@ class AxialBlock(BlockFields, nn.Module):
 class AxialViT(ViT):
     """ViT with an `AxialBlock` for each of its `depth` blocks, and no class token.
 
-    The other fields are those of `ViT`, with mean pooling as the default.
+    It has the other fields of `ViT`, with mean pooling as the default.
 
     Raises: InputError for fields that contradict each other, or images of another size.
     """
@@ -105,7 +105,7 @@ class AxialViT(ViT):
             )
         if self.rotary is not None or self.registers:
             faults.append(
-                f"rotary={self.rotary!r}, registers={self.registers}: the tokens of an Axial-ViT "
-                "are those of its grid, in rows and columns; leave them out"
+                f"rotary={self.rotary!r}, registers={self.registers}: an Axial-ViT has only "
+                "the tokens of its grid, in rows and columns; leave them out"
             )
         return faults

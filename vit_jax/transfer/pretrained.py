@@ -144,7 +144,7 @@ def with_resize(ops: str) -> str:
 def ops_of_cut(
     cut: Cut, image_size: tuple[int, int], resized: tuple[int, int] | None = None
 ) -> str:
-    """The preprocessing string for `cut`, equivalent to that of the library that crops so.
+    """The preprocessing string for `cut`, equivalent to its library's own preprocessing.
 
     timm's is transforms_imagenet_eval. `resized` is given where the share has another result.
     Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.

@@ -58,7 +58,7 @@ def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
 
 
 def _forms(model: nn.Module) -> list[nn.Module]:
-    """`model` with the ops of the layers that it keeps, and with those of recomputed ones."""
+    """`model` with the ops of the layers that it keeps, and with the ops of recomputed ones."""
     known = about(model)
     kept = [model] if known.remat == "none" or known.remat_layers is not None else []
     return kept + [model.clone(ops=model.ops.recomputed)] * (known.remat != "none")
