@@ -261,7 +261,7 @@ def prepared_by(spec, source, folder):
         "timm": timm_config.Config(Source(epath.Path(folder))).read_spec(
             spec.image_size, None, "antialiased"
         ),
-        "hf": huggingface_images.with_pixels(spec, pixels, False, "hf"),
+        "hf": huggingface_images.with_pixels(spec._replace(rule=None), pixels, False, "hf"),
     }
     config = load("evaluate", "classification,debug")
     (key,) = splits_of(config, "classification").values()

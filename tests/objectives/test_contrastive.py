@@ -27,7 +27,6 @@ from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import TextFacts
-from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
@@ -37,7 +36,6 @@ from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.build import describe
-from vit_jax.run.setup import opener
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.train import start_state
 from vit_jax.transfer import read_pretrained
@@ -270,28 +268,27 @@ def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
     assert not (tmp_path / "pair").exists()
 
 
-@pytest.mark.parametrize("name", ["siglip", "clip"])
+SPLIT = {"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)
+IN_BFLOAT16 = {"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)
+
+
 @pytest.mark.parametrize(
-    ("keys", "bounds"),
+    ("name", "keys", "bounds"),
     [
-        ({"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)),
-        ({"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)),
+        ("siglip", *SPLIT),
+        ("clip", *IN_BFLOAT16),
+        pytest.param("siglip", *IN_BFLOAT16, marks=pytest.mark.slow),
+        pytest.param("clip", *SPLIT, marks=pytest.mark.slow),
     ],
-    ids=["tensor", "bfloat16"],
 )
 def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
     one_device, tmp_path, name, keys, bounds
 ):
     """Bounds of the loss and of the distance of all gradients, both relative."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=one_device))
-        config = load_config(f"configs/{name}.py:debug")
-        assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
-        started = asked.prepare(config, tmp_path)
+    form = f"configs/{name}.py:debug"
+    started, state, batch = asked.prepare_step(form, keys, one_device, tmp_path)
     e, part = started.experiment, started.settings.objective
     with jax.set_mesh(started.mesh):
-        state = e.init()
-        batch = e.parts.transform(next(started.batches(range(1))), jax.random.key(0))
         of = lambda p: e.objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731
         found, grads = jax.jit(jax.value_and_grad(of))(state.params)
     assert "tensor" not in str(keys) or "tensor" in str(jax.tree.map(lambda x: x.sharding, grads))
@@ -336,8 +333,7 @@ def train_on(workdir, devices, *, until=None, **mesh):
     config = load_config("configs/siglip.py:debug")
     axes = {f"mesh.{axis}": str(size) for axis, size in mesh.items()}
     assert apply_overrides(config, [*SHORT.items(), *axes.items()]) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=devices))
+    with asked.meshes_on(devices) as patch:
         patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
         with contextlib.suppress(loop.Preempted):
             asked.train_and_evaluate(config, workdir)

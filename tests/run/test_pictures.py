@@ -89,7 +89,7 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     assert run.settings.data.image_size == (32, 32)  # 4 x 4 patches
     shapes = [batch["image"].shape for batch in run.batches(range(8))]
     assert shapes == [((16, 8), (8, 16))[i] + (8, 8, 3) for i in order]
-    for stop in (order.index(0) + 1, order.index(1) + 1, 6):
+    for stop in sorted({order.index(i) + 1 for i in (0, 1)}):
         monkeypatch.setattr(
             loop.PreemptionGuard, "should_stop", lambda _, step, at=stop: step == at
         )

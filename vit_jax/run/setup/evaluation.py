@@ -73,9 +73,10 @@ def complete_by_source(
         )
     collect_faults(faults)
     settings, wrong = Settings.read_open(config)  # a source has no keys of training
+    faults += wrong
     if rule is not None:
-        check_eval_ops(settings.evals, settings.data, wrong)
-    collect_faults(wrong)
+        check_eval_ops(settings.evals, settings.data, faults)
+    collect_faults(faults)
     return settings
 
 
