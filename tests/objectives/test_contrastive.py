@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import functools
 import re
 import shutil
 from types import SimpleNamespace
@@ -65,6 +66,12 @@ def made(name="ViT-mu/4", fields=(), **keys):
     return objective, part.make_matcher(model, FACTS.text), model, params | {"objective": own}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def logits(model, matcher, params, images, ids):
+    features = model.apply({"params": params}, images, method="features")
+    return matcher.apply({"params": params["objective"]}, features, ids)
+
+
 def sums_of(objective, params):
     state = SimpleNamespace(model_state={})
     compute = lambda batch: objective.loss(params, state, batch, None, jax.random.key(0))  # noqa: E731
@@ -78,20 +85,19 @@ OF_CLIP = {"loss": "softmax", "causal": True, "common_width": 5, "text_width": 4
 @pytest.mark.parametrize("keys", [{}, {"duplicates": "ignored"}, OF_CLIP])
 def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     objective, matcher, model, params = made(**keys)
-    out = sums_of(objective, params)(BATCH)
-    features = model.apply({"params": params}, BATCH["image"][:4], method="features")
-    texts = BATCH["text"][:4]
-    logits = np.asarray(matcher.apply({"params": params["objective"]}, features, texts))
+    sums = sums_of(objective, params)
+    out = sums(BATCH)
+    found = np.asarray(logits(model, matcher, params, BATCH["image"][:4], BATCH["text"][:4]))
     if matcher.has_bias:
-        losses = -np.log(expit(np.where(np.eye(4), logits, -logits)))
+        losses = -np.log(expit(np.where(np.eye(4), found, -found)))
         losses[[1, 3], [3, 1]] *= "duplicates" not in keys
         expected = losses.sum() / 4
     else:
-        expected = -np.mean([np.diag(log_softmax(logits, axis)) for axis in (0, 1)])
+        expected = -np.mean([np.diag(log_softmax(found, axis)) for axis in (0, 1)])
     assert out.loss == pytest.approx(expected, rel=1e-5)
-    rivals = np.where(np.eye(4) + np.eye(4)[[0, 3, 2, 1]], -np.inf, logits)
+    rivals = np.where(np.eye(4) + np.eye(4)[[0, 3, 2, 1]], -np.inf, found)
     for name, axis in (("image_to_text", 1), ("text_to_image", 0)):
-        right = np.diag(logits) > rivals.max(axis)
+        right = np.diag(found) > rivals.max(axis)
         assert out.metrics[name] == pytest.approx(right.mean())
     assert out.metrics["duplicates"] == 0.5
     start = {"scale": 10, "bias": -10} if matcher.has_bias else {"scale": 1 / 0.07}
@@ -100,19 +106,18 @@ def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     )
     other = {**BATCH, "image": BATCH["image"].copy(), "text": BATCH["text"].copy()}
     other["image"][4:], other["text"][4:] = 0, 3
-    assert sums_of(objective, params)(other).loss == out.loss
+    assert sums(other).loss == out.loss
 
 
 @pytest.mark.parametrize("keys", [{}, OF_CLIP])
 @pytest.mark.parametrize(("name", "fields"), [("ViT-mu/4", {}), ("ViTC-1GF", OF_STEM)])
 def test_each_tower_classifies_by_the_logits_of_pairs(name, fields, keys):
     _, matcher, model, params = made(name, fields, **keys)
-    features = model.apply({"params": params}, BATCH["image"], method="features")
-    expected = matcher.apply({"params": params["objective"]}, features, IDS[:2])
+    expected = logits(model, matcher, params, BATCH["image"], IDS[:2])
     side = TextSide(matcher, tree.flatten_names(params["objective"]), None)
     head = tree.unflatten_names(zero_shot_head(side, [IDS[:1], IDS[1:2]]))
     by_words = zero_shot_model(model, matcher, 2)
-    found = by_words.apply({"params": params | head}, BATCH["image"])
+    found = jax.jit(by_words.apply)({"params": params | head}, BATCH["image"])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -199,12 +204,6 @@ def begin(source, workdir, **overrides):
         return started, start_state(started)[0]
 
 
-def logits(model, matcher, params, images):
-    features = model.apply({"params": params}, images, method="features")
-    own = {"params": params["objective"]}
-    return np.asarray(matcher.apply(own, features, IDS[:3]))
-
-
 @pytest.mark.parametrize("kind", ["hf", "run"])
 def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, kind):
     caplog.set_level("INFO", "vit_jax")
@@ -217,12 +216,12 @@ def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, 
     side = pretrained.read_text_side()
     images = RNG.uniform(-1, 1, (2, *pretrained.model.image_size, 3)).astype(np.float32)
     theirs = tree.unflatten_names(pretrained.params) | {"objective": side.variables["params"]}
-    expected = logits(pretrained.model, side.matcher, theirs, images)
+    expected = logits(pretrained.model, side.matcher, theirs, images, IDS[:3])
     model = started.experiment.model
     part, facts = started.settings.objective, started.train_source.tokenizer.facts
     params = jax.tree.map(np.asarray, state.params)
     with jax.set_mesh(started.mesh):
-        found = logits(model, part.make_matcher(model, facts), params, images)
+        found = logits(model, part.make_matcher(model, facts), params, images, IDS[:3])
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     own = {name for name in tree.flatten_names(params) if not name.startswith("head/")}
     assert {*started.initial_params} == own

@@ -121,7 +121,7 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
         evaluated(model, folder, "segmentation", **targets)
     # Another size, though it may be that of the positions, makes them all squares.
     squares = np.stack([load_image(path, model.spec) for path in paths])
-    logits = model.model.apply(model.variables, squares)
+    logits = jax.jit(model.model.apply)(model.variables, squares)
     found = predict([*map(str, paths)], whole, output="logits", image_size=32)
     np.testing.assert_allclose(found, logits, atol=1e-5)
     loss = -(smoothed * jax.nn.log_softmax(logits)).sum(axis=1).mean()
