@@ -157,8 +157,8 @@ class Data(OpenSection):
     )
     mix: str = key(
         "",
-        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
-        "differ from those of data, data_dir and split; data.name gets the remaining weight",
+        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and, where they '
+        "differ from the section's, data_dir and split; data.name gets the remaining weight",
     )
     order: str = key(
         None,

@@ -216,8 +216,8 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
 
     Fields of the model and the image size are taken where they are None, `data.channels`,
     `data.mean`, `data.std`, `data.exif` and `data.pixel_range` where they have their defaults. If
-    `model.name` is None, the source gives it with all sizes. The sizes are otherwise those of
-    `model.name`, and must be the source's; a run of the same `model.name` gives its own sizes.
+    `model.name` is None, the source gives it with all sizes. `model.name` otherwise
+    gives the sizes, which must be the source's; a run of the same `model.name` gives its own sizes.
 
     Raises:
       InputError: the source is another model, or takes images of any size and `config` has none.
