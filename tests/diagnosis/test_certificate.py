@@ -242,10 +242,8 @@ def test_an_unknown_chip_has_steps_without_a_plan(tmp_path, monkeypatch):
 
 def test_wrong_flags_are_named(tmp_path, capsys):
     assert main(["certify"]) == 2
-    output = f"--output={tmp_path / 'c'}"
-    for words in (["--models=ViT-X/16"], ["--part=nothing"]):
-        assert main(["certify", output, *words]) == 2
-        assert words[0].partition("=")[2] in capsys.readouterr().err
+    assert main(["certify", f"--output={tmp_path / 'c'}", "--models=ViT-X/16"]) == 2
+    assert "ViT-X/16" in capsys.readouterr().err
 
 
 @pytest.mark.slow

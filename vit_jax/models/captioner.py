@@ -53,6 +53,7 @@ class DecoderBlock(EncoderBlock):
         train: bool,
         context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
+        assert context.image_BMD is not None
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         unbiased = {"qkv_bias": False, "out_bias": False}

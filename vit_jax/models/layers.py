@@ -191,7 +191,7 @@ class EncoderBlock(BlockFields, nn.Module):
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         of_keys = {"relative": relative, "turns": context.turns, "num_keys_B": context.num_keys_B}
-        msa = partial(self.attention_branch, train=train, **of_keys)
+        msa: Callable[..., jax.Array] = partial(self.attention_branch, train=train, **of_keys)
         mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
             y_BND = norm(name="norm")(x_BND)
