@@ -325,7 +325,7 @@ MUTATIONS = [
       "run/test_selection.py::test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed"),
     M("vit_jax/run/build.py", "firsts=firsts,", "firsts=None,",
       "run/test_sizes.py::test_every_example_comes_once_in_an_epoch[tokens]"),
-    M("vit_jax/objectives/other_sizes.py", "state.replace(ema=ema)", "state",
+    M("vit_jax/objectives/other_sizes.py", "state.replace(ema=fit(state.ema))", "state",
       "experiment/test_stages.py::test_every_objective_has_one_state_for_all_sizes[dino:debug-6]"),
     M("vit_jax/run/train.py", "int(state.step) if meta else None, command", "None, command",
       "run/test_train.py::test_ctrl_c_saves_and_every_start_is_recorded"),

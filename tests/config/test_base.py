@@ -73,7 +73,7 @@ def test_only_sizes_have_no_type_of_their_own():
     keys = [key for key in flatten(base_config()) if type_of(base_config(), key) is object]
     assert sorted(keys) == [
         "data.image_size", "data.local_size", "data.max_tokens", "data.patch_size",
-        "model.patch_size", "objective.gram_size",
+        "model.patch_size", "model.patch_sizes", "objective.gram_size",
     ]  # fmt: skip
 
 
