@@ -4,17 +4,22 @@ import contextlib
 import functools
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError, check_version
-from vit_jax.base.files import LiteralPath
+from vit_jax.base.files import LiteralPath, is_object
+from vit_jax.base.lazy import Lazy
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
@@ -107,6 +112,31 @@ def _read_state(step_dir: epath.Path, target: Any) -> Any:
                 partial_restore=True,  # names have been compared already
             ),
         )
+
+
+def split_over_all(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """`leaf` split over all devices of the job on the first axis whose size allows it."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    axis = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+    return NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "all"))
+
+
+def open_leaves(step_dir: epath.Path, names: Iterable[str]) -> dict[str, Lazy]:
+    """The leaves of a step whose names are given, read where they are used; they are not verified.
+
+    They lie in orbax's files: arrays of zarr by name in one OCDBT database.
+    """
+    import tensorstore
+
+    place = os.fspath(step_dir / "state") + "/"
+    base = place if is_object(step_dir) else {"driver": "file", "path": place}
+
+    def open_leaf(name: str) -> Lazy:
+        kvstore = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".") + "/"}
+        array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+        return Lazy(array.shape, lambda index: array[index].read().result(), agreed=True)
+
+    return {name: open_leaf(name) for name in names}
 
 
 def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:

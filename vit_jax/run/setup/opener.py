@@ -102,7 +102,7 @@ class Files(Opener):
         check_convention(config.init_resize, "init_resize")
         if source is None:
             return {}
-        self.pretrained = transfer.read_pretrained(source)
+        self.pretrained = transfer.read_pretrained(source, lazy=True)
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
         return take_fields(config, self.pretrained) if before.stored is None else {}
