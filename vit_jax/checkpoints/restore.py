@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from vit_jax.job import processes
 logger = logging.getLogger("vit_jax")
 
 _LISTED_WITHIN_S = 600  # by process 0; a store may be slow
+_GROUP_BYTES = 2**28  # of leaves that are verified at once
 FORMAT_VERSION = 2  # of a step, stored in its meta as `format_version`
 
 
@@ -63,8 +64,12 @@ def newest_meta(directory: epath.Path, last_step: int) -> dict:
     return {}
 
 
-def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
+def _restore(
+    step_dir: epath.Path, target: Any, partial: bool, keep: bool = True
+) -> tuple[Any, dict]:
     """State of one step, structured like `target`, and its meta; fails on all processes or none.
+
+    Without `keep` it is verified group by group, and None.
 
     Raises:
       InputError: the step has another format.
@@ -79,11 +84,28 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     meta = on_all(read_sealed_meta)
     check_version(str(step_dir), meta.get("format_version", 1), FORMAT_VERSION)
     on_all(functools.partial(_check_names, target, meta["checksums"], partial))
-    state = on_all(functools.partial(_read_state, step_dir, target))
-    for name, found in checksums(state).items():  # over whole leaves, so equal on every process
-        if meta["checksums"][name] != found:
-            raise InvalidError(f"leaf {name} is damaged: its checksum differs")
+    for group in [target] if keep else _groups(target):
+        state = on_all(functools.partial(_read_state, step_dir, group))
+        for name, found in checksums(state).items():  # over whole leaves, so equal on every process
+            if meta["checksums"][name] != found:
+                raise InvalidError(f"leaf {name} is damaged: its checksum differs")
+        if not keep:
+            state = None
     return state, meta
+
+
+def _groups(target: Any) -> Iterator[dict[str, Any]]:
+    """The leaves of `target`, nested dicts, in groups of at most _GROUP_BYTES or of one leaf."""
+    group: dict[str, Any] = {}
+    filled = 0
+    for name, leaf in tree.flatten_names(target).items():
+        size = leaf.size * leaf.dtype.itemsize
+        if group and filled + size > _GROUP_BYTES:
+            yield tree.unflatten_names(group)
+            group, filled = {}, 0
+        group[name] = leaf
+        filled += size
+    yield tree.unflatten_names(group)
 
 
 def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
@@ -139,14 +161,16 @@ def open_leaves(step_dir: epath.Path, names: Iterable[str]) -> dict[str, Lazy]:
     return {name: open_leaf(name) for name in names}
 
 
-def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
+def restore_step(
+    path: epath.Path, abstract_state: Any, *, partial: bool = False, keep: bool = True
+) -> tuple:
     """(state, meta) of the checkpoint of one step at `path`; arguments as in `restore_newest`.
 
     Raises:
       InputError: if verification fails.
     """
     try:
-        return _restore(path, abstract_state, partial)
+        return _restore(path, abstract_state, partial, keep)
     except InvalidError as e:
         raise InputError(f"checkpoint {path} is invalid: {e}; use another step") from None
 
@@ -156,6 +180,7 @@ def restore_newest(
     abstract_state: Any,
     *,
     partial: bool = False,
+    keep: bool = True,
     fingerprint: str | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
@@ -166,6 +191,7 @@ def restore_newest(
       abstract_state: shapes and dtypes with shardings over any mesh; with `partial` it may lack
         whole fields, e.g. be {"params": ...}.
       partial: see `abstract_state`.
+      keep: False: the state is verified, and None is returned in its place.
       fingerprint: of the data, which must equal that in the step; None: not checked.
       move_aside: rename damaged steps to `invalid-<step>` once a valid one has been found.
 
@@ -178,7 +204,7 @@ def restore_newest(
     while steps:
         step = steps.pop(0)
         try:
-            state, meta = _restore(directory / str(step), abstract_state, partial)
+            state, meta = _restore(directory / str(step), abstract_state, partial, keep)
         except InvalidError as e:
             found = steps_of_first(directory)
             if found[:1] > [max([step, *invalid])]:  # a run saves here, and deletes old steps

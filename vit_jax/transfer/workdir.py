@@ -182,19 +182,20 @@ def _restore(
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     share = restore.split_over_all if lazy and jax.process_count() > 1 else lambda leaf: device
     target = jax.tree.map(lambda leaf: leaf.update(sharding=share(leaf)), shapes)
+    how: dict[str, Any] = {"partial": True, "keep": not lazy}
     if source == workdir:
-        restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
+        restored = restore.restore_newest(workdir / "checkpoints", target, **how)
     else:
-        restored = restore.restore_step(source, target, partial=True)
+        restored = restore.restore_step(source, target, **how)
     if restored is None:
         raise InputError(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
     step = restored[1]["step"]
     if lazy:
-        del restored
-        where = workdir / "checkpoints" / str(step) if source == workdir else source
-        return step, tree.unflatten_names(restore.open_leaves(where, tree.flatten_names(shapes)))
+        step_dir = workdir / "checkpoints" / str(step) if source == workdir else source
+        leaves = restore.open_leaves(step_dir, tree.flatten_names(shapes))
+        return step, tree.unflatten_names(leaves)
     return step, jax.tree.map(np.asarray, restored[0])
 
 
