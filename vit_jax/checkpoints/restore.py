@@ -84,6 +84,7 @@ def _restore(
     meta = on_all(read_sealed_meta)
     check_version(str(step_dir), meta.get("format_version", 1), FORMAT_VERSION)
     on_all(functools.partial(_check_names, target, meta["checksums"], partial))
+    state = None
     for group in [target] if keep else _groups(target):
         state = on_all(functools.partial(_read_state, step_dir, group))
         for name, found in checksums(state).items():  # over whole leaves, so equal on every process
