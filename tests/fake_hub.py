@@ -31,6 +31,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     repositories: dict = {}  # noqa: RUF012 (of one test at a time)
     asked: list = []  # noqa: RUF012
     refused = ""  # what is answered by an error, such as "commit"
+    large: dict | None = None  # {SHA-256: content} if safetensors go by Git LFS
 
     def do_HEAD(self):
         self.answer(with_body=False)
@@ -54,6 +55,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
             repo_id = f"{about['organization']}/{about['name']}"
             self.repositories.setdefault((repo_id, COMMITS["main"]), {})
             return self.say({"url": f"{constants.ENDPOINT}/{repo_id}"})
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(lines[0])["objects"]
+            for item in objects:  # those that are there are not sent again
+                if item["oid"] not in self.large:
+                    href = f"{constants.ENDPOINT}/large/{item['oid']}"
+                    item["actions"] = {"upload": {"href": href}}
+            return self.say({"objects": objects})
         repo_id, what, revision = re.fullmatch(
             r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit|discussions)/?(.*)", path
         ).groups()
@@ -63,8 +71,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.say({})
         if what == "preupload":
             asked = json.loads(lines[0])["files"]
-            kinds = {"uploadMode": "regular", "shouldIgnore": False}
-            return self.say({"files": [{"path": file["path"], **kinds} for file in asked]})
+            is_large = [self.large is not None and "safetensors" in file["path"] for file in asked]
+            kinds = [{"uploadMode": "lfs" if each else "regular"} for each in is_large]
+            about = zip(asked, kinds, strict=True)
+            return self.say(
+                {
+                    "files": [
+                        {"path": file["path"], "shouldIgnore": False, **kind}
+                        for file, kind in about
+                    ]
+                }
+            )
         if what == "discussions":
             return self.say({"num": 1})
         target = COMMITS.get(revision, revision)
@@ -72,10 +89,19 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for line in map(json.loads, lines):
             if line["key"] == "file":
                 files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            elif line["key"] == "lfsFile":
+                files[line["value"]["path"]] = self.large[line["value"]["oid"]]
             elif line["key"] == "deletedFile":
                 del files[line["value"]["path"]]
         address = f"{constants.ENDPOINT}/{repo_id}"
         self.say({"commitUrl": f"{address}/commit/{'c' * 40}", "commitOid": "c" * 40})
+
+    def do_PUT(self):
+        """Take a large file."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append((self.command, self.path))
+        self.large[self.path.rpartition("/")[2]] = content
+        self.say({})
 
     def say(self, content):
         body = json.dumps(content).encode()
@@ -152,7 +178,7 @@ def move_hub(monkeypatch, address):
 @contextlib.contextmanager
 def served(repositories, monkeypatch, tmp_path):
     """Serve them to huggingface_hub, which gets a new cache."""
-    Hub.asked, Hub.repositories, Hub.refused = [], repositories, ""
+    Hub.asked, Hub.repositories, Hub.refused, Hub.large = [], repositories, "", None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
         threading.Thread(target=there.serve_forever, args=[0.01], daemon=True).start()
         move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")

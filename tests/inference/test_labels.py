@@ -105,7 +105,7 @@ def test_the_command(sources, picture, tmp_path, capsys):
         (["--labels=a cat,A Cat!"], "'a cat' and 'A Cat!' are one text to the model's tokenizer"),
         (["--labels=a cat,..."], "nothing is left of it for the model's tokenizer"),
         (["--labels=a cat,a dog " + "very " * 40], "and the model takes 39; shorten it"),
-        (["--labels=a,b", "--features=f.npz"], "--labels: leave out --features"),
+        (["--labels=a,b", "--features=f.npz"], "--labels: goes with classes, not with features"),
         (["--prompts=p.txt"], "--prompts: needs --labels=WORDS"),
         (["--labels=a,b", "--prompts=no.txt"], "--prompts='no.txt': cannot be read"),
     ],

@@ -249,7 +249,7 @@ REFUSED = {
     ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
-    "a sheet of nothing": (["x.png", "--sheet=s.png"], "--sheet: needs --neighbours"),
+    "a sheet of nothing": (["x.png", "--sheet=s.png"], "--sheet: goes with neighbours"),
     "neighbours nowhere": (["x.png", "--neighbours=no"], "no: no such file or folder"),
     "no number": (["x.png", "--thresholds=many"], "--thresholds=many: No such file"),
     "other classes": (["x.png", "--thresholds=t.csv"], "t.csv: has no threshold of 'class 0'"),

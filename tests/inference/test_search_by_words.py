@@ -159,12 +159,12 @@ def test_the_command(source, tmp_path, folder, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--text=a"], "--text: needs --neighbours=FOLDER"),
+        (["--text=a"], "--text: goes with neighbours, not with classes"),
         (["--neighbours=FOLDER"], "--neighbours: needs images (files, folders), or --text=WORDS"),
         (["--neighbours=FOLDER", "--text="], "text: '': nothing is left of it"),
         (["--neighbours=FOLDER", "--text=a", "--data=digits:test"], "give either images"),
-        (["--captions", "--neighbours=FOLDER", "--text=a"], "--neighbours: leave out --captions"),
-        (["--beams=2", "a.png"], "--beams: needs --captions"),
+        (["--captions", "--neighbours=FOLDER"], "--neighbours --captions: give one of them"),
+        (["--beams=2", "a.png"], "--beams: goes with captions, not with classes"),
         (["--captions", "FOLDER/a.png"], "captions: SOURCE: the model writes none; needs a run"),
     ],
 )

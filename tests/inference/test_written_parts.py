@@ -119,6 +119,9 @@ def test_a_folder_belongs_to_one_model_and_one_data_set(write, tmp_path):
         with pytest.raises(InputError, match=f"holds predictions with another {key}: "):
             write(tmp_path, **other)
     assert not list(tmp_path.glob("*.npy"))
+    (tmp_path / "predictions.json").unlink()
+    with pytest.raises(InputError, match=r"holds part_00000.parquet, but no predictions.json"):
+        write(tmp_path)
 
 
 def test_a_feature_that_float16_cannot_hold_is_refused(write, tmp_path):

@@ -20,12 +20,14 @@ from jax.sharding import PartitionSpec as P
 from started_job import ROOT, Job, free_address
 
 import vit_jax
+from vit_jax.base import tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.inference import evaluate
+from vit_jax.main import main
 from vit_jax.run import loop
 from vit_jax.run.setup import opener
 
@@ -72,6 +74,27 @@ def test_a_run_goes_on_over_other_devices_meshes_and_processes(tmp_path):
     for step, row in wanted.items():
         for name, value in row.items():
             assert by_step[step][name] == pytest.approx(value, rel=1e-3), (step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_processes_begin_with_the_weights_of_a_run(tmp_path, scan):
+    """Each reads its part, also of layers that only one of the two runs scans."""
+    words = ["--config=configs/quickstart.py:debug", "--config.duration=1 steps",
+             "--config.schedule.warmup=0 steps"]  # fmt: skip
+    assert main([*words, f"--workdir={tmp_path / 'source'}", "--config.model.scan=true"]) == 0
+    words += [f"--workdir={tmp_path / 'tuned'}", f"--config.init_from={tmp_path / 'source'}",
+              "--config.init_head=kept", "--config.optimizer.peak_lr=0", "--config.mesh.fsdp=8",
+              f"--config.model.scan={scan}"]  # fmt: skip
+    with Job(tmp_path, *words, devices=4) as job:
+        assert job.codes(timeout_s=600) == [0, 0], job.everything()
+    found, expected = (
+        tree.flatten_names(vit_jax.load_pretrained(tmp_path / name)[1])
+        for name in ("tuned", "source")
+    )
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf, name)
 
 
 @pytest.mark.usefixtures("without_checks")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from fake_hub import COMMITS, served
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from vit_jax.base.errors import InputError
 from vit_jax.main import main
@@ -96,6 +96,19 @@ def test_the_same_command_goes_on_after_a_failure(hub, golden, capsys):
     hub.refused = ""
     assert main(words) == 0
     assert "model.safetensors" in hub.repositories["me/mine", COMMITS["main"]]
+
+
+def test_a_large_file_that_was_sent_is_not_sent_again(hub, golden, monkeypatch):
+    """By Git LFS; the Hub's own protocol, Xet, is in a library."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    words = ["push", str(golden / "timm_vit.safetensors"), "me/mine"]
+    hub.large, hub.refused = {}, "commit"
+    assert main(words) == 2
+    assert "PUT" in {command for command, _ in hub.asked}
+    hub.refused, hub.asked[:] = "", []
+    assert main(words) == 0
+    assert "PUT" not in {command for command, _ in hub.asked}
+    equal_logits([golden / "timm_vit.safetensors", "hf:me/mine"])
 
 
 def test_faults_name_the_flag_and_the_remedy(hub, golden, capsys, monkeypatch):

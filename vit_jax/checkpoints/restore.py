@@ -4,17 +4,22 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError, check_version
-from vit_jax.base.files import LiteralPath
+from vit_jax.base.files import LiteralPath, is_object
+from vit_jax.base.lazy import Lazy
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
@@ -23,6 +28,7 @@ from vit_jax.job import processes
 logger = logging.getLogger("vit_jax")
 
 _LISTED_WITHIN_S = 600  # by process 0; a store may be slow
+_GROUP_BYTES = 2**28  # of leaves that are verified at once
 FORMAT_VERSION = 2  # of a step, stored in its meta as `format_version`
 
 
@@ -58,8 +64,12 @@ def newest_meta(directory: epath.Path, last_step: int) -> dict:
     return {}
 
 
-def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
+def _restore(
+    step_dir: epath.Path, target: Any, partial: bool, keep: bool = True
+) -> tuple[Any, dict]:
     """State of one step, structured like `target`, and its meta; fails on all processes or none.
+
+    Without `keep` it is verified group by group, and None.
 
     Raises:
       InputError: the step has another format.
@@ -74,11 +84,29 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     meta = on_all(read_sealed_meta)
     check_version(str(step_dir), meta.get("format_version", 1), FORMAT_VERSION)
     on_all(functools.partial(_check_names, target, meta["checksums"], partial))
-    state = on_all(functools.partial(_read_state, step_dir, target))
-    for name, found in checksums(state).items():  # over whole leaves, so equal on every process
-        if meta["checksums"][name] != found:
-            raise InvalidError(f"leaf {name} is damaged: its checksum differs")
+    state = None
+    for group in [target] if keep else _groups(target):
+        state = on_all(functools.partial(_read_state, step_dir, group))
+        for name, found in checksums(state).items():  # over whole leaves, so equal on every process
+            if meta["checksums"][name] != found:
+                raise InvalidError(f"leaf {name} is damaged: its checksum differs")
+        if not keep:
+            state = None
     return state, meta
+
+
+def _groups(target: Any) -> Iterator[dict[str, Any]]:
+    """The leaves of `target`, nested dicts, in groups of at most _GROUP_BYTES or of one leaf."""
+    group: dict[str, Any] = {}
+    filled = 0
+    for name, leaf in tree.flatten_names(target).items():
+        size = leaf.size * leaf.dtype.itemsize
+        if group and filled + size > _GROUP_BYTES:
+            yield tree.unflatten_names(group)
+            group, filled = {}, 0
+        group[name] = leaf
+        filled += size
+    yield tree.unflatten_names(group)
 
 
 def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
@@ -109,14 +137,41 @@ def _read_state(step_dir: epath.Path, target: Any) -> Any:
         )
 
 
-def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
+def split_over_all(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    """`leaf` split over all devices of the job on the first axis whose size allows it."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    axis = next((i for i, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+    return NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "all"))
+
+
+def open_leaves(step_dir: epath.Path, names: Iterable[str]) -> dict[str, Lazy]:
+    """The leaves of a step whose names are given, read where they are used; they are not verified.
+
+    They lie in orbax's files: arrays of zarr by name in one OCDBT database.
+    """
+    import tensorstore
+
+    place = os.fspath(step_dir / "state") + "/"
+    base = place if is_object(step_dir) else {"driver": "file", "path": place}
+
+    def open_leaf(name: str) -> Lazy:
+        kvstore = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".") + "/"}
+        array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+        return Lazy(array.shape, lambda index: array[index].read().result(), agreed=True)
+
+    return {name: open_leaf(name) for name in names}
+
+
+def restore_step(
+    path: epath.Path, abstract_state: Any, *, partial: bool = False, keep: bool = True
+) -> tuple:
     """(state, meta) of the checkpoint of one step at `path`; arguments as in `restore_newest`.
 
     Raises:
       InputError: if verification fails.
     """
     try:
-        return _restore(path, abstract_state, partial)
+        return _restore(path, abstract_state, partial, keep)
     except InvalidError as e:
         raise InputError(f"checkpoint {path} is invalid: {e}; use another step") from None
 
@@ -126,6 +181,7 @@ def restore_newest(
     abstract_state: Any,
     *,
     partial: bool = False,
+    keep: bool = True,
     fingerprint: str | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
@@ -136,6 +192,7 @@ def restore_newest(
       abstract_state: shapes and dtypes with shardings over any mesh; with `partial` it may lack
         whole fields, e.g. be {"params": ...}.
       partial: see `abstract_state`.
+      keep: False: the state is verified, and None is returned in its place.
       fingerprint: of the data, which must equal that in the step; None: not checked.
       move_aside: rename damaged steps to `invalid-<step>` once a valid one has been found.
 
@@ -148,7 +205,7 @@ def restore_newest(
     while steps:
         step = steps.pop(0)
         try:
-            state, meta = _restore(directory / str(step), abstract_state, partial)
+            state, meta = _restore(directory / str(step), abstract_state, partial, keep)
         except InvalidError as e:
             found = steps_of_first(directory)
             if found[:1] > [max([step, *invalid])]:  # a run saves here, and deletes old steps

@@ -42,7 +42,7 @@ import json
 import pathlib
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -107,80 +107,95 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     define_process_flags(parser)
 
 
+class _Given(NamedTuple):
+    """The images of the command line: their paths, and {path: fault} of what gives none."""
+
+    paths: list[str]
+    faults: dict[str, str]
+
+    @property
+    def absent(self) -> list[dict[str, str]]:
+        return [{"file": path, "error": fault} for path, fault in self.faults.items()]
+
+
 def main(flags: argparse.Namespace) -> int:
     flags.images += flags.image
-    _check_flags(flags)
+    task = _check_flags(flags)
 
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    folder = folder_flag(flags)
-    _start(flags, folder)
+    _start(flags)
+    given, labels, prompts = _read_inputs(flags)
+    pretrained = read_source(flags)
+    if labels:
+        from vit_jax.inference.labels import with_labels
+
+        pretrained = with_labels(pretrained, labels, prompts)
+    return _TASKS[task].run(flags, pretrained, given)
+
+
+def _read_inputs(
+    flags: argparse.Namespace,
+) -> tuple[_Given, tuple[str, ...] | None, tuple[str, ...] | None]:
+    """The images, the labels and the prompts; flags with files to write become paths.
+
+    Raises:
+      InputError: names all files that are wrong, before a large model is read.
+    """
     from vit_jax.data.images.given import find_images, search_images
     from vit_jax.data.words import read_prompts
     from vit_jax.inference import saved
-    from vit_jax.inference.labels import with_labels
 
-    paths, faults = ([], {}) if flags.data else search_images(flags.images)
-    wrong = Faults()  # collected before a large model is read
-    if folder:
+    given, wrong = _Given(*([], {}) if flags.data else search_images(flags.images)), Faults()
+    if folder := folder_flag(flags):
         place = files.absolute(getattr(flags, folder))
         setattr(flags, folder, place)
         wrong.check(files.check_folder, place, f"--{folder}")
     for name, suffix in (("features", ".npz"), ("sheet", ".png")):
-        if (given := getattr(flags, name)) and name != folder:
-            setattr(flags, name, wrong.check(saved.check_output, given, f"--{name}", suffix))
+        if (output := getattr(flags, name)) and name != folder:
+            setattr(flags, name, wrong.check(saved.check_output, output, f"--{name}", suffix))
     if flags.neighbours:
         wrong.check(find_images, [flags.neighbours])
-    labels = flags.labels is not None and wrong.check(_read_labels, flags.labels)
+    labels = None if flags.labels is None else wrong.check(_read_labels, flags.labels)
     prompts = wrong.check(read_prompts, flags.prompts, "--prompts")
-    if not paths:
-        wrong += [f"{path}: {fault}" for path, fault in faults.items()]
+    if not given.paths:
+        wrong += [f"{path}: {fault}" for path, fault in given.faults.items()]
     collect_faults(wrong)
-    pretrained = read_source(flags)
-    if labels:
-        pretrained = with_labels(pretrained, labels, prompts)
-    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
-    how = {"batch_size": flags.batch_size}
-    if flags.features:
-        what = {"pooled": "features", "patches": "dense"}[flags.tokens]
-        source = open_source(flags, pretrained, paths)
-        return _write(flags, pretrained, source, faults, what)
-    if flags.neighbours:
-        from vit_jax.inference import neighbours
-
-        top = flags.top or 5
-        asked = flags.neighbours, flags.text, paths
-        rows = [*neighbours.nearest(pretrained, *asked, top=top, **how), *absent]
-        if flags.sheet:
-            neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
-        num_errors = _print_rows(rows, flags.format, top, _NEIGHBOURS)
-    elif flags.captions:
-        from vit_jax.inference.captions import write_captions
-
-        how |= {"beams": flags.beams, "top": flags.top or 1}
-        written = write_captions(pretrained, open_source(flags, pretrained, paths), **how)
-        rows = itertools.chain(written, absent)
-        num_errors = _print_rows(rows, flags.format, how["top"], _CAPTIONS)
-    else:
-        return _classify(flags, pretrained, paths, faults)
-    return exit_codes.FAILED if num_errors else exit_codes.DONE
+    return given, labels, prompts
 
 
-def _classify(
-    flags: argparse.Namespace,
-    pretrained: "Pretrained",
-    paths: list[str],
-    faults: Mapping[str, str],
-) -> int:
-    """Print or write the classes of each image; return the exit code.
+def _save_features(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
+    source = open_source(flags, pretrained, given.paths)
+    what = {"pooled": "features", "patches": "dense"}[flags.tokens]
+    return _write(flags, pretrained, source, given, what)
 
-    `faults`: of the paths that give no images.
-    """
+
+def _search(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
+    from vit_jax.inference import neighbours
+
+    top, asked = flags.top or 5, (flags.neighbours, flags.text, given.paths)
+    rows = neighbours.nearest(pretrained, *asked, top=top, batch_size=flags.batch_size)
+    rows = [*rows, *given.absent]
+    if flags.sheet:
+        neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
+    return _print_rows(rows, flags.format, top, _NEIGHBOURS)
+
+
+def _caption(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
+    from vit_jax.inference.captions import write_captions
+
+    source, top = open_source(flags, pretrained, given.paths), flags.top or 1
+    how = {"batch_size": flags.batch_size, "beams": flags.beams, "top": top}
+    rows = itertools.chain(write_captions(pretrained, source, **how), given.absent)
+    return _print_rows(rows, flags.format, top, _CAPTIONS)
+
+
+def _classify(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
     from vit_jax.inference.outputs import check_classes
     from vit_jax.inference.predict import classify, read_thresholds
 
-    source = open_source(flags, pretrained, paths)
+    source = open_source(flags, pretrained, given.paths)
     check_classes(pretrained)  # before the first line of output
     run, least, top = pretrained.run, flags.thresholds, flags.top
     if least is None and top is None and run and run["config"]["data"]["multi_label"]:
@@ -188,12 +203,11 @@ def _classify(
     thresholds = 0.0 if least is None else read_thresholds(least, pretrained)
     top = top or (5 if least is None else None)
     if flags.output:
-        return _write(flags, pretrained, source, faults, "classes", top=top, thresholds=thresholds)
+        return _write(flags, pretrained, source, given, "classes", top=top, thresholds=thresholds)
     how = {"top": top, "thresholds": thresholds, "batch_size": flags.batch_size}
-    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
-    rows = itertools.chain(classify(pretrained, source, **how), absent)
+    rows = itertools.chain(classify(pretrained, source, **how), given.absent)
     num_columns = min(top or 1, pretrained.model.num_classes or 1) if least is None else None
-    return exit_codes.FAILED if _print_rows(rows, flags.format, num_columns) else exit_codes.DONE
+    return _print_rows(rows, flags.format, num_columns)
 
 
 def folder_flag(flags: argparse.Namespace) -> str | None:
@@ -202,9 +216,9 @@ def folder_flag(flags: argparse.Namespace) -> str | None:
     return "output" if flags.output else "features" if features else None
 
 
-def _start(flags: argparse.Namespace, folder: str | None) -> None:
+def _start(flags: argparse.Namespace) -> None:
     """Start JAX, in a job of several processes if there is a folder for parts."""
-    if folder is None:
+    if folder_flag(flags) is None:
         start_backend()
         return
     from vit_jax.config import base_config
@@ -217,7 +231,7 @@ def _write(
     flags: argparse.Namespace,
     pretrained: "Pretrained",
     source: "Source",
-    faults: Mapping[str, str],
+    given: _Given,
     what: str,
     **choice: Any,
 ) -> int:
@@ -233,15 +247,26 @@ def _write(
     else:
         written = saved.write_features(pretrained, source, flags.features, **how)
     if jax.process_index() == 0:
-        for path, fault in faults.items():
+        for path, fault in given.faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
         print(json.dumps(written))
-    return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
+    return exit_codes.FAILED if written["unreadable"] or given.faults else exit_codes.DONE
 
 
-def _check_flags(flags: argparse.Namespace) -> None:
-    """Raise one InputError that lists all faults of the flags."""
+def _check_flags(flags: argparse.Namespace) -> str:
+    """The task that the flags ask for; raises one InputError that lists all faults."""
     faults = Faults()
+    asked = [task for task in ("features", "neighbours", "captions") if getattr(flags, task)]
+    faults.need(len(asked) < 2, f"--{' --'.join(asked)}: give one of them")
+    task = asked[0] if asked else "classes"
+    prints = task != "features" and not flags.output
+    faults.need(prints or flags.format == "table", "--format: nothing is printed; leave it out")
+    for flag, default in _DEFAULTS.items():
+        of = [name for name, known in _TASKS.items() if flag in known.flags]
+        faults.need(
+            task in of or len(asked) > 1 or getattr(flags, flag) == default,
+            f"--{flag}: goes with {' or '.join(of)}, not with {task}; leave it out",
+        )
     faults.need(
         bool(flags.images or (flags.neighbours and flags.text)) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",
@@ -250,8 +275,6 @@ def _check_flags(flags: argparse.Namespace) -> None:
         not flags.neighbours or flags.images or flags.text,
         "--neighbours: needs images (files, folders), or --text=WORDS",
     )
-    faults.need(not flags.sheet or flags.neighbours, "--sheet: needs --neighbours=FOLDER")
-    faults.need(not flags.text or flags.neighbours, "--text: needs --neighbours=FOLDER")
     several = any(getattr(flags, name) is not None for name in _OF_JOBS)
     faults.need(
         not several or folder_flag(flags),
@@ -261,19 +284,13 @@ def _check_flags(flags: argparse.Namespace) -> None:
         not pathlib.Path(flags.output or "").suffix,
         f"--output={flags.output}: needs a folder; for one table, write --format=csv > FILE",
     )
-    tasks = {"--labels": flags.labels is not None, "--features": flags.features,
-             "--neighbours": flags.neighbours, "--captions": flags.captions}  # fmt: skip
-    asked = [task for task, is_asked in tasks.items() if is_asked]
-    faults.need(len(asked) < 2, f"{' '.join(asked[:1])}: leave out {', '.join(asked[1:])}")
-    others = [task for task in asked if task != "--labels"]  # which --output can write
-    faults.need(not (flags.output and others), f"--output: leave out {', '.join(others)}")
-    faults.need(flags.captions or flags.beams == 1, "--beams: needs --captions")
     faults.need(flags.prompts is None or flags.labels, "--prompts: needs --labels=WORDS")
     faults.need(
         not flags.data or flags.features or flags.output,
         "--data: needs --output=DIR or --features=FILE.npz; to score a data set, use evaluate",
     )
     collect_faults(faults)
+    return task
 
 
 def _read_labels(text: str) -> tuple[str, ...]:
@@ -305,7 +322,7 @@ _CAPTIONS = _Found("captions", "caption", "caption", "log_probability", "{:.2f}"
 def _print_rows(
     rows: Iterable[dict[str, Any]], format: str, num_columns: int | None, what: _Found = _CLASSES
 ) -> int:
-    """Print `rows` as a table, JSON lines or CSV; return how many are errors.
+    """Print `rows` as a table, JSON lines or CSV; return the exit code.
 
     `num_columns`: items of each row of CSV; None: differs, so all are in one cell.
     """
@@ -336,4 +353,20 @@ def _print_rows(
                 table.add_row("" if i else file, name, what.form.format(one[what.value]))
     if format == "table":
         Console().print(table)
-    return num_errors
+    return exit_codes.FAILED if num_errors else exit_codes.DONE
+
+
+class _Task(NamedTuple):
+    run: Callable[[argparse.Namespace, "Pretrained", _Given], int]
+    flags: tuple[str, ...]
+
+
+_TASKS = {  # {task: what does it, and the flags that not all tasks use}
+    "classes": _Task(_classify, ("labels", "prompts", "output", "top", "thresholds")),
+    "features": _Task(_save_features, ("tokens",)),
+    "neighbours": _Task(_search, ("text", "sheet", "top")),
+    "captions": _Task(_caption, ("beams", "top")),
+}
+_DEFAULTS = {flag: None for task in _TASKS.values() for flag in task.flags} | {
+    "tokens": "pooled", "text": [], "beams": 1,
+}  # fmt: skip

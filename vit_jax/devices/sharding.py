@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
+from vit_jax.base.lazy import Lazy
 from vit_jax.config import FAMILIES, OBJECTIVES
 from vit_jax.devices.mesh import BATCH_AXES
 
@@ -189,12 +190,19 @@ def _axes_left(
     return ()  # a placeholder for the form of the moment that is not used
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def place(array: np.ndarray | Lazy, sharding: NamedSharding) -> jax.Array:
     """Shard an array that every process has over the devices; each device gets only its part.
 
     With several processes, `jax.device_put` would copy the whole array to all devices to compare.
     """
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    parts: dict[str, np.ndarray] = {}  # several devices may have the same one
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if (key := str(index)) not in parts:
+            parts[key] = array[index]
+        return parts[key]
+
+    return jax.make_array_from_callback(array.shape, sharding, part)
 
 
 class HostCopy:

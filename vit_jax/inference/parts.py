@@ -108,13 +108,19 @@ def begin(
       size: of the parts if a manifest states none, as in earlier versions.
 
     Raises:
-      InputError: the folder has the parts of other images or another model.
+      InputError: the folder has the parts of other images or another model, or parts
+        without a manifest.
     """
     whole = max(_LEAST, math.ceil(num_examples / _PARTS))
     facts = {**facts, _SIZE: math.ceil(whole / batch_size) * batch_size}
 
     def agree() -> int:
         if not manifest.exists():
+            if foreign := sorted(manifest.parent.glob(f"part_*{suffix}")):
+                raise InputError(
+                    f"{flag}={manifest.parent}: holds {foreign[0].name}, but no {manifest.name} "
+                    f"that says of what; use a new {flag}, or restore that file"
+                )
             manifest.parent.mkdir(parents=True, exist_ok=True)
             write_whole(manifest, json.dumps(facts, indent=2) + "\n")
             return facts[_SIZE]

@@ -172,17 +172,22 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
         return e.init(), {}
     logger.info("start: parameters from init_from=%s", run.settings.run.init_from)
     state = e.init()
-    params = _replace_leaves(state.params, run.initial_params)
-    model_state = _replace_leaves(state.model_state, run.initial_model_state)
+    state = state.replace(
+        params=_replace_leaves(state.params, run.initial_params),
+        model_state=_replace_leaves(state.model_state, run.initial_model_state),
+    )
     if not state.ema:
-        return state.replace(params=params, model_state=model_state), {}
+        return state, {}
     # The average is sharded differently from the parameters.
-    return jax.jit(start_from, out_shardings=e.shardings)(state, params, model_state), {}
+    start = jax.jit(start_from, out_shardings=e.shardings)
+    return start(state, state.params, state.model_state), {}
 
 
 def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.PyTree:
     """`old`, nested dicts of arrays, with some replaced by `arrays`, sharded as before."""
     leaves = tree.flatten_names(old)
     for name, array in arrays.items():
-        leaves[name] = sharding.place(array, leaves[name].sharding)
+        place = leaves[name].sharding
+        leaves[name].delete()  # the devices hold each leaf once
+        leaves[name] = sharding.place(array, place)
     return tree.unflatten_names(leaves)

@@ -19,6 +19,7 @@ from vit_jax.base import tree
 from vit_jax.base.addresses import hide
 from vit_jax.base.errors import InputError, collect_faults, nearest
 from vit_jax.base.files import absolute
+from vit_jax.base.lazy import stack
 from vit_jax.config import image_hw
 from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.models.contract import about, field_names, with_known
@@ -122,7 +123,11 @@ def _recognise(source: Source) -> Format:
 
 
 def read_pretrained(
-    source: str | os.PathLike | Pretrained, *, averaged: bool | None = None, best: bool = False
+    source: str | os.PathLike | Pretrained,
+    *,
+    averaged: bool | None = None,
+    best: bool = False,
+    lazy: bool = False,
 ) -> Pretrained:
     """Read the model and parameters of `source`.
 
@@ -135,6 +140,7 @@ def read_pretrained(
       averaged: for a workdir whose run keeps a running average of the parameters: True takes the
         average, False the raw parameters, None the average if there is one.
       best: of a workdir, the step that `checkpoint.keep_best` kept instead of the newest.
+      lazy: the parameters of a workdir become Lazy: verified, but read where they are used.
 
     Raises:
       InputError: if the source does not exist or cannot be read.
@@ -144,7 +150,7 @@ def read_pretrained(
     if not isinstance(source, str | os.PathLike):
         raise InputError(f"source: is a {type(source).__name__}; needs a path, a name or a model")
     path = locate(source := hide(os.fspath(source)))
-    opened = Source(path, averaged, best)
+    opened = Source(path, averaged, best, lazy)
     try:
         format = _recognise(opened)
         if averaged is not None and format is not FORMATS["workdir"]:
@@ -352,6 +358,8 @@ def init_variables(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """All (parameters, model state) that `model` takes from the source: {leaf name: array}.
 
+    Arrays may be Lazy; stacked layers are.
+
     The whole head with its hidden layer is left out and initialised anew (the linear layer with
     zeros), even if the number of classes is the same: the classes may differ, and the paper always
     replaces it. `keep_head` takes it from the source. `resize`: see `load_pretrained`.
@@ -363,13 +371,18 @@ def init_variables(
     """
     fit.check_architecture(pretrained, model)
     named, state = fit.fit(pretrained, model, reset_head=not keep_head, resize=resize)
-    return tree.flatten_names(_as_scanned(named, model, pretrained.source)), state
+    return tree.flatten_names(_as_scanned(named, model, pretrained.source, stack)), state
 
 
-def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
+def _as_scanned(
+    named: dict[str, Any],
+    model: nn.Module,
+    source: str,
+    stack: Callable[[Sequence[Any]], Any] = np.stack,
+) -> dict[str, Any]:
     """Convert unrolled parameters to the model's form: stacked if it scans its layers."""
     params = tree.unflatten_names(named)
     if not about(model).stacks_layers:
         return params
     logger.info("%s: layers stacked for scanning", source)
-    return fit.stack_layers(params)
+    return fit.stack_layers(params, stack)

@@ -5,7 +5,7 @@ What no file of another format holds, adapters and a norm before the head, is me
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError, collect_faults
+from vit_jax.base.lazy import Lazy
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
@@ -63,11 +64,16 @@ _OF_TEXTS = {
 }  # fmt: skip
 
 
-def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """Convert unrolled parameters (encoder/layer_0, ...) to scanned ones (encoder/layers)."""
+def stack_layers(
+    params: dict[str, Any], stack: Callable[[Sequence[Any]], Any] = np.stack
+) -> dict[str, Any]:
+    """Convert unrolled parameters (encoder/layer_0, ...) to scanned ones (encoder/layers).
+
+    `stack`: makes one array of those of all layers.
+    """
     encoder = dict(params["encoder"])
     layers = [encoder.pop(f"layer_{i}") for i in range(len(encoder)) if f"layer_{i}" in encoder]
-    encoder["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    encoder["layers"] = jax.tree.map(lambda *leaves: stack(leaves), *layers)
     return params | {"encoder": encoder}
 
 
@@ -77,7 +83,9 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     stacked = encoder.pop("layers")
     depth = jax.tree.leaves(stacked)[0].shape[0]
     for i in range(depth):
-        encoder[f"layer_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        encoder[f"layer_{i}"] = jax.tree.map(
+            lambda leaf, i=i: leaf.layer(i) if isinstance(leaf, Lazy) else leaf[i], stacked
+        )
     return params | {"encoder": encoder}
 
 
@@ -91,7 +99,8 @@ def merge_adapters(
     merged = {name: leaf for name, leaf in params.items() if not ADAPTER.fullmatch(name)}
     for layer in {match["layer"] for match in map(ADAPTER.fullmatch, params) if match}:
         factors = (np.asarray(params[f"{layer}/lora_{factor}"]) for factor in "ab")
-        merged[f"{layer}/kernel"] = params[f"{layer}/kernel"] + adapter_update(*factors)
+        kernel = np.asarray(params[f"{layer}/kernel"])
+        merged[f"{layer}/kernel"] = kernel + adapter_update(*factors)
     return with_known(model, lora_rank=None), merged
 
 
@@ -108,7 +117,7 @@ def merge_head_norm(
     state = {name: x for name, x in model_state.items() if not name.startswith(_HEAD_NORM)}
     merged = dict(params)
     if model.num_classes is not None:
-        mean, var = (model_state[f"{_HEAD_NORM}{name}"] for name in ("mean", "var"))
+        mean, var = (np.asarray(model_state[f"{_HEAD_NORM}{name}"]) for name in ("mean", "var"))
         kernel = params["head/kernel"] / np.sqrt(var + HEAD_NORM_EPS)[:, None]
         merged |= {"head/kernel": kernel, "head/bias": params["head/bias"] - mean @ kernel}
     return model.clone(head_batch_norm=False), merged, state
@@ -251,7 +260,7 @@ def _adapt_channels(
     if old == new or first is None or isinstance(model, T2TViT):
         return found
     logger.info("%s: %s adapted from %d channels to %d", pretrained.source, first, old, new)
-    return found | {first: adapt_kernel(found[first], old, new)}
+    return found | {first: adapt_kernel(np.asarray(found[first]), old, new)}
 
 
 def _resize_patches(
@@ -264,7 +273,7 @@ def _resize_patches(
         return found
     logger.info("%s: the embedding of patches is resized from %s to %s pixels",
                 pretrained.source, old, new)  # fmt: skip
-    return found | {name: np.asarray(resize_kernel(found[name], old, new))}
+    return found | {name: np.asarray(resize_kernel(np.asarray(found[name]), old, new))}
 
 
 def _has_patches_to_resize(*models: nn.Module) -> bool:
@@ -277,7 +286,8 @@ def position_tables(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, leaf in leaves.items():
         if match := _POSITIONS.fullmatch(name):
-            found.setdefault(match["place"], {})[name.removeprefix(match["place"])] = leaf
+            tables = found.setdefault(match["place"], {})
+            tables[name.removeprefix(match["place"])] = np.asarray(leaf)
     return {place: tree.unflatten_names(tables)["pos_embedding"] for place, tables in found.items()}
 
 

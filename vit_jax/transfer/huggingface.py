@@ -21,6 +21,7 @@ from etils import epath
 
 from vit_jax.base.errors import Faults
 from vit_jax.base.files import write_whole
+from vit_jax.base.lazy import Lazy
 from vit_jax.config import image_hw
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
@@ -50,7 +51,7 @@ from vit_jax.transfer.huggingface_texts import (
 from vit_jax.transfer.names import HEADS_BY_WIDTH, read_rows, write_rows
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 from vit_jax.transfer.source import Source, int_or_pair, write_json
-from vit_jax.transfer.tensors import WEIGHTS, Made, write_tensors
+from vit_jax.transfer.tensors import WEIGHTS, write_tensors
 
 _CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
 _STATED = {"num_channels": "a positive int", "num_attention_heads": "a positive int",
@@ -297,7 +298,7 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
 def _as_folder(
     path: epath.Path, pretrained: Pretrained
-) -> tuple[dict[str, Any], dict[str, np.ndarray | Made], Spec]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray | Lazy], Spec]:
     """config.json, the arrays and the spec of a tower; `path` is named in messages."""
     require_image_size(pretrained)
     name = find_name(pretrained.model)
@@ -310,7 +311,7 @@ def _as_folder(
         teacher = "WithTeacher" if getattr(model, "distillation_head", False) else ""
         architecture = f"{KINDS[name].architecture}ForImageClassification{teacher}"
         prefix = f"{name}."
-    arrays: dict[str, np.ndarray | Made] = {
+    arrays: dict[str, np.ndarray | Lazy] = {
         **write_rows(make_rows(name, prefix, model), pretrained.params, model)
     }
     if name.startswith("dino"):
@@ -325,7 +326,7 @@ def _as_folder(
 
 
 def _write_folder(
-    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Made], spec: Spec
+    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Lazy], spec: Spec
 ) -> list[str]:
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))

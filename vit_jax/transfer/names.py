@@ -15,11 +15,12 @@ import flax.linen as nn
 import numpy as np
 from einops import rearrange
 
+from vit_jax.base.lazy import Lazy
 from vit_jax.config import POSITIONS
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.source import Source
-from vit_jax.transfer.tensors import Made, let_go
+from vit_jax.transfer.tensors import let_go
 
 # The numbers of heads of the published ViTs.
 HEADS_BY_WIDTH = {variant.width: variant.num_heads for variant in VIT_VARIANTS.values()}
@@ -162,14 +163,14 @@ def read_rows(rows: Sequence[Row], source: Source, model: nn.Module) -> dict[str
 
 def write_rows(
     rows: Sequence[Row], leaves: Mapping[str, np.ndarray], model: nn.Module
-) -> dict[str, Made]:
+) -> dict[str, Lazy]:
     """{name in the file: float32 array, made when it is asked for}; the inverse of `read_rows`."""
     sizes = _sizes(model)
 
-    def make(row: Row) -> np.ndarray:
-        return row.write([np.asarray(leaves[name], np.float32) for name in row.ours], sizes)
+    def make(row: Row, index: tuple[slice, ...]) -> np.ndarray:
+        return row.write([np.asarray(leaves[name], np.float32) for name in row.ours], sizes)[index]
 
-    return {row.theirs: Made(_shape(row, leaves, sizes), partial(make, row)) for row in rows}
+    return {row.theirs: Lazy(_shape(row, leaves, sizes), partial(make, row)) for row in rows}
 
 
 def _shape(row: Row, leaves: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -40,14 +40,20 @@ class Source:
     """A source on disk. Its arrays and its JSON file are read when they are first used.
 
     path: the file or the folder; the folder also for a file of CONFIGS beside its config.
-    averaged, best: which weights are wanted of a workdir; see `read_pretrained`.
+    averaged, best, lazy: which weights are wanted of a workdir, and how; see `read_pretrained`.
     """
 
-    def __init__(self, path: epath.Path, averaged: bool | None = None, best: bool = False):
+    def __init__(
+        self,
+        path: epath.Path,
+        averaged: bool | None = None,
+        best: bool = False,
+        lazy: bool = False,
+    ):
         is_inside = path.name in CONFIGS and (path.parent / CONFIGS[path.name]).exists()
         self.path = path.parent if is_inside else path
         self._given = path.name if is_inside else None
-        self.averaged, self.best = averaged, best
+        self.averaged, self.best, self.lazy = averaged, best, lazy
 
     @property
     def has_arrays(self) -> bool:

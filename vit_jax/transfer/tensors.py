@@ -8,8 +8,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ import safetensors
 from etils import epath
 
 from vit_jax.base.files import is_object, open_for_append, write_whole
+from vit_jax.base.lazy import Lazy
 
 WEIGHTS = "model.safetensors"  # in a folder
 INDEX = f"{WEIGHTS}.index.json"
@@ -24,16 +25,6 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 SHARD_BYTES = 5 * 10**9  # at most in a file, as huggingface_hub has it, unless one array has more
 _COUNTER = ".num_batches_tracked"  # an array of each batch norm in PyTorch, without influence
 _NUMBERS = (_COUNTER, ".position_ids")  # the positions are 0, 1, 2, ...
-
-
-class Made(NamedTuple):
-    """A float32 array that `make` gives each time it is asked for; the shape is known before."""
-
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.make().astype(np.float32 if dtype is None else dtype, copy=False)
 
 
 def read_tensors(path: epath.Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,7 +88,7 @@ def share_equal(
     return shared
 
 
-def write_tensors(path: epath.Path, arrays: Mapping[str, np.ndarray | Made]) -> list[str]:
+def write_tensors(path: epath.Path, arrays: Mapping[str, np.ndarray | Lazy]) -> list[str]:
     """Write arrays in PyTorch's names; return the names of the files.
 
     A path to WEIGHTS becomes several files and an index if the arrays have more than SHARD_BYTES.
@@ -131,11 +122,11 @@ def write_tensors(path: epath.Path, arrays: Mapping[str, np.ndarray | Made]) -> 
     return [INDEX, *files]
 
 
-def _size(array: np.ndarray | Made) -> int:
+def _size(array: np.ndarray | Lazy) -> int:
     return math.prod(array.shape) * (array.dtype.itemsize if isinstance(array, np.ndarray) else 4)
 
 
-def _parts(arrays: Mapping[str, np.ndarray | Made]) -> Iterable[bytes]:
+def _parts(arrays: Mapping[str, np.ndarray | Lazy]) -> Iterable[bytes]:
     """The bytes of a file: the header, then each array, as `safetensors.numpy.save` has them."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

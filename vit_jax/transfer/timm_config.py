@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from vit_jax.base.lazy import Lazy
 from vit_jax.config import image_hw
 from vit_jax.transfer.pretrained import (
     Cut,
@@ -20,7 +21,7 @@ from vit_jax.transfer.pretrained import (
     read_preparation,
 )
 from vit_jax.transfer.source import READING, Source, write_json
-from vit_jax.transfer.tensors import WEIGHTS, Made, write_tensors
+from vit_jax.transfer.tensors import WEIGHTS, write_tensors
 from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
@@ -117,7 +118,7 @@ def library_ops(spec: Spec) -> str:
 
 
 def write(
-    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Made], spec: Spec
+    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Lazy], spec: Spec
 ) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 

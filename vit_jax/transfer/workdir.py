@@ -72,7 +72,7 @@ def read(source: Source) -> Pretrained:
     weights = "params" if averaged is False or not averages else "ema"
     of_texts = settings.objective.learns_texts
     model = model_of(settings.model, settings.data, None if of_texts else settings.data.num_classes)
-    step, params, model_state = _restore_model(chosen, path, model, weights)
+    step, params, model_state = _restore_model(chosen, path, model, weights, source.lazy)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -156,39 +156,49 @@ def best_step(path: epath.Path, settings: Settings) -> int:
 
 
 def _restore_model(
-    source: epath.Path, workdir: epath.Path, model: nn.Module, weights: str
+    source: epath.Path, workdir: epath.Path, model: nn.Module, weights: str, lazy: bool
 ) -> tuple[int, tree.Params, tree.ModelState]:
     """(step, parameters, model state) of `source`; layers are unrolled.
 
-    `weights`: "params" or "ema".
+    `weights`: "params" or "ema". `lazy`: see `read_pretrained`.
     """
     state = {"params": "model_state", "ema": "ema_model_state"}[weights]
     shapes = {weights: abstract_params(model), state: abstract_model_state(model)}
     target = {field: tree.unflatten_names(leaves) for field, leaves in shapes.items() if leaves}
-    step, found = _restore(source, workdir, target)
+    step, found = _restore(source, workdir, target, lazy)
     params = unstack_layers(found[weights]) if about(model).stacks_layers else found[weights]
     return step, params, found.get(state, {})
 
 
-def _restore(source: epath.Path, workdir: epath.Path, shapes: Any) -> tuple[int, Any]:
+def _restore(
+    source: epath.Path, workdir: epath.Path, shapes: Any, lazy: bool = False
+) -> tuple[int, Any]:
     """(step, the arrays of these `shapes`) of `source`.
 
-    It is the newest valid checkpoint of `workdir`, or one of its steps.
+    It is the newest valid checkpoint of `workdir`, or one of its steps. With `lazy`, the processes
+    of a job verify it together, each a part of it, and keep nothing.
 
     Raises:
       InputError: there is no checkpoint, or it does not verify.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes)
+    share = restore.split_over_all if lazy and jax.process_count() > 1 else lambda leaf: device
+    target = jax.tree.map(lambda leaf: leaf.update(sharding=share(leaf)), shapes)
+    how: dict[str, Any] = {"partial": True, "keep": not lazy}
     if source == workdir:
-        restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
+        restored = restore.restore_newest(workdir / "checkpoints", target, **how)
     else:
-        restored = restore.restore_step(source, target, partial=True)
+        restored = restore.restore_step(source, target, **how)
     if restored is None:
         raise InputError(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
-    return restored[1]["step"], jax.tree.map(np.asarray, restored[0])
+    step = restored[1]["step"]
+    if lazy:
+        step_dir = workdir / "checkpoints" / str(step) if source == workdir else source
+        leaves = restore.open_leaves(step_dir, tree.flatten_names(shapes))
+        return step, tree.unflatten_names(leaves)
+    return step, jax.tree.map(np.asarray, restored[0])
 
 
 def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:

@@ -62,6 +62,7 @@ def compare_findings(
 
     def find() -> dict[str, Any]:
         facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
-        return facts | {"weights read": hash_params(weights)} | dict(more)
+        read = {name: x for name, x in weights.items() if not getattr(x, "agreed", False)}
+        return facts | {"weights read": hash_params(read)} | dict(more)
 
     compare(job, "data or files", find)

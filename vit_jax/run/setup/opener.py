@@ -108,7 +108,7 @@ class Files(Opener):
             self._of_texts = transfer.read_pretrained(config.init_texts_from)
         if source is None:
             return {}
-        self.pretrained = transfer.read_pretrained(source)
+        self.pretrained = transfer.read_pretrained(source, lazy=True)
         self._of_texts = self._of_texts or self.pretrained
         if self.pretrained.run is not None:
             logger.info("init_from=%s: its step %d", source, self.pretrained.run["step"])
