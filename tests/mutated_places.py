@@ -623,6 +623,13 @@ MUTATIONS = [
       "curation/test_prepare.py::test_a_rule_never_enlarges_and_keeps_bytes_that_fit"),
     M("vit_jax/curation/shards.py", 'path.stat().length == record["bytes"]', "path.exists()",
       "curation/test_prepare.py::test_what_was_killed_is_made_again_with_the_same_bytes"),
+    M("vit_jax/data/subset.py", 'np.searchsorted(gaps, ids, side="right")',
+      'np.searchsorted(gaps, ids, side="left")',
+      "data/test_exclusion.py::test_the_memory_is_that_of_the_list"),
+    M("vit_jax/curation/duplicates.py", "np.uint16(~(1 << bit) & 0xFFFF)", "np.uint16(0xFFFF)",
+      "curation/test_duplicates.py::test_all_pairs_up_to_a_distance_are_found"),
+    M("vit_jax/curation/duplicates.py", "b >= first_own and not out[a]", "b >= first_own",
+      "curation/test_duplicates.py::test_of_several_the_first_stays_and_those_of_other_sets_always"),
     # configs and the tables behind them
     M("configs/augreg.py", '"sigmoid", -10.0', '"sigmoid", 0.0',
       "test_configs.py::test_recipe_is_the_papers"),

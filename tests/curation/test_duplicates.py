@@ -5,9 +5,13 @@ import json
 import numpy as np
 import PIL.Image
 import pytest
+from etils import epath
 from prepared_sets import encoded
 
+from vit_jax.config.sections import Data
 from vit_jax.curation import duplicates, looks
+from vit_jax.curation.prepare import Progress, in_processes
+from vit_jax.curation.shards import open_split
 from vit_jax.data import make_source
 from vit_jax.main import main
 
@@ -126,3 +130,22 @@ def test_features_of_other_records_are_refused(images, tmp_path, capsys):
     assert main(words_of(images, tmp_path / "out", f"--features={tmp_path}/x.npz")) == 2
     assert "has 3 records, folder train 7 with other names" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_beam_finds_the_same_pairs(images, tmp_path):
+    pytest.importorskip("apache_beam", reason="needs the extra curation")
+    from vit_jax.curation.beam import on_beam, pairs_on_beam
+
+    data = Data(name="folder", data_dir=str(images))
+    sets = [(data, open_split(data, "train", False))]
+    found = []
+    for name in ("here", "beam"):
+        parts = duplicates.parts_of(epath.Path(tmp_path / name), sets)
+        options = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+        runner = in_processes(1) if name == "here" else on_beam(options)
+        finder = pairs_on_beam(options, epath.Path(tmp_path)) if name == "beam" else None
+        runner(duplicates.hash_part, parts, Progress(len(parts)))
+        pairs = (finder or duplicates.pairs_here)(parts, 31)
+        found.append(duplicates.of_records(pairs).tolist())
+    assert found[0] == found[1] and len(found[0]) == 1

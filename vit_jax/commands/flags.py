@@ -75,7 +75,7 @@ def find_data_faults(flags: argparse.Namespace, example: str) -> Faults:
     """The faults of the flags of `define_data_flags`; `example`: of the command."""
     faults, command = Faults(), example.partition(" ")[0]
     faults.need(flags.source, f"SOURCE: missing; e.g. {example}")
-    faults.need(flags.output, "--output: missing; give a folder, e.g. --output=data/birds")
+    faults.need(flags.output, f"--output: missing; e.g. {example}")
     for key, _ in flags.overrides:
         is_data = key.startswith("data.")
         faults.need(is_data, f"--config.{key}: {command} takes keys of data only; leave it out")

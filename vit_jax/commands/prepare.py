@@ -85,7 +85,7 @@ def main(flags: argparse.Namespace) -> int:
 def _verify(flags: argparse.Namespace) -> int:
     """Read a set back by its manifest, print the faults, and return the exit code."""
     faults = Faults()
-    faults.need(flags.output, "--output: missing; give a folder, e.g. --output=data/birds")
+    faults.need(flags.output, "--output: missing; e.g. prepare --verify --output=data/birds")
     faults.need(
         not (flags.source or flags.overrides),
         "--verify: the manifest has the source and its keys; give --output=DIR only",

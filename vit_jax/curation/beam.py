@@ -101,15 +101,15 @@ def pairs_on_beam(options: Sequence[str], folder: epath.Path) -> Finder:
             | beam.BatchElements(_AT_ONCE, _AT_ONCE)
             | "keys" >> beam.FlatMap(_keys, number)
             | "equal keys" >> beam.GroupByKey()
-            | "near" >> beam.FlatMapTuple(_near, distance)
+            | "near" >> beam.FlatMap(_near, distance)
         )
         (same, near) | beam.Flatten() | beam.io.WriteToText(f"{folder}/pairs")
-        for path in folder.glob("pairs-*"):
-            path.unlink()
         engine.run(pipeline)
-        texts = (path.read_text().split() for path in folder.glob("pairs-*"))
-        found = [np.array(text, np.int64).reshape(-1, 3) for text in texts]
-        return np.concatenate([np.zeros((0, 3), np.int64), *found])
+        found = [np.zeros((0, 3), np.int64)]
+        for path in folder.glob("pairs-*"):
+            found.append(np.array(path.read_text().split(), np.int64).reshape(-1, 3))
+            path.unlink()
+        return np.concatenate(found)
 
     return run
 
@@ -134,8 +134,8 @@ def _keys(batch: Sequence[tuple[bytes, int]], number: int) -> Iterator[Any]:
             yield (nth, key), row
 
 
-def _near(key: tuple[int, int], rows: Sequence[tuple[bytes, int]], distance: int) -> Iterator[str]:
-    hashes, ids = zip(*rows, strict=True)
+def _near(bucket: tuple[Any, Sequence[tuple[bytes, int]]], distance: int) -> Iterator[str]:
+    hashes, ids = zip(*bucket[1], strict=True)
     of_ids = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4)
     same = np.zeros(len(ids), np.uint8)
     for pairs in pairs_within(same, np.array(ids), of_ids, distance):

@@ -39,7 +39,7 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
     if not len(facts):
         raise InputError(f"{source.name} {source.split}: none of the pictures can be read")
     return [
-        _classes(source, own.label),
+        _classes(source, own.label[own.valid]),
         _sizes(facts),
         _square(facts[:, 0], facts[:, 1], keeps_shape),
         _colours(facts, source.channels),
@@ -50,8 +50,12 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
     ]
 
 
+def _names(source: Source) -> Sequence[str]:
+    return source.class_names or tuple(map(str, range(source.num_classes)))
+
+
 def _classes(source: Source, label: np.ndarray) -> Section:
-    names = source.class_names or tuple(map(str, range(source.num_classes)))
+    names = _names(source)
     counts = label.sum(0) if label.ndim == 2 else np.bincount(label[label >= 0], None, len(names))
     none = int((label.sum(1) == 0).sum() if label.ndim == 2 else (label < 0).sum())
     order = np.argsort(-counts, kind="stable")
@@ -108,8 +112,7 @@ def _broken(source: Source, looks: Looks) -> Section:
     broken = np.flatnonzero(~looks.valid)
     rows = [(source.record_name(i), source.why_unreadable(i) or "it is damaged; save it again")
             for i in broken[:_LISTED].tolist()]  # fmt: skip
-    names = f": {few([row[0] for row in rows])}" if rows else ""
-    said = f"{len(broken):,} pictures cannot be read{names}"
+    said = f"unreadable pictures: {len(broken):,}" + f", {few([r[0] for r in rows])}" * bool(rows)
     remedy = "training leaves them out; repair or remove them" * bool(rows)
     return Section("broken", "warning" if rows else "ok", said, remedy, rows and [("", ""), *rows])
 
@@ -145,7 +148,7 @@ def _captions(source: Source) -> list[Section]:
 
 def _sheet(source: Source, label: np.ndarray) -> Section:
     """Some pictures of some classes."""
-    names = source.class_names or tuple(map(str, range(source.num_classes)))
+    names = _names(source)
     rows = []
     for c in spread(_CLASSES, len(names)).tolist():
         of_class = np.flatnonzero(label[:, c] if label.ndim == 2 else label == c)
@@ -202,7 +205,7 @@ def _doubtful(source: Source, records: np.ndarray, x_ND: np.ndarray) -> list[Sec
     folds = StratifiedKFold(_FOLDS, shuffle=True, random_state=0)
     seen = cross_val_predict(probe, x_ND[usable], y, cv=folds, method="predict_proba")
     found = find_label_issues(y, seen, return_indices_ranked_by="self_confidence", n_jobs=1)
-    names = source.class_names or tuple(map(str, range(source.num_classes)))
+    names = _names(source)
     rows = [
         (source.record_name(int(records[usable][i])), names[classes[y[i]]],
          names[classes[seen[i].argmax()]], f"{seen[i, y[i]]:.1%}")

@@ -33,7 +33,7 @@ class Section(NamedTuple):
 def write_page(title: str, sections: Iterable[Section]) -> str:
     """The page as HTML; raises InputError if the packages for reports are not installed."""
     environment, css = environment_of_pages()
-    environment.filters["url"] = _as_url
+    environment.filters |= {"url": _as_url, "sentence": lambda text: text[:1].upper() + text[1:]}
     return environment.get_template("sections.html").render(
         title=title, sections=[*sections], css=css
     )
