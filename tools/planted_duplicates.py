@@ -1,6 +1,6 @@
 """Planted near duplicates: how many of each kind are found, and how many pairs are wrong.
 
-  python tools/planted_duplicates.py --data_dir=DIR --output=docs/explanation/planted_duplicates.csv
+  python tools/planted_duplicates.py --data_dir=DIR --output=docs/how_to/planted_duplicates.csv
 
 DIR holds the TFDS sets cifar10 and imagenet_sample (500 photographs). 2,000 changed copies of the
 photographs, and 2,000 of test pictures of CIFAR-10, are planted among the 60,000 pictures of

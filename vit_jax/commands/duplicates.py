@@ -33,7 +33,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.job import exit_codes
 
-_DISTANCE, _MOST_DISTANCE = 24, 31  # up to 31 bits all pairs of a small set are found
+_MOST_BITS = 31  # up to here all pairs of a small set are found
 
 if TYPE_CHECKING:
     from vit_jax.config.sections import Data
@@ -50,8 +50,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--against_dir", metavar="DIR", help="folder of these sets; default: that of SOURCE"
     )
     parser.add_argument(
-        "--distance", type=int, default=_DISTANCE,
-        help="the most bits, of 256, in which hashes of near pictures differ; default: 24",
+        "--distance", type=int, default=_MOST_BITS,
+        help="the most bits, of 256, in which hashes of near pictures differ; default: 31",
     )  # fmt: skip
     parser.add_argument(
         "--features", metavar="FILE",
@@ -74,7 +74,7 @@ def main(flags: argparse.Namespace) -> int:
     for text in flags.against:
         named = all(split_name(text))
         faults.need(named, f"--against={text}: needs NAME:SPLIT, e.g. --against=cifar10:test")
-    for flag, most in (("distance", _MOST_DISTANCE), ("similarity", 1)):
+    for flag, most in (("distance", _MOST_BITS), ("similarity", 1)):
         value = getattr(flags, flag)
         faults.need(0 <= value <= most, f"--{flag}={value}: needs a number from 0 to {most}")
     collect_faults(faults)

@@ -21,7 +21,7 @@ from vit_jax.insight.pages import Section
 _UNEVEN = 10.0  # times as many pictures in the largest class as in the smallest
 _STRETCHED = 1.1  # a ratio of sides that a square changes visibly
 _MUCH = 0.1  # share of the pixels
-_DISTANCE = 24  # bits, of near duplicates
+_DISTANCE = 31  # bits, of near duplicates
 _CLASSES, _EACH, _LISTED = 20, 8, 20  # classes and pictures of the sheet; rows of other tables
 _FOLDS = 5  # of the cross-validation
 _CLUSTERS = 12
