@@ -495,7 +495,7 @@ MUTATIONS = [
       "        if true == predicted:", "insight/test_results.py::test_rows_by_class"),
     M("vit_jax/insight/charts.py", "places + half + 1", "places + half",
       "insight/test_report.py::test_smoothing_is_a_centred_mean"),
-    M("vit_jax/insight/report.py", "autoescape=True", "autoescape=False",
+    M("vit_jax/insight/pages.py", "autoescape=True", "autoescape=False",
       "insight/test_report.py::test_page_is_whole_and_names_are_only_text"),
     M("vit_jax/insight/runs.py", 'if key != "seed"', 'if key != "SEED"',
       "insight/test_report.py::test_page_is_whole_and_names_are_only_text"),

@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -131,7 +131,7 @@ Values = Callable[[tf.Tensor, int], tuple[tf.Tensor, tf.Tensor]]
 
 def read_values(
     source: Source, ids: np.ndarray, values_of: Values
-) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+) -> Iterator[tuple[int, Sequence[Any]]]:
     """(id, [*values_of(image, channels), label]) of the records `ids`, as `read_pictures`."""
     expected = iter(ids.tolist())
     for found in _read(source, ids, values_of, careful=False):
@@ -145,7 +145,7 @@ def read_values(
 
 def _read(
     source: Source, ids: np.ndarray, values_of: Values, *, careful: bool
-) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+) -> Iterator[tuple[int, Sequence[Any]]]:
     """As `read_values`; failed reads are tried again only with `careful`, which takes longer."""
     files = source.record_files
 

@@ -264,8 +264,9 @@ def verify(output: epath.Path) -> list[str]:
         if (fault := _fault_of(output / file, expected))
     ]
     settings = dict(manifest["settings"])
-    where = reading_of(output, settings.pop("format"))
-    data = Data(**where, **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+    data = Data(**reading_of(output, settings.pop("format")))
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    data = dataclasses.replace(data, **lists)
     return faults or [
         f"{split}: {fault}"
         for split, expected in manifest["splits"].items()

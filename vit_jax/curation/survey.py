@@ -119,7 +119,7 @@ def _broken(source: Source, looks: Looks) -> Section:
 
 def _duplicates(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Section:
     """Near duplicates in the training data, and of pictures in the other splits."""
-    in_order = [*reversed(sources)]  # the training data come last
+    in_order = [*sources][::-1]  # the training data come last
     hashes = np.concatenate([looks[name].hashes for name in in_order])
     ordered = [sources[name] for name in in_order]
     found: Found = find(ordered, near_hashes(hashes, _DISTANCE))
