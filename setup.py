@@ -18,7 +18,9 @@ ONNX = ["jax2onnx>=0.13.0,<0.14", "onnxruntime>=1.24.1"]
 # ai-edge-litert needs backports-strenum; its release 1.3 does not install with Python 3.11, but uv
 # would choose it.
 LITERT = ["ai-edge-litert>=2.1.0", "backports-strenum<1.3"]
-BEAM = "apache-beam>=2.77.0"  # not in `test`: it needs older packages than the pinned ones
+# Beam, of prepare --beam, is not in `test`: it needs older packages than the pinned ones.
+BEAM = "apache-beam>=2.77.0"
+CURATION = ["cleanlab>=2.9.0", "usearch>=2.26.0"]  # doctor --init_from, duplicates --features
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
@@ -102,12 +104,13 @@ setup(
             LIBTPU,
             PARQUET,
             WANDB,
+            *CURATION,
             *LITERT,
             *ONNX,
             *REPORT,
             *TEXT,
         ],
-        "curation": [BEAM],  # prepare --beam
+        "curation": [BEAM, *CURATION],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "litert": LITERT,  # export --format=litert
         "onnx": ONNX,  # export --format=onnx

@@ -294,6 +294,18 @@ def words_cifar10() -> str:
     return _table(heads, lines)
 
 
+def planted_duplicates() -> str:
+    """A row for each kind of copy of docs/how_to/planted_duplicates.csv, a column for each rule."""
+    with open(ROOT / "docs/how_to/planted_duplicates.csv") as file:
+        found = {(r["kind"], f"{r['pictures']}, {r['by']}"): r for r in csv.DictReader(file)}
+    kinds, rules = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
+    kinds, rules = ([x for x in xs if "pairs" not in x and "60,500" not in x]
+                    for xs in (kinds, rules))  # fmt: skip
+    rows = [(kind, *(f"{float(found[kind, rule]['recall']):.1%}" for rule in rules))
+            for kind in (*kinds, "right pairs")]  # fmt: skip
+    return _table(("copy", *rules), rows)
+
+
 def exports() -> str:
     """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
     with open(ROOT / "docs/how_to/exports.csv") as file:
@@ -391,7 +403,7 @@ def certificates() -> str:
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, metrics,
-    notebook, recipe_costs, words_cifar10,
+    notebook, planted_duplicates, recipe_costs, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

@@ -270,7 +270,8 @@ def test_help(command, capsys):
     of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor", "certify",
                   "keys")  # fmt: skip
     assert ("--print_config" in out) == (command in of_configs)
-    assert ("--config.KEY VALUE" in out) == (command in (*of_configs, "branch", "check", "prepare"))
+    of_keys = (*of_configs, "branch", "check", "prepare", "duplicates")
+    assert ("--config.KEY VALUE" in out) == (command in of_keys)
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
 

@@ -51,7 +51,7 @@ def make(plan, workers=1, command="vit_jax prepare"):
 def prepared(plan):
     """The plan that reads what `plan` prepares."""
     return dataclasses.replace(
-        plan, data=dataclasses.replace(plan.data, own={}, **reading_of(plan))
+        plan, data=dataclasses.replace(plan.data, own={}, **reading_of(plan.folder, plan.format))
     )
 
 

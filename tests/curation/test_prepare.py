@@ -6,10 +6,12 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
+import types
 import unittest.mock
 
 import numpy as np
@@ -32,7 +34,7 @@ from prepared_sets import (
 from vit_jax.base.errors import InputError
 from vit_jax.curation.formats import Facts, Parquet, Row
 from vit_jax.curation.pictures import Rule
-from vit_jax.curation.prepare import verify
+from vit_jax.curation.prepare import Progress, verify
 from vit_jax.curation.shards import open_splits
 from vit_jax.data.host_tf import tf
 from vit_jax.data.images.formats import to_pixels
@@ -75,7 +77,7 @@ def test_the_manifest_counts_what_is_stored_and_names_what_is_not(tar):
     )
     stored = json.loads((plan.folder / "manifest.json").read_text())
     assert [file["records"] for file in stored["files"].values()] == [5, 5, 1]
-    assert verify(plan) == []
+    assert verify(plan.folder) == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_each_format_gives_the_pictures_and_labels_of_the_source(
     for (image, label), (was, label_was) in zip(pictures(prepared(plan)), expected, strict=True):
         assert label == label_was
         np.testing.assert_array_equal(to_pixels(tf.constant(image)), to_pixels(tf.constant(was)))
-    assert verify(plan) == []
+    assert verify(plan.folder) == []
 
 
 def test_what_was_killed_is_made_again_with_the_same_bytes(tar):
@@ -114,13 +116,12 @@ def test_what_was_killed_is_made_again_with_the_same_bytes(tar):
     assert (plan.folder / "train-00000.tar").stat().mtime == kept
 
 
-def test_verify_finds_a_changed_byte(tar, images, capsys):
+def test_verify_finds_a_changed_byte(tar, capsys):
     plan, _ = tar
     shard = plan.folder / "train-00002.tar"
     before = shard.read_bytes()
     shard.write_bytes(before[:700] + b"?" + before[701:])
-    words = [f"--config.data.data_dir={images}", f"--output={plan.output}", "--format=tar"]
-    code = main(["prepare", "folder", *words, "--splits=train", "--shard_size=5", "--verify"])
+    code = main(["prepare", "--verify", f"--output={plan.output}"])
     shard.write_bytes(before)
     assert code == 1
     assert "train-00002.tar: has changed; remove it and" in capsys.readouterr().err
@@ -155,7 +156,7 @@ def test_pictures_without_a_label_are_of_no_class(tmp_path, file_format):
     plan = plan_of(tmp_path / "out", file_format, "arrays", where)
     train = make(plan)["splits"]["train"]
     assert (train["records"], train["unlabelled"], train["classes"]) == (4, 1, {"a": 1, "b": 2})
-    assert verify(plan) == []
+    assert verify(plan.folder) == []
     assert [label for _, label in pictures(prepared(plan))] == [[0, 1], [0, 0], [1, 0], [0, 1]]
 
 
@@ -210,19 +211,26 @@ def test_a_rule_never_enlarges_and_keeps_bytes_that_fit(tmp_path):
         assert abs(difference).mean() < most
 
 
-def test_a_pipeline_that_does_not_end_well_is_said(monkeypatch, tar):
+def test_a_pipeline_says_how_far_it_is_and_how_it_ends(monkeypatch, caplog):
+    """By the counters of a runner that does not block."""
     beam = unittest.mock.MagicMock()
-    beam.PipelineState.DONE = "DONE"
-    for name in ("", ".options.pipeline_options", ".runners.runner"):
+    for name in ("", ".metrics", ".options.pipeline_options", ".runners.runner"):
         monkeypatch.setitem(sys.modules, f"apache_beam{name}", beam)
     from vit_jax.curation.beam import on_beam
 
-    ended = beam.Pipeline.return_value.run.return_value.wait_until_finish
-    ended.return_value = "DONE"
-    on_beam([])(tar[0], [], print)
-    ended.return_value = "CANCELLED"
+    beam.PipelineState.DONE = "DONE"
+    result = beam.Pipeline.return_value.run.return_value
+    counter = types.SimpleNamespace(result=2)
+    result.metrics.return_value.query.return_value = {"counters": [counter]}
+    monkeypatch.setattr("vit_jax.curation.prepare._SAID_S", 0)
+    beam.PipelineState.is_terminal.side_effect = [False, True] * 2
+    result.state = "DONE"
+    with caplog.at_level("INFO", "vit_jax"):
+        on_beam([])(print, [1, 2, 3], Progress(3))
+    assert re.search(r"2 of 3 parts, 2 pictures, \d+/s, 0:00:0\d left", caplog.text)
+    result.state = "CANCELLED"
     with pytest.raises(InputError, match="--beam: the pipeline ended in the state CANCELLED"):
-        on_beam([])(tar[0], [], print)
+        on_beam([])(print, [], Progress(0))
 
 
 # What takes minutes

@@ -17,8 +17,10 @@ from vit_jax.data import (
     eval_batches, image_batch, make_source, order, pipeline, train_batches
 )
 from vit_jax.data.native import PatchRule
+from vit_jax.data.subset import leave_out
 
 digits, test = (make_source("digits", split=s, image_size=(8, 8)) for s in ("train", "test"))
+digits = leave_out(digits, np.array([0, 5, 6, 900]))
 spec = image_batch(16, (8, 8))
 train = dict(steps=range(3, 5), seed=0)
 alone = list(pipeline.host_batches(digits, spec, **train, rows=np.arange(16)))

@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vit_jax.base.errors import InputError
+from vit_jax.base import files
+from vit_jax.base.errors import Faults, InputError, collect_faults
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from vit_jax.config.sections import Data
     from vit_jax.data import Source
     from vit_jax.transfer import Pretrained
 
@@ -53,6 +56,43 @@ def positive_int(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"got {text!r}; needs a positive int, up to {2**31 - 1}")
     return int(text)
+
+
+def define_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that works on a set of pictures, and on no model."""
+    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a name as in data.name")
+    parser.add_argument(
+        "--config.KEY", metavar="VALUE", help="set a key of data, e.g. --config.data.data_dir=DIR"
+    )
+    parser.add_argument("--output", type=files.absolute, metavar="DIR", help="folder to write to")
+    parser.add_argument(
+        "--workers", type=positive_int, default=os.cpu_count() or 1, help="processes"
+    )
+    parser.add_argument("--beam", metavar="OPTIONS", help="run by Apache Beam with its options")
+
+
+def find_data_faults(flags: argparse.Namespace, example: str) -> Faults:
+    """The faults of the flags of `define_data_flags`; `example`: of the command."""
+    faults, command = Faults(), example.partition(" ")[0]
+    faults.need(flags.source, f"SOURCE: missing; e.g. {example}")
+    faults.need(flags.output, f"--output: missing; e.g. {example}")
+    for key, _ in flags.overrides:
+        is_data = key.startswith("data.")
+        faults.need(is_data, f"--config.{key}: {command} takes keys of data only; leave it out")
+    return faults
+
+
+def read_data(flags: argparse.Namespace) -> "Data":
+    """The keys of data that the flags of `define_data_flags` set; raises InputError."""
+    from vit_jax.config import base_config, sections
+    from vit_jax.config.text import apply_overrides
+
+    config = base_config()
+    config.data.name = flags.source
+    collect_faults(apply_overrides(config, flags.overrides))
+    data, faults = sections.Data.read(config.data)
+    collect_faults([f"data.{fault}" for fault in faults])
+    return data
 
 
 def define_process_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +137,6 @@ def load_valid_config(flags: argparse.Namespace, *, of_run: bool = False) -> "Co
     """
     if not of_run:
         require_flags(flags, ("config",), "--config=quickstart")
-    from vit_jax.base import files
     from vit_jax.config import REQUIRED
     from vit_jax.config.stored import read_asked
     from vit_jax.config.text import apply_overrides
@@ -122,7 +161,6 @@ def is_run(workdir: str | None) -> bool:
     """Whether a run has begun in `workdir`; raises InputError if it cannot be read."""
     if not workdir:
         return False
-    from vit_jax.base import files
     from vit_jax.run.setup.workdir import check_store
 
     check_store(files.absolute(workdir))
@@ -217,6 +255,13 @@ def define_image_flags(parser: argparse.ArgumentParser, batch_size: int) -> None
     )  # fmt: skip
 
 
+def split_name(text: str) -> tuple[str, str]:
+    """(NAME, SPLIT) of NAME:SPLIT; the split is "" if it is left out."""
+    found = re.fullmatch("((?:hf:)?[^:]*):?(.*)", text)
+    assert found is not None  # for a flag holds one line
+    return found[1], found[2]
+
+
 def open_source(
     flags: argparse.Namespace, pretrained: "Pretrained", paths: Sequence[str]
 ) -> "Source":
@@ -231,7 +276,7 @@ def open_source(
     spec = pretrained.spec
     if not flags.data:
         return image_files(paths, spec.reading)
-    start, name, split = re.fullmatch("(hf:)?([^:]*):?(.*)", flags.data).groups("")
+    name, split = split_name(flags.data)
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"multi_label": None, **spec.reading._asdict()}
     if name in ("folder", "list"):
@@ -239,7 +284,7 @@ def open_source(
             pretrained.division, pretrained.source, class_names=spec.class_names
         )
     try:
-        return data.make_source(start + name, split=split or "train", **where)
+        return data.make_source(name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none
         raise InputError(
             *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)

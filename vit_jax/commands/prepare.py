@@ -2,7 +2,7 @@
 
   python -m vit_jax.main prepare folder --config.data.data_dir=IMAGES --output=data/birds
   python -m vit_jax.main prepare tar --config.data.data_dir=SHARDS --output=data/small --side=256
-  python -m vit_jax.main prepare folder --config.data.data_dir=IMAGES --output=data/birds --verify
+  python -m vit_jax.main prepare --verify --output=data/birds
 
 SOURCE is a name as in data.name; --config.data.KEY sets its keys. Files that are JPEG or PNG keep
 their bytes unless --side or --encoding ask for others. Pictures that cannot be read are left out,
@@ -22,7 +22,12 @@ from rich.console import Console
 
 from vit_jax.base import files
 from vit_jax.base.errors import Faults, InputError, collect_faults
-from vit_jax.commands.flags import positive_int
+from vit_jax.commands.flags import (
+    define_data_flags,
+    find_data_faults,
+    positive_int,
+    read_data,
+)
 from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
@@ -32,11 +37,7 @@ _SHARD_SIZE = 4096
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", metavar="SOURCE", help="a name as in data.name")
-    parser.add_argument(
-        "--config.KEY", metavar="VALUE", help="set a key of data, e.g. --config.data.data_dir=DIR"
-    )
-    parser.add_argument("--output", type=files.absolute, metavar="DIR", help="folder to write to")
+    define_data_flags(parser)
     parser.add_argument(
         "--format", default="array_record", choices=("array_record", "parquet", "tar", "tfrecord"),
         help="default: array_record, as TFDS reads it",
@@ -54,20 +55,13 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shuffle_seed", type=int, help="store the records in the random order of this seed"
     )
-    parser.add_argument(
-        "--workers", type=positive_int, default=os.cpu_count() or 1, help="processes"
-    )
-    parser.add_argument("--beam", metavar="OPTIONS", help="run by Apache Beam with its options")
-    parser.add_argument("--verify", action="store_true", help="read a prepared set back instead")
+    parser.add_argument("--verify", action="store_true", help="read the set in --output back")
 
 
 def main(flags: argparse.Namespace) -> int:
-    faults = Faults()
-    faults.need(flags.source, "SOURCE: missing; e.g. prepare folder --output=data/birds")
-    faults.need(flags.output, "--output: missing; give a folder, e.g. --output=data/birds")
-    others = [key for key, _ in flags.overrides if not key.startswith("data.")]
-    for key in others:
-        faults.append(f"--config.{key}: prepare takes keys of data only; leave it out")
+    if flags.verify:
+        return _verify(flags)
+    faults = find_data_faults(flags, "prepare folder --output=data/birds")
     is_all = "all" in (flags.splits or "").split(",")
     faults.need(not is_all, "--splits=all: give the splits themselves, such as train,val")
     faults.need(flags.quality <= 100, f"--quality={flags.quality}: needs a number from 1 to 100")
@@ -77,16 +71,9 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    from vit_jax.curation.prepare import in_processes, prepare, verify
+    from vit_jax.curation.prepare import in_processes, prepare
 
-    plan = _read_plan(flags)
-    if flags.verify:
-        said = verify(plan)
-        for fault in said:
-            print(f"error: {fault}", file=sys.stderr)
-        print(json.dumps({"output": plan.output, "faults": len(said)}))
-        return exit_codes.FAILED if said else exit_codes.DONE
-    runner = in_processes(flags.workers)
+    plan, runner = _read_plan(flags), in_processes(flags.workers)
     if flags.beam is not None:
         from vit_jax.curation.beam import on_beam
 
@@ -95,20 +82,31 @@ def main(flags: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
+def _verify(flags: argparse.Namespace) -> int:
+    """Read a set back by its manifest, print the faults, and return the exit code."""
+    faults = Faults()
+    faults.need(flags.output, "--output: missing; e.g. prepare --verify --output=data/birds")
+    faults.need(
+        not (flags.source or flags.overrides),
+        "--verify: the manifest has the source and its keys; give --output=DIR only",
+    )
+    collect_faults(faults)
+    from vit_jax.curation.prepare import verify
+
+    said = verify(flags.output)
+    for fault in said:
+        print(f"error: {fault}", file=sys.stderr)
+    print(json.dumps({"output": os.fspath(flags.output), "faults": len(said)}))
+    return exit_codes.FAILED if said else exit_codes.DONE
+
+
 def _read_plan(flags: argparse.Namespace) -> "Plan":
     """The plan that the flags describe; raises InputError that lists all faults."""
-    from vit_jax.config import SOURCES, base_config, sections
-    from vit_jax.config.text import apply_overrides
+    from vit_jax.config import SOURCES
     from vit_jax.curation.pictures import Rule
     from vit_jax.curation.shards import Plan
 
-    config = base_config()
-    config.data.name = flags.source
-    faults = apply_overrides(config, flags.overrides)
-    collect_faults(faults)
-    data, faults = sections.Data.read(config.data)
-    if faults:
-        raise InputError(*(f"data.{fault}" for fault in faults))
+    data = read_data(flags)
     if flags.encoding == "jpeg" and data.channels > 3:
         raise InputError("--encoding=jpeg: has no alpha; leave it out, or data.channels")
     splits = flags.splits.split(",") if flags.splits else None

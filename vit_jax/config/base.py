@@ -197,6 +197,7 @@ class SplitKey(NamedTuple):
 
     classes: labels to keep, as in `data.classes`; None: all.
     subset: the part to keep, as in `data.subset`; None: all.
+    exclude: file of records to leave out, as in `data.exclude`; None: none.
     """
 
     data_name: str
@@ -204,6 +205,7 @@ class SplitKey(NamedTuple):
     data_dir: str | None
     classes: tuple[int, ...] | None = None
     subset: Subset | None = None
+    exclude: str | None = None
 
 
 def train_split(data: Data) -> SplitKey:
@@ -216,7 +218,7 @@ def own_split(data: Data) -> SplitKey:
     """Key of the split of `data.name` that is trained on, without `data.mix`."""
     d = data
     part = None if d.subset is None else Subset(d.subset, d.subset_balanced, d.subset_seed)
-    return SplitKey(d.name, d.split, d.data_dir, d.classes, part)
+    return SplitKey(d.name, d.split, d.data_dir, d.classes, part, d.exclude)
 
 
 def eval_splits(data: Data, entry: Evaluator) -> dict[str, SplitKey]:

@@ -30,6 +30,7 @@ from vit_jax.config.upgrades import FORMAT, upgrade
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
 FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
                   "data.data_dir", "data.reader", "data.max_corrupt_fraction", "data.tokenizer",
+                  "data.exclude",  # its content is in the fingerprint of the data
                   "model.remat", "model.remat_layers", "model.kernels")  # fmt: skip
 
 

@@ -1,38 +1,142 @@
-"""Shards made by Apache Beam, on any of its runners: Dataflow, Flink, Spark, or this machine."""
+"""The work of `prepare` and `duplicates` by Apache Beam, on any runner: Dataflow, Flink, Spark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from etils import epath
+
 from vit_jax.base.errors import InputError
-from vit_jax.curation.prepare import Runner
-from vit_jax.curation.shards import Plan, Shard, make_shard
+from vit_jax.curation.duplicates import Finder, Part, hashes_of, keys_of, pairs_within
+from vit_jax.curation.prepare import Progress, Runner
+
+_POLL_MS = 10_000
+_AT_ONCE = 1000  # hashes whose keys are made together
+
+
+class Beam:
+    """Pipelines with the options of Beam; raises InputError without Beam."""
+
+    def __init__(self, options: Sequence[str]):
+        try:
+            import apache_beam
+            from apache_beam.options.pipeline_options import PipelineOptions
+        except ImportError as e:
+            raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
+        self.beam, self._options = apache_beam, PipelineOptions([*options])
+
+    def pipeline(self) -> Any:
+        return self.beam.Pipeline(options=self._options)
+
+    def run(self, pipeline: Any, progress: Progress | None = None) -> None:
+        """Run to the end; raises InputError if that is another one than DONE."""
+        from apache_beam.runners.runner import PipelineState
+
+        result = pipeline.run()
+        while not PipelineState.is_terminal(result.state):
+            result.wait_until_finish(_POLL_MS)
+            if progress is not None:
+                progress.reach(_count(result, "parts"), _count(result, "pictures"))
+        if result.state != PipelineState.DONE:
+            raise InputError(
+                f"--beam: the pipeline ended in the state {result.state}; see the logs of its "
+                "runner, and run the command again, which keeps what is finished"
+            )
+
+
+def _count(result: Any, name: str) -> int:
+    """A counter of a running pipeline; 0 if its runner gives none."""
+    from apache_beam.metrics import MetricsFilter
+
+    found = result.metrics().query(MetricsFilter().with_name(name))["counters"]
+    return sum(counter.result for counter in found)
 
 
 def on_beam(options: Sequence[str]) -> Runner:
-    """Makes shards by a Beam pipeline with these options; raises InputError without Beam."""
-    try:
-        import apache_beam as beam
-        from apache_beam.options.pipeline_options import PipelineOptions
-        from apache_beam.runners.runner import PipelineState
-    except ImportError as e:
-        raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
+    """Calls the function with each item in a pipeline with these options."""
+    engine = Beam(options)
+    beam = engine.beam
 
-    def run(plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]) -> None:
-        def make(shard: Sequence[Any]) -> Mapping[str, Any]:
-            record = make_shard(plan, Shard(*shard))
-            beam.metrics.Metrics.counter("vit_jax", "pictures").inc(record["records"])
-            return record
+    def run(
+        function: Callable[[Any], Mapping[str, Any]], items: Sequence[Any], progress: Progress
+    ) -> None:
+        def call(item: bytes) -> None:
+            result = function(pickle.loads(item))
+            beam.metrics.Metrics.counter("vit_jax", "pictures").inc(result["records"])
+            beam.metrics.Metrics.counter("vit_jax", "parts").inc()
 
-        pipeline = beam.Pipeline(options=PipelineOptions([*options]))
-        made = pipeline | beam.Create([tuple(shard) for shard in shards]) | beam.Reshuffle()
-        made | beam.Map(make)
-        state = pipeline.run().wait_until_finish()
-        if state != PipelineState.DONE:
-            raise InputError(
-                f"--beam: the pipeline ended in the state {state}; see the logs of its runner, and "
-                "run the command again, which keeps finished shards"
-            )
+        pipeline = engine.pipeline()
+        parts = pipeline | beam.Create([*map(pickle.dumps, items)]) | beam.Reshuffle()
+        parts | beam.Map(call)
+        engine.run(pipeline, progress)
 
     return run
+
+
+def pairs_on_beam(options: Sequence[str], folder: epath.Path) -> Finder:
+    """As `duplicates.pairs_here`, by two GroupByKeys: of equal hashes, and of equal keys.
+
+    The pairs pass through text files in `folder`.
+    """
+    engine = Beam(options)
+    beam = engine.beam
+
+    def run(parts: Sequence[Part], distance: int) -> np.ndarray:
+        number = parts[-1].offset + parts[-1].stop
+        pipeline = engine.pipeline()
+        of_hash = (
+            pipeline
+            | beam.Create([*map(pickle.dumps, parts)])
+            | beam.Reshuffle()
+            | "hashes" >> beam.FlatMap(_hashes)
+            | "equal hashes" >> beam.GroupByKey()
+        )
+        same = of_hash | "same" >> beam.FlatMapTuple(_same)
+        near = (
+            of_hash
+            | "first" >> beam.MapTuple(lambda hashed, ids: (hashed, min(ids)))
+            | beam.BatchElements(_AT_ONCE, _AT_ONCE)
+            | "keys" >> beam.FlatMap(_keys, number)
+            | "equal keys" >> beam.GroupByKey()
+            | "near" >> beam.FlatMap(_near, distance)
+        )
+        (same, near) | beam.Flatten() | beam.io.WriteToText(f"{folder}/pairs")
+        engine.run(pipeline)
+        found = [np.zeros((0, 3), np.int64)]
+        for path in folder.glob("pairs-*"):
+            found.append(np.array(path.read_text().split(), np.int64).reshape(-1, 3))
+            path.unlink()
+        return np.concatenate(found)
+
+    return run
+
+
+def _hashes(part: bytes) -> Iterator[tuple[bytes, int]]:
+    found: Part = pickle.loads(part)
+    first = 2 * (found.offset + found.first)
+    for i, hashed in enumerate(hashes_of(found).reshape(-1, 4), first):
+        if hashed.any():
+            yield hashed.tobytes(), i
+
+
+def _same(hashed: bytes, ids: Sequence[int]) -> Iterator[str]:
+    first, *others = sorted(ids)
+    return (f"{first} {other} 0" for other in others)
+
+
+def _keys(batch: Sequence[tuple[bytes, int]], number: int) -> Iterator[Any]:
+    hashes = np.frombuffer(b"".join(hashed for hashed, _ in batch), np.uint64).reshape(-1, 4)
+    for nth, keys in enumerate(keys_of(hashes, number)):
+        for key, row in zip(keys.tolist(), batch, strict=True):
+            yield (nth, key), row
+
+
+def _near(bucket: tuple[Any, Sequence[tuple[bytes, int]]], distance: int) -> Iterator[str]:
+    hashes, ids = zip(*bucket[1], strict=True)
+    of_ids = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4)
+    same = np.zeros(len(ids), np.uint8)
+    for pairs in pairs_within(same, np.array(ids), of_ids, distance):
+        yield from (f"{a} {b} {apart}" for a, b, apart in pairs.tolist())

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,38 +121,50 @@ def read_pictures(source: Source, ids: np.ndarray, rule: Rule) -> Iterator[Pictu
 
     Raises: ReadError if a file that was there cannot be read.
     """
+    for record, (image, size, label) in read_values(source, ids, rule.encode):
+        yield Picture(record, image, label, (int(size[0]), int(size[1])))
+
+
+# Two tensors for an image, encoded or uint8 pixels, and its number of channels.
+Values = Callable[[tf.Tensor, int], tuple[tf.Tensor, tf.Tensor]]
+
+
+def read_values(
+    source: Source, ids: np.ndarray, values_of: Values
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """(id, [*values_of(image, channels), label]) of the records `ids`, as `read_pictures`."""
     expected = iter(ids.tolist())
-    for picture in _read(source, ids, rule, careful=False):
-        is_other = functools.partial(operator.ne, picture.record)
+    for found in _read(source, ids, values_of, careful=False):
+        is_other = functools.partial(operator.ne, found[0])
         if missing := [*itertools.takewhile(is_other, expected)]:
-            yield from _read(source, np.array(missing), rule, careful=True)
-        yield picture
+            yield from _read(source, np.array(missing), values_of, careful=True)
+        yield found
     if missing := [*expected]:
-        yield from _read(source, np.array(missing), rule, careful=True)
+        yield from _read(source, np.array(missing), values_of, careful=True)
 
 
-def _read(source: Source, ids: np.ndarray, rule: Rule, *, careful: bool) -> Iterator[Picture]:
-    """As `read_pictures`; failed reads are tried again only with `careful`, which takes longer."""
+def _read(
+    source: Source, ids: np.ndarray, values_of: Values, *, careful: bool
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """As `read_values`; failed reads are tried again only with `careful`, which takes longer."""
     files = source.record_files
 
-    def encode(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def value(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
         with sure_reads() if careful else contextlib.nullcontext():
             example = files.parse(stored, record) if files else source.read(record)
         is_whole = tf.debugging.Assert(example["mask"] > 0, [record])
         with tf.control_dependencies([is_whole]):
-            return *rule.encode(example["image"], source.channels), example["label"]
+            return *values_of(example["image"], source.channels), example["label"]
 
     @tf.autograph.experimental.do_not_convert  # which takes as long as 1,000 small pictures
     def make() -> tf.data.Dataset:
         chosen = tf.data.Dataset.from_tensor_slices(ids).batch(_AT_ONCE)
         if files is not None:
-            found = stored_values(files, chosen, encode)
+            found = stored_values(files, chosen, value)
         else:
-            records = chosen.unbatch().map(lambda i: (i, encode("", i)), PARALLEL_CALLS)
+            records = chosen.unbatch().map(lambda i: (i, value("", i)), PARALLEL_CALLS)
             found = records.ignore_errors()
         return found.batch(_AT_ONCE)
 
-    for records, (images, sizes, labels) in Elements(make()):
-        rows = zip(records.tolist(), images, labels, sizes.tolist(), strict=True)
-        for record, image, label, (height, width) in rows:
-            yield Picture(record, image, label, (height, width))
+    for records, values in Elements(make()):
+        yield from zip(records.tolist(), zip(*values, strict=True), strict=True)

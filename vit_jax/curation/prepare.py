@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib.metadata
 import io
 import json
@@ -30,6 +31,7 @@ from etils import epath
 import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import read_json, write_whole
+from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, find_format
 from vit_jax.curation.pictures import Rule, read_pictures
 from vit_jax.curation.shards import (
@@ -41,6 +43,7 @@ from vit_jax.curation.shards import (
     finished,
     labels_of,
     make_shard,
+    open_split,
     open_splits,
     shards_of,
 )
@@ -53,11 +56,12 @@ _LIBRARIES = ("array_record", "numpy", "pillow", "pyarrow", "tensorflow", "tenso
 _SAID_S = 10.0  # between two lines of progress
 _ORPHAN_S = 1.0
 _STALE_S = 3600.0  # age of temporary files that nobody writes any more
-_PIXEL_KEYS = ("channels", "decoding", "exif", "image_size", "own", "pixel_range")  # of `data`
+_READING = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`, how files are decoded
+_PIXEL_KEYS = (*_READING, "image_size", "own")
 
-# Makes the shards: (plan, shards, add). Processes of this machine report each finished record to
-# `add`; a pipeline of Beam, whose workers may be on other machines, reports none.
-Runner = Callable[[Plan, Sequence[Shard], Callable[[Mapping[str, Any]], None]], None]
+# Calls a function with each item, here or elsewhere: (function, items, progress). The function
+# gives {"records": number, "broken": [...], ...}, of which only the numbers come back.
+Runner = Callable[[Callable[[Any], Mapping[str, Any]], Sequence[Any], "Progress"], None]
 
 
 def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
@@ -73,8 +77,7 @@ def prepare(plan: Plan, command: str, runner: Runner) -> dict[str, Any]:
     command = _begin(plan, shards, command)
     missing = [shard for shard in shards if finished(plan, shard) is None]
     logger.info("%s: %d of %d shards are to be made", output, len(missing), len(shards))
-    progress = _Progress(len(missing))
-    runner(plan, missing, progress.add)
+    runner(functools.partial(make_shard, plan), missing, Progress(len(missing)))
     records = {shard: finished(plan, shard) for shard in shards}
     if left := [shard for shard, record in records.items() if record is None]:
         raise RuntimeError(f"{output}: {len(left)} shards are not finished; run the command again")
@@ -148,9 +151,11 @@ def _finish(
     for split, tally in tallies.items():
         rows.writerows((split, *row) for row in tally.broken)
     write_whole(plan.folder / "broken.csv", text.getvalue().encode(errors="surrogateescape"))
+    read_by = reading_of(plan.folder, plan.format)
     manifest = {
         "command": command,
-        "read_by": " ".join(f"--config.data.{k}={v}" for k, v in reading_of(plan).items()),
+        "read_by": " ".join(f"--config.data.{k}={v}" for k, v in read_by.items()),
+        "settings": {"format": plan.format, **{key: getattr(plan.data, key) for key in _READING}},
         "versions": _versions(),
         "splits": {split: _summary(tally, facts) for split, tally in tallies.items()},
     }
@@ -161,11 +166,11 @@ def _finish(
     return manifest
 
 
-def reading_of(plan: Plan) -> dict[str, str]:
-    """The keys of `data` that read the prepared set."""
-    if name := find_format(plan.format).reads:
-        return {"name": name, "data_dir": plan.output}
-    return {"name": plan.folder.name, "data_dir": os.fspath(plan.folder.parent)}
+def reading_of(output: epath.Path, format: str) -> dict[str, str]:
+    """The keys of `data` that read a set, prepared in the folder `output`."""
+    if name := find_format(format).reads:
+        return {"name": name, "data_dir": os.fspath(output)}
+    return {"name": output.name, "data_dir": os.fspath(output.parent)}
 
 
 def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
@@ -187,42 +192,46 @@ def _summary(tally: Tally, facts: Facts) -> dict[str, Any]:
     }
 
 
-class _Progress:
-    """Lines with the pictures that are prepared, their rate, and the time left."""
+class Progress:
+    """Lines with the pictures that are done, their rate, and the time left, for `number` items."""
 
     def __init__(self, number: int):
-        self._number, self._shards, self._pictures = number, 0, 0
+        self._number, self.items, self.pictures = number, 0, 0
         self._start = self._said = time.perf_counter()
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        self._shards += 1
-        self._pictures += record["records"] + len(record["broken"])
-        now = time.perf_counter()
-        if now - self._said < _SAID_S and self._shards < self._number:
+    def add(self, result: Mapping[str, Any]) -> None:
+        self.reach(self.items + 1, self.pictures + result["records"] + len(result["broken"]))
+
+    def reach(self, items: int, pictures: int) -> None:
+        """So many items and pictures are done by now."""
+        self.items, self.pictures, now = items, pictures, time.perf_counter()
+        if not items or (now - self._said < _SAID_S and items < self._number):
             return
         self._said, took = now, now - self._start
-        left = took / self._shards * (self._number - self._shards)
-        logger.info("%d of %d shards, %d pictures, %.0f/s, %d:%02d:%02d left", self._shards,
-                    self._number, self._pictures, self._pictures / took, left // 3600,
+        left = took / items * (self._number - items)
+        logger.info("%d of %d parts, %d pictures, %.0f/s, %d:%02d:%02d left", items,
+                    self._number, pictures, pictures / took, left // 3600,
                     left % 3600 // 60, left % 60)  # fmt: skip
 
 
 def in_processes(workers: int) -> Runner:
-    """Makes shards in that many processes; 1: in this one."""
+    """Calls the function in that many processes; 1: in this one."""
 
-    def run(plan: Plan, shards: Sequence[Shard], add: Callable[[Mapping[str, Any]], None]) -> None:
+    def run(
+        function: Callable[[Any], Mapping[str, Any]], items: Sequence[Any], progress: Progress
+    ) -> None:
         if workers == 1:
-            for shard in shards:
-                add(make_shard(plan, shard))
+            for item in items:
+                progress.add(function(item))
             return
         spawn = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
         with concurrent.futures.ProcessPoolExecutor(
             workers, spawn, initializer=_end_with, initargs=(os.getpid(),)
         ) as pool:
-            jobs = [pool.submit(make_shard, plan, shard) for shard in shards]
+            jobs = [pool.submit(function, item) for item in items]
             try:
                 for job in concurrent.futures.as_completed(jobs):
-                    add(job.result())
+                    progress.add(job.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -241,23 +250,27 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def verify(plan: Plan) -> list[str]:
-    """Read everything back: the faults of the files and of the pictures; [] if all is well.
+def verify(output: epath.Path) -> list[str]:
+    """Read a prepared set back: the faults of its files and pictures; [] if all is well.
 
     Raises: InputError if nothing is prepared, or the set cannot be opened.
     """
-    manifest = read_json(plan.folder / "manifest.json", lambda found: found["files"])
+    manifest = read_json(output / "manifest.json", lambda found: found["settings"])
     if manifest is None:
-        raise InputError(f"--verify: {plan.folder} has no manifest.json; prepare it first")
+        raise InputError(f"--verify: {output} has no manifest.json; prepare it first")
     faults = [
         f"{file}: {fault}; remove it and prepare again"
         for file, expected in manifest["files"].items()
-        if (fault := _fault_of(plan.folder / file, expected))
+        if (fault := _fault_of(output / file, expected))
     ]
+    settings = dict(manifest["settings"])
+    data = Data(**reading_of(output, settings.pop("format")))
+    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    data = dataclasses.replace(data, **lists)
     return faults or [
         f"{split}: {fault}"
         for split, expected in manifest["splits"].items()
-        for fault in _faults_of_split(plan, split, expected)
+        for fault in _faults_of_split(data, split, expected)
     ]
 
 
@@ -270,10 +283,8 @@ def _fault_of(path: epath.Path, expected: Mapping[str, Any]) -> str:
     return "" if is_equal else "has changed"
 
 
-def _faults_of_split(plan: Plan, split: str, expected: Mapping[str, Any]) -> Iterable[str]:
-    name, data_dir = reading_of(plan).values()
-    read = dataclasses.replace(plan.data, own={}, name=name, data_dir=data_dir)
-    source = open_splits(dataclasses.replace(plan, data=read, splits=(split,)))[split]
+def _faults_of_split(data: Data, split: str, expected: Mapping[str, Any]) -> Iterable[str]:
+    source = open_split(data, split, False)
     ids, names = np.arange(source.num_examples), Facts.of(source).classes
     tally = Tally()
     for picture in read_pictures(source, ids, Rule()):

@@ -87,26 +87,39 @@ def open_splits(plan: Plan) -> dict[str, data.Source]:
 
     Raises: InputError if a split is missing or its labels cannot be stored.
     """
-    d, divider = plan.data, data.Divider(anew=True)
-    keys = ("exif", "pixel_range", "decoding", "channels")
-    asked = {name: getattr(d, name) for name in keys} | {"reader": d.reader or data.ON_DISK}
-    sources = {}
+    divider, sources = data.Divider(anew=True), {}
     for split in plan.splits:
-        source = data.make_source(
-            d.name,
-            split=split,
-            image_size=d.image_size or _SYNTHETIC,
-            data_dir=d.data_dir,
-            own=d.own,
-            divider=divider,
-            multi_label=d.multi_label or None,
-            captions=plan.captions,
-            **asked,
-        )
+        source = open_split(plan.data, split, plan.captions, divider)
         if source.soft_labels:
-            raise InputError(f"{d.name} {split}: has probabilities for labels; needed: classes")
+            raise InputError(
+                f"{plan.data.name} {split}: has probabilities for labels; needed: classes"
+            )
         sources[split] = source
     return sources
+
+
+@functools.lru_cache(maxsize=4)
+def open_split(
+    d: Data, split: str, captions: bool, divider: data.Divider | None = None
+) -> data.Source:
+    """A split of a source; records in data.exclude are left out of the split data.split.
+
+    Raises: InputError if it is missing.
+    """
+    keys = ("exif", "pixel_range", "decoding", "channels")
+    asked = {name: getattr(d, name) for name in keys} | {"reader": d.reader or data.ON_DISK}
+    return data.make_source(
+        d.name,
+        split=split,
+        image_size=d.image_size or _SYNTHETIC,
+        data_dir=d.data_dir,
+        exclude=d.exclude if split == d.split else None,
+        own=d.own,
+        divider=divider or data.Divider(anew=True),
+        multi_label=d.multi_label or None,
+        captions=captions,
+        **asked,
+    )
 
 
 def shards_of(plan: Plan) -> list[Shard]:

@@ -14,6 +14,7 @@ from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.contract import DataSet, Request, Source, count_labels, read_labels
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
+from vit_jax.data.exclusion import exclude as exclude_records
 from vit_jax.data.mixture import (
     concatenate,
     held_alike,
@@ -42,6 +43,7 @@ def make_source(
     split: str,
     image_size: tuple[int, int],
     data_dir: str | os.PathLike | None = None,
+    exclude: str | None = None,
     classes: tuple[int, ...] | None = None,
     subset: tuple[str, bool, int] | None = None,
     own: Mapping[str, Any] | None = None,
@@ -53,6 +55,7 @@ def make_source(
       name: one of SOURCES, a task of VTAB-1k (`vtab/dtd`), or a prepared TFDS data set
         (`cifar10`, `sun397/tfds:4.0.0`).
       split, image_size, data_dir: see `Request`.
+      exclude: file of the records to leave out (`exclusion.py`); None keeps all.
       classes: the labels to keep (`keep_classes`); None keeps all.
       subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
       own: keys that sources add to `config.data`; a data set gets those that it declares.
@@ -65,6 +68,8 @@ def make_source(
     data_set = SOURCES.make({"name": name, **(own or {})})
     source = give_channels(data_set.open(request), request.channels)
     _check_facts(source, request, ("multi_label",))
+    if exclude is not None:
+        source = exclude_records(source, exclude)
     if classes is not None:
         source = keep_classes(source, classes)
     if subset is not None:

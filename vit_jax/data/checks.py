@@ -78,7 +78,7 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     )
     faults.check(mixed_keys, d)
     if SOURCES.find(d.name).is_made:
-        for key in ("classes", "subset", "mix"):
+        for key in ("classes", "exclude", "subset", "mix"):
             value = getattr(d, key)
             faults.need(not value, f"data.{key}={value!r}: synthetic data take none")
     _check_pixels(d, faults)

@@ -8,6 +8,7 @@ from typing import Any
 from vit_jax.base.errors import InputError
 from vit_jax.config import SOURCES
 from vit_jax.config.sections import Data
+from vit_jax.data.exclusion import read_exclusion
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.order import resolve_chunk_size, resolve_order
@@ -45,6 +46,8 @@ def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
         d.name, d.split, num_classes=num_classes, num_examples=d.num_examples, own=own
     )
     if d.num_examples is None:
+        if d.exclude is not None:
+            num_examples -= len(read_exclusion(d.exclude)[0])
         if d.subset is not None:
             num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
         parts = ((part.name, part.split or d.split) for part in parse_mix(d.mix))

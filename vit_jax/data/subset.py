@@ -152,14 +152,59 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
 
     The new source reads each record separately, neighbours too.
     """
-    kept_tensor, names = tf.constant(kept, tf.int64), source.file_names
-    captions = source.captions
+    kept_tensor = tf.constant(kept, tf.int64)
+    return _renumbered(source, len(kept), kept.__getitem__, lambda ids: tf.gather(kept_tensor, ids))
+
+
+def leave_out(source: Source, excluded: np.ndarray) -> Source:
+    """`source` without the records `excluded`, int64 (m,), sorted and all different.
+
+    Records keep their order, and neighbours are read together as before. Only `excluded` takes
+    memory: record k of the new source is record k + #{i: excluded[i] - i <= k} of the old one.
+    """
+    gaps = excluded - np.arange(len(excluded))
+    gaps_tensor, files = tf.constant(gaps, tf.int64), source.record_files
+
+    def old(ids: np.ndarray) -> np.ndarray:
+        return ids + np.searchsorted(gaps, ids, side="right")
+
+    def old_tensor(ids: tf.Tensor) -> tf.Tensor:
+        before = tf.searchsorted(gaps_tensor, tf.reshape(ids, [-1]), "right", tf.int64)
+        return ids + tf.reshape(before, tf.shape(ids))
+
+    if files is not None:
+        of, read = files, files.read
+        firsts = files.segments - np.searchsorted(excluded, files.segments)
+        segments = np.unique([0, *firsts, *gaps])  # no stretch spans a record that is left out
+        files = dataclasses.replace(
+            of,
+            segments=segments[segments < source.num_examples - len(excluded)],
+            open=lambda first, count: of.open(old_tensor(first), count),
+            parse=lambda stored, record_id: of.parse(stored, old_tensor(record_id)),
+            read=read and (lambda ids: read(old_tensor(ids))),
+        )
+    which = hashlib.sha256(excluded.tobytes()).hexdigest()
+    return dataclasses.replace(
+        _renumbered(source, source.num_examples - len(excluded), old, old_tensor),
+        record_files=files,
+        fingerprint=fingerprint("exclude", source.fingerprint, which),
+    )
+
+
+def _renumbered(
+    source: Source,
+    number: int,
+    old: Callable[[Any], Any],
+    old_tensor: Callable[[tf.Tensor], tf.Tensor],
+) -> Source:
+    """`number` records of `source`, read one by one; `old` maps new ids (n,) to those they had."""
+    names, captions = source.file_names, source.captions
 
     def read(record_ids: tf.Tensor) -> dict[str, tf.Tensor]:
-        return source.read(tf.gather(kept_tensor, record_ids))
+        return source.read(old_tensor(record_ids))
 
     def file_names(start: int, stop: int) -> Sequence[str]:
-        wanted = kept[start:stop]
+        wanted = old(np.arange(start, min(stop, number)))
         if not len(wanted):
             return []
         assert names is not None  # else this function is not used
@@ -168,15 +213,15 @@ def keep_records(source: Source, kept: np.ndarray) -> Source:
 
     return dataclasses.replace(
         source,
-        num_examples=len(kept),
+        num_examples=number,
         read=read,
-        record_name=lambda record: source.record_name(int(kept[record])),
-        why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
-        turn=lambda record: source.turn(int(kept[record])),
+        record_name=lambda record: source.record_name(int(old(record))),
+        why_unreadable=lambda record: source.why_unreadable(int(old(record))),
+        turn=lambda record: source.turn(int(old(record))),
         record_files=None,
         file_names=None if names is None else file_names,
-        part_sizes=(len(kept),),
-        captions=captions and (lambda records: captions(kept[records].tolist())),
+        part_sizes=(number,),
+        captions=captions and (lambda records: captions(old(np.asarray(records)).tolist())),
     )
 
 

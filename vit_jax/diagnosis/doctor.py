@@ -71,12 +71,13 @@ def examine(
     wandb: bool,
     coordinator: str | None,
     all_images: bool,
+    survey: Callable[["Run"], Iterator[Finding]] | None = None,
     timeout_s: float,
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
-    `all_images` needs settings. `timeout_s` limits each check, but for those that import libraries
-    or read the data of `asked`.
+    `all_images` and `survey`, which looks at the data of a run, need settings. `timeout_s` limits
+    each check, but for those that import libraries or read the data of `asked`.
     """
     platform = pixel_range = None
     if asked is not None:
@@ -113,6 +114,8 @@ def examine(
             yield bounded(
                 "all images", lambda: check_images(runs[0]), threading.TIMEOUT_MAX, remedy
             )
+        if runs and survey is not None:
+            yield from survey(runs[0])
 
 
 def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy: str) -> Finding:

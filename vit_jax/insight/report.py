@@ -15,9 +15,8 @@ import datetime
 import hashlib
 import io
 import os
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -26,6 +25,7 @@ from vit_jax.base import files
 from vit_jax.base.errors import InputError
 from vit_jax.insight import charts, plots
 from vit_jax.insight.levels import say_no_gains
+from vit_jax.insight.pages import environment_of_pages
 from vit_jax.insight.runs import (
     Run,
     choose_metrics,
@@ -36,9 +36,6 @@ from vit_jax.insight.runs import (
     show_mean,
 )
 from vit_jax.run.watch.ledger import add_up
-
-if TYPE_CHECKING:
-    import markupsafe
 
 _CURVES = 12  # charts, unless metrics are chosen
 _SPEEDS = ("time/images_per_s", "time/mfu")
@@ -65,7 +62,6 @@ def write(
     """
     try:
         import bokeh.embed  # noqa: F401 - used in `charts`
-        import jinja2
         from markupsafe import Markup
     except ImportError as e:
         raise InputError(f"report: {e}; run pip install -e '.[report]'") from None
@@ -79,8 +75,8 @@ def write(
     times = {run.name: run.seconds for run in runs if any(run.seconds.values())}
     drawn = [*curves, *speeds]
     divs, script, library = charts.embed(drawn)
-    environment, loader = _environment(jinja2)
-    css, own_script = (loader.get_source(environment, f"page.{x}")[0] for x in ("css", "js"))
+    environment, css = environment_of_pages()
+    own_script = environment.loader.get_source(environment, "page.js")[0]
     scripts = [x.replace("</script", "<\\/script") for x in (library, script, own_script)]
     return environment.get_template("page.html").render(
         runs=runs,
@@ -102,35 +98,12 @@ def write(
         figures=read_figures(runs, folders),
         classes=read_classes(runs, folders),
         smoothed=charts.SMOOTHED,
-        css=Markup(css),
+        css=css,
         scripts=[Markup(script) for script in scripts],
         digests=[_digest(script) for script in scripts],
         version=vit_jax.__version__,
         now=datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
     )
-
-
-def _environment(jinja2: Any) -> tuple[Any, Any]:
-    """The environment that fills in the page, and the loader of its files."""
-    loader = jinja2.PackageLoader("vit_jax.insight", "page")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"broken": break_name, "number": show_number}
-    return environment, loader
-
-
-def break_name(name: str) -> markupsafe.Markup:
-    """`name`, escaped, where a line may break after each `_`, `.` and `/`."""
-    import markupsafe
-
-    return markupsafe.Markup(re.sub(r"([_./])", r"\1<wbr>", str(markupsafe.escape(name))))
-
-
-def show_number(value: float) -> str:
-    """A count in full, another number with six digits."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def _digest(script: str) -> str:

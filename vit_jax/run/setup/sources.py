@@ -347,6 +347,7 @@ def _open_split(d: Data, key: SplitKey, *, divider: data.Divider, **asked: Any) 
         split=key.split,
         image_size=d.image_size,
         data_dir=key.data_dir,
+        exclude=key.exclude,
         classes=key.classes,
         subset=key.subset,
         own=d.own,
