@@ -9,8 +9,8 @@ import importlib
 import types
 
 COMMANDS = ("train", "branch", "evaluate", "predict", "export", "push", "benchmark", "plan",
-            "study", "label", "report", "status", "figures", "prepare", "check", "doctor",
-            "certify", "configs", "models", "keys")  # fmt: skip
+            "study", "label", "report", "status", "figures", "prepare", "curate", "check",
+            "doctor", "certify", "configs", "models", "keys")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:
