@@ -132,7 +132,7 @@ def test_files_of_ids_that_are_refused(tmp_path):
     assert "is not a file of record ids" in refusal()
     for ids in ([2, 1], [1, 1], []):
         write_ids(path, np.array(ids, np.int64), whole)
-        assert "needs `ids`, rising numbers" in refusal()
+        assert "needs `record`, rising numbers" in refusal()
     for ids, of in (([1, 2], "other data"), ([-1, 2], whole), ([1, 1437], whole)):
         write_ids(path, np.array(ids), of)
         assert "has ids of other data than digits train" in refusal()

@@ -1,4 +1,4 @@
-"""Files of record ids: `ids`, int64 (n,), rising, and the `fingerprint` of the data they are of."""
+"""Files of record ids: `record`, int64 (n,), rising, and the `fingerprint` of their data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIX = ".npz"
 
 def write_ids(path: epath.Path, ids: np.ndarray, fingerprint: str) -> None:
     """Write rising `ids` (n,) of the source with this fingerprint."""
-    np.savez(content := io.BytesIO(), ids=ids.astype(np.int64), fingerprint=fingerprint)
+    np.savez(content := io.BytesIO(), record=ids.astype(np.int64), fingerprint=fingerprint)
     write_whole(path, content.getvalue())
 
 
@@ -29,13 +29,13 @@ def read_ids(path: str | os.PathLike, key: str) -> tuple[np.ndarray, str]:
     """
     try:
         with epath.Path(path).expanduser().open("rb") as file, np.load(file) as found:
-            ids, fingerprint = found["ids"], str(found["fingerprint"])
+            ids, fingerprint = found["record"], str(found["fingerprint"])
     except FileNotFoundError:
         raise InputError(f"{key}={os.fspath(path)!r}: there is no such file") from None
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
         raise InputError(f"{key}={os.fspath(path)!r}: is not a file of record ids ({e})") from None
     if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any():
-        raise InputError(f"{key}={os.fspath(path)!r}: needs `ids`, rising numbers of int64 (n,)")
+        raise InputError(f"{key}={os.fspath(path)!r}: needs `record`, rising numbers of int64 (n,)")
     return ids, fingerprint
 
 
