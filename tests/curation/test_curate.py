@@ -1,15 +1,19 @@
 """Curated parts: equally many records of each cluster, or those most like another set."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+from prepared_sets import plan_of
 
 from vit_jax.base.errors import InputError
+from vit_jax.config.sections import Data
 from vit_jax.curation import nearest
 from vit_jax.curation.clusters import sample_balanced, split_evenly
 from vit_jax.curation.features import Features
 from vit_jax.curation.nearest import find_nearest
+from vit_jax.curation.shards import open_splits
 from vit_jax.data import make_source
 from vit_jax.data.id_files import read_ids, write_ids
 from vit_jax.main import main
@@ -90,6 +94,10 @@ def test_a_balanced_part_is_trained_on(features, tmp_path, capsys):
     assert fingerprint == whole.fingerprint != part.fingerprint
     found = part.read(np.arange(part.num_examples))["image"].numpy()
     assert (found == whole.read(kept)["image"].numpy()).all()
+    plan = plan_of(tmp_path / "prepared", splits=("train", "test"))
+    data = Data(name="digits", subset=str(tmp_path / "a.npz"))
+    sources = open_splits(dataclasses.replace(plan, data=data))
+    assert [source.num_examples for source in sources.values()] == [60, 360]
 
 
 def test_the_records_most_like_another_set(tmp_path, monkeypatch):
