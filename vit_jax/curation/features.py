@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import IO
 
 import numpy as np
 from etils import epath
@@ -53,7 +54,8 @@ class Features:
         Features are float32, each of length 1.
         """
         for part in range(len(self.parts)):
-            with self.parts.path(part).open("rb") as file:
+            opened: IO[bytes] = self.parts.path(part).open("rb")
+            with opened as file:
                 x_ND = np.load(file).astype(np.float32)
             known = ~np.isnan(x_ND).any(axis=1)
             yield self.parts.ids(part)[known], unit(x_ND[known])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from typing import IO
 
 import numpy as np
 from etils import epath
@@ -28,7 +29,8 @@ def read_ids(path: str | os.PathLike, key: str) -> tuple[np.ndarray, str]:
     Raises: InputError naming `key` if it is not a file of ids.
     """
     try:
-        with epath.Path(path).expanduser().open("rb") as file, np.load(file) as found:
+        opened: IO[bytes] = epath.Path(path).expanduser().open("rb")
+        with opened as file, np.load(file) as found:
             ids, fingerprint = found["record"], str(found["fingerprint"])
     except FileNotFoundError:
         raise InputError(f"{key}={os.fspath(path)!r}: there is no such file") from None
