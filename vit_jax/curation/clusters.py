@@ -19,7 +19,7 @@ from vit_jax.curation.features import Features
 from vit_jax.data.subset import rank_in_class
 
 _DRAWN = 256  # records for each cluster of the first level, from which its centres are learned
-_BATCH = 4096
+_BATCH, _EPOCHS = 4096, 20
 
 
 def find_clusters(
@@ -42,8 +42,8 @@ def find_clusters(
     # Unlike k-means on all records at once, batches give the same centres on any number of threads.
     # Centres of few records stay: rare kinds are what balances a part.
     model = MiniBatchKMeans(
-        numbers[0], batch_size=_BATCH, max_no_improvement=None, reassignment_ratio=0, n_init=1,
-        random_state=seed,
+        numbers[0], batch_size=_BATCH, max_iter=_EPOCHS, max_no_improvement=None,
+        reassignment_ratio=0, n_init=1, random_state=seed,
     ).fit(x_MD)  # fmt: skip
     label_N = np.full(len(features), -1, np.int32)
     for ids, x_ND in features.read():
