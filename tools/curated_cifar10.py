@@ -24,7 +24,7 @@ from vit_jax.data import count_labels, make_source
 TABLE = ROOT / "docs/explanation/curated_cifar10.csv"
 LARGEST, SMALLEST = 4500, 90  # images of a class in the pool
 KEPT, CLUSTERS = 2500, "500,50,10"
-STEPS, STEPS_OF_LABELS = 500, 250
+STEPS, STEPS_OF_LABELS = 300, 250
 ARMS = ("whole", "random", "mae", "supervised")  # the last two name the features
 
 
@@ -62,11 +62,13 @@ class Runs:
 
     def features(self, arm: str) -> pathlib.Path:
         """The folder of the pool's features; those that are there are not computed again."""
+        features = self.work / f"features_{arm}"
+        if (features / "summary.json").exists():
+            return features
         model = self.work / ("whole_0" if arm == "mae" else arm)
         if not (model / "summary.json").exists():
             keys = self.keys(STEPS_OF_LABELS, "held_out") | {"data.split": "train"}
             train(["--config=cifar10:fast,held_out", *as_flags(keys)], model)
-        features = self.work / f"features_{arm}"
         call("predict", f"--workdir={model}", "--data=arrays:train", f"--data_dir={self.pool}",
              f"--features={features}", "--batch_size=500")  # fmt: skip
         return features
