@@ -23,7 +23,7 @@ from sklearn.cluster import MiniBatchKMeans
 from vit_jax.config.sections import Data
 from vit_jax.curation.pictures import Rule
 from vit_jax.curation.prepare import in_processes, prepare
-from vit_jax.curation.shards import Plan, Shard, make_shard, open_splits
+from vit_jax.curation.shards import FOLDER, Plan, Shard, make_shard, open_splits
 from vit_jax.data import host_batches, image_batch, make_source, parse_ops
 from vit_jax.models import create_model
 
@@ -41,6 +41,7 @@ def plan_of(output: pathlib.Path, data_dir: str, side: int | None, shard_size: i
 def make_one(work: pathlib.Path, data_dir: str, side: int | None, number: int) -> float:
     """Make a shard of so many photographs; returns its bytes a picture."""
     plan = plan_of(work / f"{side}_{number}_{time.monotonic_ns()}/birds", data_dir, side, number)
+    (plan.folder / FOLDER).mkdir(parents=True)
     source = open_splits(plan)["train"]
     record = make_shard(plan, Shard("train", 0, 2, source.fingerprint))
     return record["bytes"] / record["records"]
