@@ -13,7 +13,7 @@ views, 2 global and 8 local views, layer scale 1e-5, stochastic depth 0.3 in all
 own_head, sinkhorn, as the larger published runs have them.
 
 Our choices: in each image one of the two global views has hidden patches, where the published code
-draws half of those of a batch; gradients are clipped as a whole, not for the backbone and the heads
+draws half of a batch's; gradients are clipped as a whole, not for the backbone and the heads
 apart; the mask token learns at the rate of the heads instead of the patch embedding; crops are
 bilinear; prototypes have the fixed length 1; bfloat16.
 

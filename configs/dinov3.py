@@ -16,11 +16,11 @@ of an older teacher, with weight 2. That teacher sees crops of 512 px without ch
 and is replaced by the current one every 10,000 steps, 3 times. Constant: rate 3e-5 by the same
 rule, weight decay 0.04, the teacher's momentum 0.999.
 
-Our choices: those of the config dinov2. In the Gram stage: 40,000 steps; the heads begin anew, as
+Our choices: as in the config dinov2. In the Gram stage: 40,000 steps; the heads begin anew, as
 after every init_from, so that their prototypes are frozen for 1,250 steps and the temperature rises
 from 0.04 to 0.07 over 12,500; the layer decay, clipping, stochastic depth and crops of 224 and 96
 px of the first stage; local views keep their weight; patches of the older teacher are resampled
-with a = -1/2 instead of -3/4; the student's crops are cut from the image, not from those of 512 px.
+with a = -1/2 instead of -3/4; the student's crops are cut from the image, not from crops of 512 px.
 
 Published, ImageNet-1k top-1 with frozen features, without the Gram stage: 82.2 % by nearest
 neighbours, 83.3 % by a linear classifier.

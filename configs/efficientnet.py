@@ -12,8 +12,8 @@ to 100 % of the area, the policy of AutoAugment, evaluation by a central crop th
 pixels. The paper does not train L2 in this way; its size and B8's are here to be run.
 
 Our choices: the learning rate multiplies the momentum's result instead of entering it, and its
-staircase counts from the end of the warm-up, not from the start of the run; statistics are those of
-the whole batch, not of groups of chips; random crops are resized bilinearly, not bicubically.
+staircase counts from the end of the warm-up, not from the start of the run; statistics cover
+the whole batch, not groups of chips; random crops are resized bilinearly, not bicubically.
 
 python -m vit_jax.main --config=configs/efficientnet.py:EfficientNet-B0 --workdir=$W
 Published: B7 84.3 % top-1 (arXiv:1905.11946, table 2).

@@ -4,7 +4,7 @@ For each learning rate in DATA's row of table 4 (arXiv:2010.11929), a run trains
 training split and is evaluated on the rest (10 % of Pets and Flowers, 2 % of CIFAR, 1 % of
 ImageNet). The best rate is trained on the whole split with three seeds and tested; the study
 reports mean and standard deviation. A BiT needs no choice: its HyperRule sets the rate. The words
-and all other settings are those of configs/finetune.py.
+and configs/finetune.py gives all other settings.
 
 python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k

@@ -86,7 +86,7 @@ def _part(registry, name: str, prefix: str) -> list[str]:
 
 
 def evaluator_keys() -> str:
-    """A table of the keys that all entries of `evals` have, and of those of each evaluator."""
+    """A table of the keys that all entries of `evals` have, and of each evaluator's own keys."""
     from vit_jax.config import EVALUATORS, Evaluator
 
     common = Evaluator.declared()

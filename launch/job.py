@@ -45,7 +45,7 @@ class Job:
     workdir: a path, or an address such as gs://bucket/run, as typed.
     plugins: files of the config's plug-ins that are files.
     typed_plugins: plug-ins in `--config.plugins`, as typed.
-    extras: extras of the package that the job needs beyond those of its platform.
+    extras: extras of the package that the job needs beyond its platform's extras.
     data: the data sets that it reads, unless its config comes from the workdir.
     """
 

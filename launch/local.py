@@ -232,7 +232,7 @@ def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, st
 
 
 def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list:
-    """Open the logs of the processes, appending to those of earlier runs in the workdir.
+    """Open the logs of the processes, appending to earlier runs' logs in the workdir.
 
     `stack` closes them.
 

@@ -1,8 +1,16 @@
 """Functions of the package that take settings, for tests that make a config."""
 
+import contextlib
+
+import jax
+import pytest
+
 from vit_jax.config import Settings
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.inference import evaluate
 from vit_jax.run import build, train
+from vit_jax.run.setup import opener
 
 
 def prepare(config, *args, **how):
@@ -15,3 +23,23 @@ def train_and_evaluate(config, *args, **how):
 
 def evaluate_model(config, *args, **how):
     return evaluate.evaluate_model(Settings.of(config), *args, **how)
+
+
+@contextlib.contextmanager
+def meshes_on(devices):
+    """Make the meshes of runs on `devices`; yields the patch, for more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=devices))
+        yield patch
+
+
+def prepare_step(form, keys, devices, workdir):
+    """A run of the config `form` with `keys`, prepared on `devices`; its state, and a batch."""
+    config = load_config(form)
+    assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
+    with meshes_on(devices):
+        started = prepare(config, workdir)
+    with jax.set_mesh(started.mesh):
+        state = started.experiment.init()
+        batch = next(started.batches(range(1)))
+        return started, state, started.experiment.parts.transform(batch, jax.random.key(0))

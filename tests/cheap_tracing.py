@@ -6,8 +6,11 @@ each shape, each model once for each shape of images, and dialects are loaded on
 programs. Results stay the same. Processes that tests start trace as users do.
 """
 
+import contextlib
 import functools
+import itertools
 import threading
+from collections.abc import Iterator
 
 import flax.linen as nn
 import jax
@@ -47,13 +50,18 @@ def _param(self, name, init_fn, *args, unbox=True, **kwargs):
 
 
 _init_of_flax = nn.Module.init
-_patches = 0
+_UNPATCHED = 0
+_patched = itertools.count(1)
+_patches = _UNPATCHED
 
 
-def forget_models() -> None:
-    """Trace models anew from now on, since a test changes the functions that they call."""
+@contextlib.contextmanager
+def models_of_a_patch() -> Iterator[None]:
+    """Trace models anew meanwhile, since a test changes the functions that they call."""
     global _patches
-    _patches += 1
+    _patches = next(_patched)
+    yield
+    _patches = _UNPATCHED
 
 
 @functools.wraps(_init_of_flax)

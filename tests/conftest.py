@@ -20,7 +20,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, whi
 import jax
 import pytest
 from cheap_random import use_cheap_keys
-from cheap_tracing import forget_models, use_cheap_tracing
+from cheap_tracing import models_of_a_patch, use_cheap_tracing
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -88,10 +88,15 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def models_as_patched(request):
-    """A test that patches functions has its own traces of models, and so has the next test."""
-    if not {"monkeypatch", "caplog", "interpreted_kernels"}.isdisjoint(request.fixturenames):
-        forget_models()
-        request.addfinalizer(forget_models)
+    """A test that patches functions, or reads the log, has its own traces of models.
+
+    All others share theirs.
+    """
+    if {"monkeypatch", "caplog", "interpreted_kernels"}.isdisjoint(request.fixturenames):
+        yield
+    else:
+        with models_of_a_patch():
+            yield
 
 
 @pytest.fixture(autouse=True)

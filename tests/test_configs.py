@@ -36,7 +36,6 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import schedule_of
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference import outputs as prediction
 from vit_jax.models import create_model, fields_of, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.variants import Variant
@@ -50,7 +49,7 @@ from vit_jax.run.teachers import place_teachers, planned_experiment, read_teache
 from vit_jax.run.watch.replay import find_differences, inputs_program, replay_program
 from vit_jax.studies.engine import Study, parse_entries
 from vit_jax.transfer import huggingface_images, read_pretrained, timm_config, workdir
-from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, ops_for
+from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, ops_for, preparation, with_resize
 from vit_jax.transfer.source import Source
 
 
@@ -254,7 +253,7 @@ def on_pixels(ops):
 
 
 def prepared_by(spec, source, folder):
-    """(by whom, host ops) of the commands for a run's spec, and for those of its exports."""
+    """(by whom, host ops, rule) of the commands for a run's spec, and its exports' specs."""
     timm_config.write(epath.Path(folder), {}, {}, spec)
     pixels = huggingface_images.write_pixels(spec)
     specs = {
@@ -262,18 +261,20 @@ def prepared_by(spec, source, folder):
         "timm": timm_config.Config(Source(epath.Path(folder))).read_spec(
             spec.image_size, None, "antialiased"
         ),
-        "hf": huggingface_images.with_pixels(spec, pixels, False, "hf"),
+        "hf": huggingface_images.with_pixels(spec._replace(rule=None), pixels, False, "hf"),
     }
     config = load("evaluate", "classification,debug")
     (key,) = splits_of(config, "classification").values()
     for name, found in specs.items():
         pretrained = Pretrained(name, None, {}, found)
-        yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
+        prepared, rule = preparation(found, source.image_shape)
+        yield f"{name}: predict, label", parse_ops(prepared, found.image_size)[0], rule
         config.data.image_size, config.evals.classification.ops = found.image_size, ""
+        config.data.max_tokens = rule and rule.most  # as `complete_by_source` sets it
         settings = settings_of(config)
         evals = evaluation.with_ops(settings.data, settings.evals, pretrained, {key: source})
         settings = dataclasses.replace(settings, evals=evals)
-        yield f"{name}: evaluate", parse_preprocessing(settings).eval_ops["classification"]
+        yield f"{name}: evaluate", parse_preprocessing(settings).eval_ops["classification"], rule
 
 
 def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
@@ -285,19 +286,23 @@ def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
         config.data.image_size = config.data.image_size or 32  # of the weights
         if config.objective.teacher == "":
             config.objective.teacher = "runs/mine"
+        config.data.patch_size = config.data.max_tokens and 16  # of the model
         size = image_hw(config.data.image_size)
         shape = (*size, 3) if config.data.name == "synthetic" else of_one_size.get(config.data.name)
         model = types.SimpleNamespace(image_size=size, num_classes=None)
         spec = workdir._spec_of(settings_of(config), model, epath.Path(tmp_path))
         eval_ops = parse_preprocessing(settings_of(config)).eval_ops
         own = {on_pixels(eval_ops[n]) for n, e in config.evals.items() if e.data_name is None}
-        # siglip and clip measure other data only; run/test_pictures.py has pictures of own shapes.
-        if own and config.data.max_tokens is None:
+        if own:  # siglip and clip measure other data only
             cases[spec, shape, *own] = f"{name}:{words}"
     for i, ((spec, shape, own), case) in enumerate(cases.items()):
         source = types.SimpleNamespace(image_shape=shape)
-        for command, ops in prepared_by(spec, source, tmp_path / str(i)):
-            assert on_pixels(ops) == own, (case, command)
+        squashed = on_pixels(parse_ops(with_resize("decode"), spec.image_size)[0])
+        for command, ops, rule in prepared_by(spec, source, tmp_path / str(i)):
+            is_cut = spec.rule is not None and command.startswith("run")
+            assert rule == (spec.rule if is_cut else None), (case, command)
+            exported = spec.rule is not None and not is_cut  # exports take images of one size
+            assert on_pixels(ops) == (squashed if exported else own), (case, command)
             assert shape or ops[0].takes_encoded, (case, command)
 
 

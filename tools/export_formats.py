@@ -3,7 +3,7 @@
 python tools/export_formats.py [--only=WORD]   # the rows that the table lacks
 python docs/hooks.py                           # puts the table into docs/how_to/deploy.md
 
-The models are those of tests/golden: random weights of a few layers. Floats are compared on parts
+The models are in tests/golden: random weights of a few layers. Floats are compared on parts
 of two photographs. int8 is compared on pictures in folders of the class that the model gives them,
 so its top-1 is the share of pictures with the same class; other pictures calibrate it.
 """

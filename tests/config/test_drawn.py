@@ -10,12 +10,13 @@ TEXT = "16@0.3, 4@0.5, 8@0.2"
 
 
 def make(seed=7, steps=95):
-    return make_draws(split_draws(TEXT), (8, 8), 6, steps, seed)
+    draws = split_draws(TEXT)
+    return make_draws("data.max_tokens", draws, (8, 8), [24, 12, 6], steps, seed)
 
 
 def test_a_step_is_a_function_of_seed_and_number():
     stages, first = make(), 0
-    assert [(s.tokens, s.percent, s.batch) for s in stages] == [
+    assert [(s.drawn[1], s.percent, s.batch) for s in stages] == [
         (4, 50, 24),
         (8, 20, 12),
         (16, 30, 6),
@@ -58,12 +59,12 @@ def test_each_program_gets_its_own_steps():
         (TEXT, None),
         (0, "an int from 1 to 16384"),
         (True, "an int from 1 to 16384"),
-        ("256", "numbers of tokens with their shares"),
-        ("128@0.3 256@0.7", "numbers of tokens with their shares"),
+        ("256", "numbers with their shares"),
+        ("128@0.3 256@0.7", "numbers with their shares"),
         ("128@0.3, 256@0.6", "they add up to 0.9"),
         ("128@0.335, 256@0.665", "whole hundredths"),
-        ("128@0.5, 128@0.5", "a number of tokens twice"),
-        ("0@0.5, 128@0.5", "tokens from 1 to 16384"),
+        ("128@0.5, 128@0.5", "a number twice"),
+        ("0@0.5, 128@0.5", "numbers from 1 to 16384"),
     ],
 )
 def test_faults_are_named(value, fault):

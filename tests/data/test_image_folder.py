@@ -84,7 +84,7 @@ def test_a_division_stays_as_images_come_and_go(tmp_path, caplog):
     assert "images that runs/a holds out are missing (5), so" in said
     moved = {f"pets/{name}": "cat" for name in files}
     Divider(stored, "runs/a", anew=True)("elsewhere", moved, {})
-    assert "elsewhere: 100 images seem to be those of runs/a under other names" in caplog.text
+    assert "elsewhere: 100 images seem to be in runs/a under other names" in caplog.text
     # A run that starts from it trains on the new ones; an export knows only what is held out.
     for known in (stored, Division(hashes=stored.held_out())):
         anew = Divider(known, anew=True)("pets", more, {})

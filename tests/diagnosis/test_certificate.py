@@ -164,10 +164,15 @@ def test_an_error_in_a_certificate_is_its_type():
     assert _without_values("--xla_dump=runs/x --xla_y") == "--xla_dump --xla_y"
 
 
-def test_a_process_that_fails_is_a_fault():
-    said = []
+def test_a_process_that_fails_is_a_fault(monkeypatch):
+    def fail(words, **kwargs):
+        said = f"echo 'error: {words[-1]}: no part' >&2; exit 2"
+        return popen(["sh", "-c", said], **kwargs)
+
+    popen, said = subprocess.Popen, []
+    monkeypatch.setattr(certificate.subprocess, "Popen", fail)
     failure = certificate._run(["certify", "--part=nothing"], 60.0, said.append)
-    assert failure == {"failed": "exit code 2"} and "nothing" in said[0]
+    assert failure == {"failed": "exit code 2"} and said == ["error: --part=nothing: no part"]
 
 
 def test_a_part_without_end_is_a_fault(monkeypatch):
@@ -198,6 +203,7 @@ def test_the_nearest_step_has_as_many_flops_an_image(made):
     assert read_certificate(made).nearest_to(figures).model == "ViT-Ti/16"
 
 
+@pytest.mark.slow
 def test_memory_of_another_model_and_batch_is_planned(tmp_path):
     """Of what XLA compiles with all its optimizations, by a model of half its width."""
     devices = jax.devices()[:1]

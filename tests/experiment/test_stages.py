@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import meshes_on, prepare, train_and_evaluate
 from at_fault import at_fault
 
 from vit_jax.config.text import apply_overrides, load_config
@@ -13,6 +13,8 @@ from vit_jax.diagnosis.benchmarks.step import made_up_batch
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
 from vit_jax.run.setup.validation import find_faults
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 WORDS = {
     "duration": "12 steps",
@@ -34,7 +36,7 @@ def make_config(**words):
 
 
 @pytest.mark.usefixtures("without_checks")
-def test_eight_devices_compute_as_one(tmp_path):
+def test_eight_devices_compute_as_one(one_device, tmp_path):
     """A step of the last two sizes after each other, with the batches that keep the tokens."""
     settings = prepare(make_config(), tmp_path).settings
 
@@ -52,8 +54,8 @@ def test_eight_devices_compute_as_one(tmp_path):
             return losses, jax.device_get((state.params, state.ema))
 
     axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
-    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
-    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
+    losses, params = take_steps(make_mesh(**axes, devices=one_device[:1]))
+    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes, devices=one_device))
     shapes = [(56, 6, 6, 3), (32, 8, 8, 3)]
     assert [shape for shape, _ in losses] == [shape for shape, _ in losses_of_eight] == shapes
     numbers = ([loss for _, loss in side] for side in (losses, losses_of_eight))
@@ -66,6 +68,7 @@ OBJECTIVES = [
     ("dinov3:debug,gram", 6), ("lejepa:debug", 4), ("siglip:debug", 16), ("distillation:debug", 4),
     ("deit:DeiT-S/16,debug", 16), ("efficientnet:EfficientNet-B0,debug", 32),
 ]  # fmt: skip
+QUICK = "mae:debug", "dino:debug", "siglip:debug"  # a decoder, several views, texts
 
 
 def with_half_the_size(file, first):
@@ -80,7 +83,11 @@ def with_half_the_size(file, first):
 
 
 @pytest.mark.usefixtures("without_checks")
-@pytest.mark.parametrize(("file", "first"), OBJECTIVES)
+@pytest.mark.parametrize(
+    ("file", "first"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
+     for case in OBJECTIVES],
+)  # fmt: skip
 def test_every_objective_has_one_state_for_all_sizes(tmp_path, file, first):
     run = prepare(with_half_the_size(file, first), tmp_path)
     [earlier] = run.earlier
@@ -194,10 +201,10 @@ def test_wrong_schedules(sizes, says):
         ),
     ],
 )
-def test_what_a_run_refuses(tmp_path, key, words, request):
+def test_what_a_run_refuses(one_device, tmp_path, key, words, request):
     if key != "data.ops":  # found by a check of images
         request.getfixturevalue("without_checks")
-    with at_fault(key):
+    with meshes_on(one_device), at_fault(key):  # all eight
         prepare(make_config(**{"data.image_size_keeps": "batch"} | words), tmp_path)
     assert not [*tmp_path.iterdir()]
 

@@ -28,6 +28,11 @@ def pair(golden, tmp_path_factory):
     return read_pretrained(clip(golden, tmp_path_factory.mktemp("pairs") / "clip"))
 
 
+@pytest.fixture(scope="module")
+def source(golden, tmp_path_factory):
+    return siglip(golden, tmp_path_factory.mktemp("pairs") / "siglip")
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "pictures/more").mkdir(parents=True)
@@ -119,8 +124,7 @@ def test_a_search_needs_texts_or_images(pair, folder):
         vit_jax.search(folder, pair)
 
 
-def test_the_command(golden, tmp_path, folder, capsys):
-    source = siglip(golden, tmp_path / "siglip")
+def test_the_command(source, tmp_path, folder, capsys):
     words = ["predict", f"--init_from={source}", f"--neighbours={folder}", "--batch_size=8"]
     asked = [f"--text={TEXTS[0]}", f"--image={folder / 'a.png'}", "--top=1"]
     sheet = tmp_path / "sheet.png"
@@ -146,8 +150,7 @@ def test_the_command(golden, tmp_path, folder, capsys):
         (["--captions", "FOLDER/a.png"], "captions: SOURCE: the model writes none; needs a run"),
     ],
 )
-def test_faults(golden, tmp_path, folder, capsys, words, says):
-    source = siglip(golden, tmp_path / "siglip")
+def test_faults(source, folder, capsys, words, says):
     words = [word.replace("FOLDER", str(folder)) for word in words]
     assert main(["predict", f"--init_from={source}", "--batch_size=8", *words]) == 2
     assert says.replace("SOURCE", str(source)) in capsys.readouterr().err

@@ -63,21 +63,25 @@ def test_steps_are_whole_numbers(workdirs):
     assert (ticks == ticks.round()).all()
 
 
-def test_tables_and_image(workdirs, tmp_path, capsys):
+def test_tables_and_image(workdirs, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        plots, "as_file", lambda figure, form: drawn.append(figure) or form.encode()
+    )
     words = ["report", *map(str, workdirs)]
     outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
     assert main([*words, *outputs, "--metric=train/loss"]) == 0
     out = capsys.readouterr().out
     assert "optimizer.peak_lr" in out and "50.00 %" in out and "0.0015: 2" in out
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "c.png").read_bytes() == b"png" and len(drawn[0].axes) == 1
     table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
     assert table[0] == ["kind", "name", "b/run", "a/run"]
     assert ["config", "optimizer.peak_lr", "0.5", "0.0015"] in table
     assert ["metrics", "test/top1", "", "0.5"] in table
     outputs = [f"--output={tmp_path / name}" for name in ("c.pdf", "c.svg", "t.tex")]
     assert main([*words, *outputs]) == 0
-    assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
-    assert "<svg" in (tmp_path / "c.svg").read_text()
+    assert (tmp_path / "c.pdf").read_bytes() == b"pdf"
+    assert (tmp_path / "c.svg").read_bytes() == b"svg"
     table = (tmp_path / "t.tex").read_text()
     assert r"a/run & 1 & - & 50.00 \% \\" in table and "±" not in table
     capsys.readouterr()

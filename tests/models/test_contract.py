@@ -6,6 +6,7 @@ import pathlib
 import flax.linen as nn
 import jax.numpy as jnp
 import pytest
+from test_families import shrunk
 
 import vit_jax
 from vit_jax.config import FAMILIES
@@ -67,7 +68,7 @@ def test_a_plain_module_gets_the_answers_of_a_model_and_keeps_its_own():
 
 @pytest.mark.parametrize("name", [family.names[0] for family in OURS])
 def test_families_answer_for_themselves(name):
-    model = create_model(name, 10, 64)
+    model = shrunk(name)
     assert about(model) is model
     assert model.draws_rows_apart != model.has_batch_statistics
     assert len(model.split_layers()) > 0

@@ -37,15 +37,16 @@ def test_rates_are_rounded_to_256_levels():
 
 @pytest.mark.parametrize("name", ["threefry", "by device"])
 def test_masks_keep_each_value_by_itself(name):
-    shape = (64, 50, 96)
-    kept = np.asarray(draw_kept(draws()[name], KEY, 0.1, shape, AXES))
+    shape, draw = (64, 50, 96), draws()[name]
+    kept_by = jax.jit(lambda key: draw_kept(draw, key, 0.1, shape, AXES))
+    kept = np.asarray(kept_by(KEY))
     assert kept.mean() == pytest.approx(230 / 256, abs=0.003)  # 5 sigma of 307,200 values
     for axis in range(3):
         neighbours = np.take(kept, range(1, shape[axis]), axis) & np.take(
             kept, range(shape[axis] - 1), axis
         )
         assert neighbours.mean() == pytest.approx((230 / 256) ** 2, abs=0.004), axis
-    other = np.asarray(draw_kept(draws()[name], jax.random.key(4), 0.1, shape, AXES))
+    other = np.asarray(kept_by(jax.random.key(4)))
     assert (kept & other).mean() == pytest.approx((230 / 256) ** 2, abs=0.004)
 
 
@@ -80,9 +81,10 @@ def test_devices_draw_apart_where_they_hold_other_values():
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
 
     def shares(axes, shape):
-        drawn = jax.jit(lambda key: draw_bytes_by_device(key, shape, axes, mesh))
-        assert (drawn(KEY) == drawn(KEY)).all()
-        return {bytes(np.asarray(shard.data)) for shard in drawn(KEY).addressable_shards}
+        draw = jax.jit(lambda key: draw_bytes_by_device(key, shape, axes, mesh))
+        drawn = draw(KEY)
+        assert (drawn == draw(KEY)).all()
+        return {bytes(np.asarray(shard.data)) for shard in drawn.addressable_shards}
 
     assert len(shares(AXES, (8, 5, 16))) == 8
     assert len(shares(("batch", None, None), (8, 5, 16))) == 4  # alike over tensor

@@ -136,7 +136,7 @@ def config_for(name, **model):
     return c
 
 
-@each("R+ViT-Ti/16", "T2T-ViT-7", "Axial-ViT-B/32", "ViTC-1GF")
+@each("T2T-ViT-7", "Axial-ViT-B/32", "ViTC-1GF")  # for others test_resnet_sharding.py
 def test_a_step_is_traced_on_a_mesh(name, caplog):
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
     few = {"BiT": {"stages": (1, 2)}, "EfficientNet": TINY}.get(name.partition("-")[0], {})
@@ -196,7 +196,7 @@ FORMATS = {
 }
 
 
-@each("DeiT-Ti/16", "BiT-R50x1", "T2T-ViT-7")
+@each("DeiT-Ti/16")
 def test_export(name, tmp_path):
     family = next(key for key in FAMILIES if FAMILIES.find(key) is find_family(name))
     model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
@@ -314,7 +314,7 @@ INITIAL = {
 def test_two_values_of_a_field_start_two_models(name):
     """The seed's is in experiment/test_experiment.py."""
     patterns = {field: p for field, p in INITIAL.items() if field in fields_of(name)}
-    for value in (0.25, 3.0):
+    for value in (0.25, 3.0) if name.startswith("ViT-") else (3.0,):
         found = initial(name, "|".join(patterns.values()), **dict.fromkeys(patterns, value))
         for pattern in patterns.values():
             assert any(re.fullmatch(pattern, leaf) for leaf in found)

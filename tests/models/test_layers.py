@@ -130,7 +130,7 @@ def test_attention_is_chosen_by_platform():
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)
-@pytest.mark.parametrize(("rate", "biased"), [(0.0, True), (0.25, True), (0.25, False)])
+@pytest.mark.parametrize(("rate", "biased"), [(0.0, False), (0.25, True)])
 def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
     q, g = normal(2, N, H, 4), normal(2, N, H, 6, seed=3)  # fewer queries than keys
     k, v = normal(2, N + 2, H, 4, seed=1), normal(2, N + 2, H, 6, seed=2)

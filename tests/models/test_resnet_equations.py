@@ -61,7 +61,7 @@ def test_a_bit():
 @pytest.mark.parametrize(
     ("name", "fields", "num_tokens"),
     [
-        ("R26+ViT-mu/16", TINY, 8 * 10),
+        pytest.param("R26+ViT-mu/16", TINY, 8 * 10, marks=pytest.mark.slow),
         ("R26+ViT-mu/16", TINY | {"patch_size": (4, 2)}, 2 * 5),
         ("R+ViT-mu/8", {"stem_width": 32}, 4 * 5),
     ],

@@ -181,5 +181,5 @@ def test_fields_that_contradict_each_other(fields, fault):
 
 
 def test_an_axial_vit_has_no_registers_and_no_turns():
-    with pytest.raises(InputError, match="the tokens of an Axial-ViT are those of its grid"):
+    with pytest.raises(InputError, match="an Axial-ViT has only the tokens of its grid"):
         create_model("Axial-ViT-B/16", registers=4)

@@ -14,14 +14,11 @@ from PIL import Image
 
 import vit_jax
 from vit_jax.base.errors import InputError
-from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.devices.mesh import make_mesh
 from vit_jax.main import main
 from vit_jax.models.block_ops import PLAIN, unconstrained
 from vit_jax.models.contract import with_known
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
-from vit_jax.run.setup import opener
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -30,19 +27,18 @@ pytestmark = pytest.mark.usefixtures("one_device")
     ("words", "keys"),
     [
         ("debug", {"mesh.tensor": 2, "mesh.fsdp": 2, "objective.parallel_share": 1}),
-        ("debug,pairs", {"mesh.fsdp": 2, "model.keep_tokens": 0.5, "model.scan": True}),
+        pytest.param(
+            "debug,pairs",
+            {"mesh.fsdp": 2, "model.keep_tokens": 0.5, "model.scan": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_step_on_8_devices_equals_one_on_one(one_device, tmp_path, words, keys):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=one_device))
-        config = load_config(f"configs/captions.py:{words}")
-        assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
-        started = asked.prepare(config, tmp_path)
+    form = f"configs/captions.py:{words}"
+    started, state, batch = asked.prepare_step(form, keys, one_device, tmp_path)
     e, part = started.experiment, started.settings.objective
     with jax.set_mesh(started.mesh):
-        state = e.init()
-        batch = e.parts.transform(next(started.batches(range(1))), jax.random.key(0))
 
         def compute(objective, state):
             of = lambda p: objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731

@@ -1,6 +1,7 @@
 """The contrastive objective by hand, its refusals, and whole runs: zero-shot, exports, restarts."""
 
 import contextlib
+import functools
 import re
 import shutil
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from vit_jax.config import OBJECTIVES
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.sources import arrays
 from vit_jax.data.tokenizers import TextFacts
-from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.objective import texts_that_learn
 from vit_jax.main import main
 from vit_jax.models import create_model
@@ -37,7 +37,6 @@ from vit_jax.models.zero_shot import TextSide, zero_shot_head, zero_shot_model
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 from vit_jax.run.build import describe
-from vit_jax.run.setup import opener
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.train import start_state
 from vit_jax.transfer import read_pretrained
@@ -67,6 +66,12 @@ def made(name="ViT-mu/4", fields=(), **keys):
     return objective, part.make_matcher(model, FACTS.text), model, params | {"objective": own}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def logits(model, matcher, params, images, ids):
+    features = model.apply({"params": params}, images, method="features")
+    return matcher.apply({"params": params["objective"]}, features, ids)
+
+
 def sums_of(objective, params):
     state = SimpleNamespace(model_state={})
     compute = lambda batch: objective.loss(params, state, batch, None, jax.random.key(0))  # noqa: E731
@@ -80,20 +85,19 @@ OF_CLIP = {"loss": "softmax", "causal": True, "common_width": 5, "text_width": 4
 @pytest.mark.parametrize("keys", [{}, {"duplicates": "ignored"}, OF_CLIP])
 def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     objective, matcher, model, params = made(**keys)
-    out = sums_of(objective, params)(BATCH)
-    features = model.apply({"params": params}, BATCH["image"][:4], method="features")
-    texts = BATCH["text"][:4]
-    logits = np.asarray(matcher.apply({"params": params["objective"]}, features, texts))
+    sums = sums_of(objective, params)
+    out = sums(BATCH)
+    found = np.asarray(logits(model, matcher, params, BATCH["image"][:4], BATCH["text"][:4]))
     if matcher.has_bias:
-        losses = -np.log(expit(np.where(np.eye(4), logits, -logits)))
+        losses = -np.log(expit(np.where(np.eye(4), found, -found)))
         losses[[1, 3], [3, 1]] *= "duplicates" not in keys
         expected = losses.sum() / 4
     else:
-        expected = -np.mean([np.diag(log_softmax(logits, axis)) for axis in (0, 1)])
+        expected = -np.mean([np.diag(log_softmax(found, axis)) for axis in (0, 1)])
     assert out.loss == pytest.approx(expected, rel=1e-5)
-    rivals = np.where(np.eye(4) + np.eye(4)[[0, 3, 2, 1]], -np.inf, logits)
+    rivals = np.where(np.eye(4) + np.eye(4)[[0, 3, 2, 1]], -np.inf, found)
     for name, axis in (("image_to_text", 1), ("text_to_image", 0)):
-        right = np.diag(logits) > rivals.max(axis)
+        right = np.diag(found) > rivals.max(axis)
         assert out.metrics[name] == pytest.approx(right.mean())
     assert out.metrics["duplicates"] == 0.5
     start = {"scale": 10, "bias": -10} if matcher.has_bias else {"scale": 1 / 0.07}
@@ -102,19 +106,18 @@ def test_the_loss_is_that_of_the_logits_of_usable_rows(keys):
     )
     other = {**BATCH, "image": BATCH["image"].copy(), "text": BATCH["text"].copy()}
     other["image"][4:], other["text"][4:] = 0, 3
-    assert sums_of(objective, params)(other).loss == out.loss
+    assert sums(other).loss == out.loss
 
 
 @pytest.mark.parametrize("keys", [{}, OF_CLIP])
 @pytest.mark.parametrize(("name", "fields"), [("ViT-mu/4", {}), ("ViTC-1GF", OF_STEM)])
 def test_each_tower_classifies_by_the_logits_of_pairs(name, fields, keys):
     _, matcher, model, params = made(name, fields, **keys)
-    features = model.apply({"params": params}, BATCH["image"], method="features")
-    expected = matcher.apply({"params": params["objective"]}, features, IDS[:2])
+    expected = logits(model, matcher, params, BATCH["image"], IDS[:2])
     side = TextSide(matcher, tree.flatten_names(params["objective"]), None)
     head = tree.unflatten_names(zero_shot_head(side, [IDS[:1], IDS[1:2]]))
     by_words = zero_shot_model(model, matcher, 2)
-    found = by_words.apply({"params": params | head}, BATCH["image"])
+    found = jax.jit(by_words.apply)({"params": params | head}, BATCH["image"])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -201,12 +204,6 @@ def begin(source, workdir, **overrides):
         return started, start_state(started)[0]
 
 
-def logits(model, matcher, params, images):
-    features = model.apply({"params": params}, images, method="features")
-    own = {"params": params["objective"]}
-    return np.asarray(matcher.apply(own, features, IDS[:3]))
-
-
 @pytest.mark.parametrize("kind", ["hf", "run"])
 def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, kind):
     caplog.set_level("INFO", "vit_jax")
@@ -219,12 +216,12 @@ def test_a_run_begins_with_both_towers_of_a_pair(golden, run, tmp_path, caplog, 
     side = pretrained.read_text_side()
     images = RNG.uniform(-1, 1, (2, *pretrained.model.image_size, 3)).astype(np.float32)
     theirs = tree.unflatten_names(pretrained.params) | {"objective": side.variables["params"]}
-    expected = logits(pretrained.model, side.matcher, theirs, images)
+    expected = logits(pretrained.model, side.matcher, theirs, images, IDS[:3])
     model = started.experiment.model
     part, facts = started.settings.objective, started.train_source.tokenizer.facts
     params = jax.tree.map(np.asarray, state.params)
     with jax.set_mesh(started.mesh):
-        found = logits(model, part.make_matcher(model, facts), params, images)
+        found = logits(model, part.make_matcher(model, facts), params, images, IDS[:3])
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     own = {name for name in tree.flatten_names(params) if not name.startswith("head/")}
     assert {*started.initial_params} == own
@@ -270,28 +267,27 @@ def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
     assert not (tmp_path / "pair").exists()
 
 
-@pytest.mark.parametrize("name", ["siglip", "clip"])
+SPLIT = {"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)
+IN_BFLOAT16 = {"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)
+
+
 @pytest.mark.parametrize(
-    ("keys", "bounds"),
+    ("name", "keys", "bounds"),
     [
-        ({"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)),
-        ({"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)),
+        ("siglip", *SPLIT),
+        ("clip", *IN_BFLOAT16),
+        pytest.param("siglip", *IN_BFLOAT16, marks=pytest.mark.slow),
+        pytest.param("clip", *SPLIT, marks=pytest.mark.slow),
     ],
-    ids=["tensor", "bfloat16"],
 )
 def test_a_step_on_8_devices_equals_the_whole_matrix_in_float32(
     one_device, tmp_path, name, keys, bounds
 ):
     """Bounds of the loss and of the distance of all gradients, both relative."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=one_device))
-        config = load_config(f"configs/{name}.py:debug")
-        assert apply_overrides(config, [(key, str(value)) for key, value in keys.items()]) == []
-        started = asked.prepare(config, tmp_path)
+    form = f"configs/{name}.py:debug"
+    started, state, batch = asked.prepare_step(form, keys, one_device, tmp_path)
     e, part = started.experiment, started.settings.objective
     with jax.set_mesh(started.mesh):
-        state = e.init()
-        batch = e.parts.transform(next(started.batches(range(1))), jax.random.key(0))
         of = lambda p: e.objective.loss(p, state, batch, None, jax.random.key(0)).loss  # noqa: E731
         found, grads = jax.jit(jax.value_and_grad(of))(state.params)
     assert "tensor" not in str(keys) or "tensor" in str(jax.tree.map(lambda x: x.sharding, grads))
@@ -336,8 +332,7 @@ def train_on(workdir, devices, *, until=None, **mesh):
     config = load_config("configs/siglip.py:debug")
     axes = {f"mesh.{axis}": str(size) for axis, size in mesh.items()}
     assert apply_overrides(config, [*SHORT.items(), *axes.items()]) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=devices))
+    with asked.meshes_on(devices) as patch:
         patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
         with contextlib.suppress(loop.Preempted):
             asked.train_and_evaluate(config, workdir)

@@ -37,10 +37,8 @@ def train_on(workdir, devices, *, until=None, **mesh):
     overrides = {"optimizer.eps": "1e-3", "optimizer.ema_decay": "0.9"}
     overrides |= {f"mesh.{axis}": str(size) for axis, size in mesh.items()}
     assert apply_overrides(config, list(overrides.items())) == []
-    with pytest.MonkeyPatch.context() as patch:
+    with asked.meshes_on(jax.devices()[:devices]) as patch:
         patch.chdir(ROOT)
-        some = jax.devices()[:devices]
-        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=some))
         patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
         if until is None:
             asked.train_and_evaluate(config, workdir)

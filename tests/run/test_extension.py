@@ -208,7 +208,7 @@ def test_what_no_branch_can_be_made_of(runs):
     folder = runs[0]
     (folder / "whole/checkpoints/5/seal.json").unlink()
     for step, overrides, says in (
-        (7, {}, "the run keeps those of the steps 5, 10, 15, 20"),
+        (7, {}, "the run keeps checkpoints of the steps 5, 10, 15, 20"),
         (5, {}, "checkpoints/5: is damaged"),
         (10, {"duration": "10 steps"}, "duration: ends at step 10, and the run is at step 10"),
         (10, {"seed": 1}, "--config.seed: a branch may set duration, "),

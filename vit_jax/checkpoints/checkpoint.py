@@ -107,7 +107,7 @@ class Checkpoints:
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _seal_uncommitted(self) -> None:
-        """Seal the step; orbax calls this once all files except those of the commit are written."""
+        """Seal the step; orbax calls this once all files are written but the commit's own."""
         if jax.process_index() == 0:
             name = str(self._saving)
             uncommitted = list(self._directory.glob(f"{name}.orbax-checkpoint-tmp*"))

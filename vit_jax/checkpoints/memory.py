@@ -256,7 +256,7 @@ def _place(
 def _pieces(
     leaves: Mapping[str, jax.Array], distance: int
 ) -> Iterator[tuple[str, Region, np.ndarray]]:
-    """(leaf name, region, values) of the shards here, and of those of the process that this holds.
+    """(leaf name, region, values) of the shards here, and of the other process's that this holds.
 
     Leaves move one by one, so the devices need memory for one leaf more.
     """
@@ -293,7 +293,7 @@ def _write(
 
 
 def _move(leaf: jax.Array, to: Mapping[int, int]) -> jax.Array:
-    """An array whose shards are those of `leaf` on the devices of other processes, {from: to}.
+    """An array with the shards of `leaf` on the devices of other processes, {from: to}.
 
     The n-th device of a process receives the shard of the n-th device of the other.
     """

@@ -82,7 +82,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
 
 
 def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
-    """Raise ValueError unless the leaves `saved` are those of `target`; with `partial`, or more."""
+    """Raise ValueError unless `saved` are the leaves of `target`; with `partial`, or more."""
     wanted, saved = tree.flatten_names(target).keys(), {*saved}
     if missing := sorted(wanted - saved):
         raise ValueError(f"leaf {missing[0]} is missing")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str) -> None:
-    """Raise InputError that lists those of the flags `names` that are missing or empty."""
+    """Raise InputError that lists the flags among `names` that are missing or empty."""
     missing = [f"--{name}" for name in names if getattr(flags, name) in (None, "")]
     if missing:
         raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
@@ -132,7 +132,7 @@ def is_run(workdir: str | None) -> bool:
 def print_config(flags: argparse.Namespace) -> int:
     """Print the keys in force as JSON, for `--print_config`; return the exit code.
 
-    Without `--config`, print those of the stored config of the run in `--workdir`. Keys of parts
+    Without `--config`, print the keys of the stored config of the run in `--workdir`. Keys of parts
     that are not chosen are left out unless they are set. Keys that depend on the data or the
     devices are null unless they are set.
     """

@@ -41,7 +41,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--format", default="array_record", choices=("array_record", "parquet", "tar", "tfrecord"),
         help="default: array_record, as TFDS reads it",
     )  # fmt: skip
-    parser.add_argument("--splits", metavar="NAME,...", help="default: those of the source")
+    parser.add_argument("--splits", metavar="NAME,...", help="default: all of the source")
     parser.add_argument("--captions", action="store_true", help="keep the captions too")
     parser.add_argument(
         "--side", type=positive_int, help="shorter side of larger pictures; others stay as they are"

@@ -31,10 +31,10 @@ LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.rem
 def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a config with every key, typed; locked, except for the names under `evals`.
 
-    The keys are those of `SECTIONS` and of the parts in `REGISTRIES`.
+    `SECTIONS` and the parts in `REGISTRIES` declare the keys.
 
     `plugins`: the user's own modules (docs/how_to/extend); they are imported, and their keys
-    added, together with those of --config.plugins.
+    added, as the keys of --config.plugins are.
 
     Raises:
       InputError: a plug-in is missing, fails, or declares invalid keys.

@@ -1,10 +1,10 @@
-"""Numbers of tokens drawn for each step: data.max_tokens="128@0.3, 256@0.5, 576@0.2".
+"""Numbers drawn for each step: data.max_tokens="128@0.3, 256@0.5, 576@0.2", model.patch_sizes.
 
 Each number has a program of its own. The steps come in blocks, in which each number has just its
 share of the steps, in an order drawn from the seed. So the program of a step, and the position of
 its first image, are functions of the seed and of the number of the step.
 
-Source: sequence lengths drawn in training, Beyer et al. 2022 (arXiv:2212.08013), section 3.
+Source: patch sizes drawn in training, Beyer et al. 2022 (arXiv:2212.08013), section 3.
 """
 
 import functools
@@ -17,30 +17,30 @@ from typing import Any
 from vit_jax.config.sizes import Stage, Stages
 
 EXAMPLE = "128@0.3, 256@0.5, 576@0.2"
-MOST_TOKENS = 16384
+LARGEST = 16384
 
 
 def split_draws(value: int | str) -> list[tuple[int, int]]:
-    """[(128, 30), (256, 50), (576, 20)], tokens and percent, of EXAMPLE; rising tokens."""
+    """[(128, 30), (256, 50), (576, 20)], numbers and percent, of EXAMPLE; the numbers rise."""
     if not isinstance(value, str):
         return [(value, 100)]
     parts = [part.partition("@") for part in value.split(",")]
-    return sorted((int(tokens), round(100 * float(share))) for tokens, _, share in parts)
+    return sorted((int(number), round(100 * float(share))) for number, _, share in parts)
 
 
 def find_fault_of_draws(value: Any) -> str | None:
-    """The fault of a value of `data.max_tokens`; None: it has none."""
+    """The fault of a number, or of numbers that are drawn; None: it has none."""
     if not isinstance(value, str):
-        valid = type(value) is int and 1 <= value <= MOST_TOKENS
-        return None if valid else f'needs an int from 1 to {MOST_TOKENS}, or shares, "{EXAMPLE}"'
+        valid = type(value) is int and 1 <= value <= LARGEST
+        return None if valid else f'needs an int from 1 to {LARGEST}, or shares, "{EXAMPLE}"'
     if not re.fullmatch(r"\s*\d{1,5}@0?\.\d+\s*(,\s*\d{1,5}@0?\.\d+\s*)+", value):
-        return f'needs numbers of tokens with their shares of the steps, such as "{EXAMPLE}"'
+        return f'needs numbers with their shares of the steps, such as "{EXAMPLE}"'
     shares = [float(part.partition("@")[2]) for part in value.split(",")]
     draws = split_draws(value)
-    if not all(1 <= tokens <= MOST_TOKENS for tokens, _ in draws):
-        return f"needs numbers of tokens from 1 to {MOST_TOKENS}"
-    if len({tokens for tokens, _ in draws}) < len(draws):
-        return "names a number of tokens twice"
+    if not all(1 <= number <= LARGEST for number, _ in draws):
+        return f"needs numbers from 1 to {LARGEST}"
+    if len({number for number, _ in draws}) < len(draws):
+        return "names a number twice"
     whole = all(abs(100 * share - round(100 * share)) < 1e-6 for share in shares)
     if not whole or sum(percent for _, percent in draws) != 100 or draws[0][1] == 0:
         return f"needs shares of whole hundredths that add up to 1; they add up to {sum(shares):g}"
@@ -48,7 +48,7 @@ def find_fault_of_draws(value: Any) -> str | None:
 
 
 class DrawnStages(Stages):
-    """A stage for each number of tokens; `order_of` has the steps of each.
+    """A stage for each number; `order_of` has the steps of each.
 
     seed: of the run.
     """
@@ -104,19 +104,23 @@ def _order(seed: int, block: int, steps: int) -> list[int]:
 
 
 def make_draws(
-    draws: Sequence[tuple[int, int]], size: tuple[int, int], batch: int, steps: int, seed: int
+    key: str,
+    draws: Sequence[tuple[int, int]],
+    size: tuple[int, int],
+    batches: Sequence[int],
+    steps: int,
+    seed: int,
 ) -> DrawnStages:
-    """The stages of `draws`, from `split_draws`; all batches have about as many tokens.
+    """The stages of the `draws` of a `key`, as `split_draws` gives them.
 
     Args:
       size: `data.image_size`.
-      batch: pictures of a step with the largest number of tokens, over all devices.
+      batches: pictures of a step with each number, over all devices.
       steps: of the run.
     """
-    most = draws[-1][0]
     stages = DrawnStages(
-        Stage(size, False, range(steps), batch * (4 * most // tokens) // 4, 0, tokens, percent)
-        for tokens, percent in draws
+        Stage(size, False, range(steps), batch, 0, (key, number), percent)
+        for (number, percent), batch in zip(draws, batches, strict=True)
     )
     stages.seed = seed
     return stages

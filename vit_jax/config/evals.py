@@ -41,9 +41,7 @@ class Evaluator(Part):
     every: int = key(
         ..., "duration between two evaluations; the last step has one too", form="interval"
     )
-    ops: str = key(
-        "", "host ops; '': none, or those of the source of a model without a run", form="ops"
-    )
+    ops: str = key("", "host ops; '': none, or for a model without a run its source's", form="ops")
     batch_size: int | None = key(
         None, "images, over all devices; None: global_batch_size", within=BATCH
     )
@@ -84,7 +82,7 @@ class Evaluator(Part):
         return None
 
     def lacking(self, sources: Mapping[str, Any]) -> Mapping[str, str]:
-        """{metric: why} for those of `reports` that the data rule out.
+        """{metric: why} for each of `reports` that the data rule out.
 
         Args:
           sources: {key of the entry: `Source`} for the splits that it names.
@@ -161,7 +159,7 @@ _TESTED = {"split": "test_split", "test_split": "split"}
 def entry_like(kind: str, config: ConfigDict, entries: Iterable[ConfigDict]) -> ConfigDict:
     """Make an entry of the evaluator `kind` for `config`, which gives what it needs.
 
-    The keys that all evaluators have, and those without a default, are those of the first of
+    The keys that all evaluators have, and keys without a default, are taken from the first of
     `entries` that has them, and `train_split` is else `data.split`. Others are None.
 
     Raises:

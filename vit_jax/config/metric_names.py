@@ -21,7 +21,7 @@ _LOWER_IS_BETTER = re.compile(rf"(loss|ece|error)({FLIPS})?(_raw)?$")
 
 
 def chosen_metrics(checkpoint: Checkpoint, stop: Stop) -> dict[str, str]:
-    """{key: metric} for those of KEYS_OF_METRICS that are set."""
+    """{key: metric} for each of KEYS_OF_METRICS that is set."""
     values = checkpoint.keep_best, stop.metric
     return {k: v for k, v in zip(KEYS_OF_METRICS, values, strict=True) if v is not None}
 
@@ -31,8 +31,8 @@ def declared_metrics(
 ) -> dict[str, Better] | None:
     """{"name/metric": which is better} that the evaluator `name` may report; None: unknown.
 
-    "name/accuracy/*" stands for a metric of each class. Also those of the raw weights if the run
-    `has_average`.
+    "name/accuracy/*" stands for a metric of each class. Metrics of the raw weights follow if the
+    run `has_average`.
     """
     metrics = evaluator.reports()
     if metrics is None:

@@ -96,7 +96,7 @@ def keys_named(leaf: str, known: Sequence[str]) -> list[str]:
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
     """The hint for an unknown `key`: how to list a section, `known` keys whose last component
-    matches, else those of its section, else the nearest.
+    matches, else its section's keys, else the nearest.
 
     `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
     `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.

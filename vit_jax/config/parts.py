@@ -58,7 +58,7 @@ class Key(typing.NamedTuple):
     choices: the texts that it may have; (): any.
     form: of its text: "duration", "interval" (a duration above 0), "length" (an interval that is no
       share of the run), "regex", "list" of durations, "ops", "entries" of a study, "sizes" (an
-      image size, or a schedule of them), "draws" (numbers of tokens), or "" for any.
+      image size, or a schedule of them), "draws" (numbers drawn by shares), or "" for any.
     before: its value in a stored run whose resolved config lacks it; `...`: the default.
     decided: whether `run.setup.resolve` sets it if it is None, so that no room finds None.
     item: the type of a tuple's items; None: it is no tuple.
@@ -211,7 +211,7 @@ class Section:
         value in fault stays as it is.
 
         Args:
-          values: by key; those of other keys are left out.
+          values: by key; other keys' values are left out.
           in_steps: converts durations; None: the config is open, and they stay as they are.
         """
         known = cls.declared()
@@ -368,10 +368,10 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
     def make(
         self, values: Mapping[str, Any], prefix: str | None = None, in_steps: InSteps | None = None
     ) -> P:
-        """The part that `values` select, with those of its keys that are set.
+        """The part that `values` select, with its keys that are set.
 
         Args:
-          values: those of the section.
+          values: of the section.
           prefix: before the keys in errors; None: the section of the registry.
           in_steps: as for `Section.read`.
 
@@ -398,7 +398,7 @@ class Registry(dict[str, "type[P] | str"], Generic[P]):
         return made
 
     def keys_of(self, part: type[P]) -> dict[str, Key]:
-        """{key: declaration} of a part, without those of its section."""
+        """{key: declaration} of a part, without its section's keys."""
         if not issubclass(part, Section):
             raise TypeError(f"{part.__name__}: derive it from the class in docs/how_to/extend")
         common = self.common.declared()

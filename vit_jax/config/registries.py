@@ -83,8 +83,8 @@ SCHEDULES: Registry[Any] = Registry(
 
 
 class DataSets(Registry[Any]):
-    """Names that are not listed are those of TFDS data sets, of VTAB's tasks (`vtab/dtd`), and of
-    data sets of the Hugging Face Hub (`hf:OWNER/NAME`). A run notes what arrays it was given
+    """Names that are not listed mean TFDS data sets, VTAB's tasks (`vtab/dtd`), or data sets of the
+    Hugging Face Hub (`hf:OWNER/NAME`). A run notes what arrays it was given
     (`arrays@...`).
 
     A config may have keys of several data sets, for mixtures and evaluators; each takes its own.
@@ -201,7 +201,7 @@ class Families(Registry[Any]):
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
         from_data = ("num_classes", "image_size", "channels", "max_tokens")
         keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
-        if hasattr(part, "pos_embeds"):  # those of plug-ins too
+        if hasattr(part, "pos_embeds"):  # plug-ins' positions too
             keys = keys | {"pos_embed": keys["pos_embed"]._replace(choices=part.pos_embeds())}
         return {k: declared for k, declared in keys.items() if k not in from_data}
 

@@ -92,6 +92,10 @@ class Model(OpenSection):
         None, "duration after which training encodes all patches; None: keep_tokens of them to "
         "the end", form="duration",
     )  # fmt: skip
+    patch_sizes: int | None = key(
+        None, 'drawn for each step by shares, "16@0.5, 32@0.5"; patch_size, which the parameters '
+        "and evaluations have, is one of them; None: all steps have it", form="draws",
+    )  # fmt: skip
 
 
 class Data(OpenSection):
@@ -154,8 +158,8 @@ class Data(OpenSection):
     )
     mix: str = key(
         "",
-        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and where they '
-        "differ from those of data, data_dir and split; data.name gets the remaining weight",
+        '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and, where they '
+        "differ from the section's, data_dir and split; data.name gets the remaining weight",
     )
     order: str = key(
         None,

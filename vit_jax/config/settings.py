@@ -17,7 +17,7 @@ from vit_jax.config.base import declared_keys, default_config, flatten, in_steps
 from vit_jax.config.drawn import make_draws, split_draws
 from vit_jax.config.durations import parse_duration, to_steps
 from vit_jax.config.evals import EVALUATORS, Evaluator, make_entry
-from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, find_wrong
+from vit_jax.config.parts import DURATIONS, InSteps, Registry, Section, as_pair, find_wrong
 from vit_jax.config.registries import (
     FAMILIES,
     LOSSES,
@@ -183,9 +183,15 @@ class Settings:
                 f"data.max_tokens={most!r}: excludes data.image_size={self.values[key]!r}, as "
                 "pictures in their own shape have no schedule of sizes; give one size"
             )
-        draws = split_draws(most or 0)
-        if len(draws) > 1:
-            return self._draw(draws)
+        patches = self.values["model.patch_sizes"]
+        if patches is not None and (most is not None or len(sizes) > 1):
+            other = "data.max_tokens" if most is not None else key
+            raise InputError(
+                f"model.patch_sizes={patches!r}: excludes {other}={self.values[other]!r}, as a run "
+                "has one schedule of sizes; set one of them"
+            )
+        if patches is not None or len(split_draws(most or 0)) > 1:
+            return self._draw()
         counts = {"num_examples": data.num_examples, "duration": self.values["duration"],
                   "global_batch_size": self.run.global_batch_size}  # fmt: skip
         texts = data.declared()["image_size"].durations(self.values[key])
@@ -198,31 +204,43 @@ class Settings:
             )
         return make_stages(sizes, [0, *starts], batches, steps, until)
 
-    def _draw(self, draws: list[tuple[int, int]]) -> Stages:
-        """The stages of numbers of tokens that are drawn; what these exclude is an InputError."""
-        key, run = "data.max_tokens", self.run
+    def _draw(self) -> Stages:
+        """The stages of numbers that are drawn; what these exclude is an InputError.
+
+        The last stage has the largest number of tokens, or the patch size of the parameters.
+        """
+        patches, run = self.values["model.patch_sizes"], self.run
+        key = "data.max_tokens" if patches is None else "model.patch_sizes"
+        draws = split_draws(self.values[key])
         for other, is_set in {
             "model.keep_tokens_until": self.model.keep_tokens_until is not None,
             "data.order": self.data.order == "chunk",
         }.items():
             if is_set:
                 raise InputError(
-                    f"{key}={self.values[key]!r}: excludes {other}={self.values[other]!r}, as the "
-                    "batches of its steps differ; give one number of tokens, or change that key"
+                    f"{key}={self.values[key]!r}: excludes {other}={self.values[other]!r}, as its "
+                    "steps are of several kinds; give one number, or change that key"
                 )
-        size = self.data.image_size
-        return make_draws(draws, size, run.global_batch_size, run.duration, run.seed)
+        size, batch = self.data.image_size, run.global_batch_size
+        if patches is None:
+            batches = [batch * (4 * draws[-1][0] // number) // 4 for number, _ in draws]
+            return make_draws(key, draws, size, batches, run.duration, run.seed)
+        own = self.model.own["patch_size"]
+        draws.sort(key=lambda draw: as_pair(draw[0]) == as_pair(own))
+        batches = [batch] * len(draws)
+        return make_draws("model.patch_size", draws, size, batches, run.duration, run.seed)
 
     @functools.cached_property
     def by_stage(self) -> list["Settings"]:
         """For each stage of a resolved run, a run of its program, as long as the whole."""
         if len(self.stages) == 1 and not self.stages[0].keeps_all:
             return [self]
-        fixed, runs = in_steps(self.to_config()) | {"model.keep_tokens_until": None}, []
+        of_whole = {"model.keep_tokens_until": None, "model.patch_sizes": None}
+        fixed, runs = in_steps(self.to_config()) | of_whole, []
         for stage in self.stages:
             own = {"data.image_size": stage.size, "global_batch_size": stage.batch}
             own |= {"model.keep_tokens": None} if stage.keeps_all else {}
-            own |= {} if stage.tokens is None else {"data.max_tokens": stage.tokens}
+            own |= dict([stage.drawn] if stage.drawn else [])
             runs.append(self.with_values(fixed | own))
         return runs
 

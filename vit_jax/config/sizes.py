@@ -29,8 +29,8 @@ class Stage(NamedTuple):
     steps: its steps, counted from 0.
     batch: images per step, over all devices.
     first: number of images before it, which is the position of its first image.
-    tokens: `data.max_tokens`, if it is drawn; None: as the config has it.
-    percent: of all steps, if it is drawn.
+    drawn: the key of a number that is drawn for each step, and its value; empty: none is.
+    percent: of all steps, if they are drawn.
     """
 
     size: tuple[int, int]
@@ -38,7 +38,7 @@ class Stage(NamedTuple):
     steps: range
     batch: int
     first: int
-    tokens: int | None = None
+    drawn: tuple[str, int] | tuple[()] = ()
     percent: int = 100
 
 

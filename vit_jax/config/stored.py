@@ -53,7 +53,7 @@ def keep_resolved(asked: ConfigDict, stored: "StoredConfig") -> dict[str, Any]:
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """{key: (old value, new value)} for changed keys that must not change on resume.
 
-    Plug-ins may be added, together with those of their keys that keep the default.
+    Plug-ins may be added, together with their keys that keep the default.
     """
     a, b = flatten(default_config(new.plugins)) | flatten(old), flatten(new)
     changed = {

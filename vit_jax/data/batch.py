@@ -83,7 +83,7 @@ class Crops(NamedTuple):
             check_crops(ops, self.key, source.image_shape and source.image_shape[:2])
 
     def check_made(self, shape: Sequence[int | None], channels: int) -> None:
-        """Raise InputError unless `shape` is that of the images of a record."""
+        """Raise InputError unless the images of a record have this `shape`."""
         found, needed = tuple(shape)[-3:], (*self.size, channels)
         if found != needed:
             texts = "; ".join("|".join(op.text for op in ops) for ops in self.distinct_ops)

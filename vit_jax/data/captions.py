@@ -70,7 +70,7 @@ def _read_checked(place: TokenizerFiles, contents: Mapping[str, bytes], data: Da
 
 
 def keep_tokenizer(workdir: epath.Path, contents: Mapping[str, bytes]) -> None:
-    """Write these files, {name: content}, as the tokenizer of the run; remove those of another."""
+    """Write these files, {name: content}, as the tokenizer of the run; remove others."""
     folder = workdir / TOKENIZER
     folder.mkdir(parents=True, exist_ok=True)
     for name in {*FILES} - {*contents}:

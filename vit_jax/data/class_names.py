@@ -24,13 +24,13 @@ def places_of(names: Sequence[str]) -> dict[str, int]:
 
 
 def spell(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
-    """`names` as those of `known` are spelled; the others by `as_name`."""
+    """`names` as `known` spells them; the others by `as_name`."""
     places = places_of(known)
     return tuple(known[places[n]] if n in places else n for n in map(as_name, names))
 
 
 def sorted_classes(names: Iterable[str], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """The different `names`: those of `known` in its order; then others, sorted.
+    """The different `names`: first the `known` ones in their order, then others, sorted.
 
     They are sorted as numbers if all are whole numbers, else as text.
     """

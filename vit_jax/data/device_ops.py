@@ -22,7 +22,7 @@ from vit_jax.config.parts import key
 from vit_jax.data.native import Images, mirror
 from vit_jax.data.ops import PROBABILITY, DeviceOp, Pairs
 
-_FIRST_VIEW = 2**16  # number of the keys of views, beyond those of ops
+_FIRST_VIEW = 2**16  # number of the keys of views, beyond the ops' keys
 _ERASED_ASPECT = 0.3  # minimum of height / width; the maximum is 1 / 0.3
 _POSITIVE = "(0, inf)"
 _BETA = "parameter of Beta(alpha, alpha)"

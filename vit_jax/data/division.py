@@ -138,7 +138,7 @@ class Divider:
       model: its name in messages; "" for the run that goes on.
       anew: for a new run, which may train on images that `known` does not name. Otherwise
         images are divided exactly as `known` says, but for a folder that it does not know.
-      class_names: those of the model, which keep their order and their spelling.
+      class_names: of the model, which keep their order and their spelling.
 
     decided: {name: split} of all images divided so far.
     """
@@ -172,7 +172,7 @@ class Divider:
         return self._begun.keys()
 
     def warn_of_trained(self, where: str, names: Collection[str]) -> None:
-        """Warns of those of the user's own validation or test images that the run trained on."""
+        """Warns of the user's own validation or test images that the run trained on."""
         if trained := sorted(name for name in names if self._begun.get(name) == "train"):
             warn_once(
                 f"{where}: {self._model or 'this run'} was trained on {len(trained):,} of these "
@@ -199,7 +199,7 @@ class Divider:
         tails = {tail(name) for name in self._known.splits}
         if same := sum(tail(name) in tails for name in names):
             warn_once(
-                f"{where}: {same:,} images seem to be those of {self._model} under other names; "
+                f"{where}: {same:,} images seem to be in {self._model} under other names; "
                 "give the data as that run had them, or val may have images that it trained on"
             )
 

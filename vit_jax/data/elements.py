@@ -55,7 +55,7 @@ class Elements:
                 raise_failed()
         except BaseException as e:
             self.close()
-            e.__context__ = None  # its frames, and those of `e`, would keep the iterator alive
+            e.__context__ = None  # its frames and `e`'s would keep the iterator alive
             raise e.with_traceback(None) from None
 
     def close(self) -> None:

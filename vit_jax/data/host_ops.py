@@ -72,7 +72,7 @@ class InceptionCrop(SizedOp):
     """Crop a random window and resize it to `size`, bilinearly.
 
     The window covers `area_min` to `area_max` of the image and has an aspect from 3:4 to 4:3. For a
-    JPEG only the window is decoded; the pixels equal those of the fully decoded image.
+    JPEG only the window is decoded; the pixels equal the fully decoded image's.
 
     Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6.
     """
@@ -120,7 +120,7 @@ class ScaledInceptionCrop(InceptionCrop):
     """Crop as `inception_crop`, but decode large windows of JPEGs as `scaled_decode` does.
 
     The window is the one that `inception_crop` draws, widened to multiples of 2, 4 or 8 pixels. It
-    is at least twice `size` after it was scaled; smaller windows are as those of `inception_crop`.
+    is at least twice `size` after it was scaled; smaller windows are as `inception_crop`'s.
     """
 
     full_size = "inception_crop"
@@ -350,8 +350,7 @@ class RandAugment(HostOp):
 class AutoAugment(HostOp):
     """Apply one of 25 pairs of operations, the policy "v0" for ImageNet in `augment`.
 
-    The operations and their magnitudes are those of `randaugment`, except that the translation is
-    2.5 times as long.
+    It has the operations and magnitudes of `randaugment`, but translations are 2.5 times as long.
 
     Source: Cubuk et al. 2018 (arXiv:1805.09501), with the policy of EfficientNet's release.
     """

@@ -117,7 +117,7 @@ def _part_of(entry: Any) -> Part | None:
 
 
 def mixed_keys(data: Data) -> list[SplitKey]:
-    """The splits of a mixture: that of `data.name`, then those of `data.mix`.
+    """The splits of a mixture: first of `data.name`, then of `data.mix`.
 
     Raises: InputError if two of them are the same, or hold out images of different folders.
     """
@@ -167,7 +167,7 @@ def _in_place(key: SplitKey) -> SplitKey:
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
-    """One source of all records; the records of each source follow those of the previous one.
+    """One source of all records; the records of each source follow the previous one's.
 
     If all have captions and one has no labels, the labels of the others are 0, too.
 
@@ -181,7 +181,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         _check_alike(first, other)
     if nameless := [other.split for other in sources[1:] if _takes_names(first, other)]:
         logger.warning(
-            "data.mix: the teacher of %s gives no names of classes; they are taken to be those of "
+            "data.mix: the teacher of %s gives no names of classes; they are taken from "
             "%s %s, in the same order", nameless[0], first.name, first.split,
         )  # fmt: skip
     sizes = [source.num_examples for source in sources]

@@ -59,7 +59,7 @@ def resolve_order(
 
     The default order is `record` below 100 million examples, and `chunk` from there on or for data
     with `chunks`. The default number of streams of `chunk` is the largest power of two, up to 256
-    or that of `chunks`, that divides the records of a batch and leaves each stream at least 8
+    or the number of `chunks`, that divides the records of a batch and leaves each stream at least 8
     consecutive records of it. `record` has no streams (None); given streams are dropped if the
     default order is `record`.
 

@@ -171,8 +171,8 @@ def rule_of(data: Data) -> PatchRule | None:
         return None
     if data.patch_size is None:
         raise InputError(
-            f"data.max_tokens={data.max_tokens}: only a training run sets it; leave it out (a run "
-            "is evaluated on pictures in their own shape by --workdir)"
+            f"data.max_tokens={data.max_tokens}: only a training run sets it; leave it out (a "
+            "model that learned from pictures in their own shape is evaluated on such pictures)"
         )
     return PatchRule(data.patch_size, data.max_tokens)
 

@@ -1,7 +1,7 @@
 """The files of data sets in shards, and the splits that their names say.
 
 A file belongs to the split that a word of its name names (`train-000123.tar`,
-`imagenet1k-validation-00.tar`), or else that of a folder above it (`train/00012.tar`), up to
+`imagenet1k-validation-00.tar`), or else a folder above it (`train/00012.tar`), up to
 `data.data_dir`.
 """
 
@@ -75,7 +75,7 @@ def find_files(request: Request, suffixes: tuple[str, ...]) -> Files:
 
 
 def take_asked(files: Files, split: str) -> Files:
-    """Those of `files` that `split` asks for, and those of `train`.
+    """The `files` that `split` asks for, and the files of `train`.
 
     Raises: InputError if it asks for one that does not exist.
     """

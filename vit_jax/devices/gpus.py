@@ -43,7 +43,7 @@ MIB, GB = 2**20, 10**9
 
 # By the keys of CHIPS. A100 to B200: https://github.com/openxla/xla,
 # xla/backends/gpu/target_config/specs. The others: NVIDIA's data sheets and white papers named in
-# CHIPS (for T4 that of the Turing architecture); memory of a core and threads: CUDA C++ Programming
+# CHIPS (for T4 the Turing architecture's); memory of a core and threads: CUDA C++ Programming
 # Guide, technical specifications per compute capability.
 GPUS: dict[str, Gpu] = {
     "A100": Gpu((8, 0), 108, 64, 1.41, 85_100_068_864, 2039.04e9, 40 * MIB, 167_936, 166_912, 2048),

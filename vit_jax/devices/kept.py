@@ -24,7 +24,7 @@ _LANES = 128
 _GPU_PASS = 1.16
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _LOOPS = ("scan", "while", "cond")
-# Calls that are part of the program around them. Under `shard_map` sizes are those of one device.
+# Calls that are part of the program around them. Under `shard_map` sizes are of one device.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
           "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # fmt: skip
 # Fused like elementwise operations.
@@ -125,7 +125,7 @@ class _Operation(NamedTuple):
 
 
 class _Program:
-    """The operations of a jaxpr in order, those of calls among them; number t runs at time 2 t."""
+    """The operations of a jaxpr and of its calls, in order; number t runs at time 2 t."""
 
     def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], rules: _Rules):
         self.rules = rules
@@ -331,7 +331,7 @@ def _carried(eqn: JaxprEqn) -> range:
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:
-    """Whether a product is of many pairs of matrices, as that of queries and keys."""
+    """Whether a product is of many pairs of matrices, as of queries and keys."""
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 

@@ -265,7 +265,7 @@ def _plain_qkv(
 def _on_devices(attend: Callable, mesh: Mesh) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then those of the heads (H, K), then of the images (B or 1, N, K).
+    It takes arrays (B, N, H, K), then of the heads (H, K), then of the images (B or 1, N, K).
     Where each device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -372,7 +372,7 @@ def draw_bytes_by_device(
     """`dropout.DrawBytes` by XLA's own generator ("rbg"), the fastest on accelerators.
 
     Each device draws the bytes of its share of `shape` by a key of its own, because XLA's
-    partitioner would draw those of all devices on each. So the bytes depend on the mesh, and on the
+    partitioner would draw all devices' bytes on each. So the bytes depend on the mesh, and on the
     version of XLA. Where each device computes its own rows already (`experiment.exchange`), `key`
     and `shape` are its own.
     """

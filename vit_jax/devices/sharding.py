@@ -25,7 +25,7 @@ logger = logging.getLogger("vit_jax")
 
 # (regular expression for the end of a leaf's name, mesh axis of each of its last axes); the first
 # match counts. Scanned layers have one more axis in front, which is never split. The rules here are
-# of names that several parts use; those of one part are its `split_params`, and count before these.
+# of names that several parts use; a part's own rules, its `split_params`, count before these.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(query|key|value|up|gate)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),

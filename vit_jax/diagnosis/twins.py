@@ -29,7 +29,7 @@ _OUTSIDE = 1e-3  # probability that a further seed leaves the band at one point
 _LEAST = 0.01  # half the width of the band, relative, where the seeds agree
 _DIGITS = 6  # stored of a number
 _VERSIONS = ("Python", "jax", "jaxlib", "flax", "optax")
-# Stored numbers are those of float32 on a CPU; bfloat16 rounds differently on other CPUs.
+# Stored numbers come from float32 on a CPU; bfloat16 rounds differently on other CPUs.
 _ALL = {"model.dtype": "float32", "mesh.platform": "cpu"}
 
 Limits = Mapping[Place, tuple[float, float]]

@@ -40,8 +40,8 @@ def evaluate(name: str, measure: Measure, state: TrainState) -> dict[str, float]
     """Run the evaluator called `name` on `state`: {"name/metric": value}; `measure`: as bound.
 
     If the state holds a running average of the parameters, the metrics are computed with it and
-    the average of the model state; those of the parameters and the model state themselves follow
-    as "name/metric_raw". Counts are listed once.
+    the average of the model state; the metrics of the parameters and the model state themselves
+    follow as "name/metric_raw". Counts are listed once.
 
     Raises:
       InputError: names a key of the evaluator's entry.

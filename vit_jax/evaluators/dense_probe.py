@@ -143,13 +143,13 @@ class DenseProbe(FeatureEvaluator):
 class Segmentation(DenseProbe):
     """Mean intersection over union of a linear classifier of patches.
 
-    A target is a mask, as those of ADE20k: a PNG of 8 bits whose values are classes. For each
+    A target is a mask, as in ADE20k: a PNG of 8 bits whose values are classes. For each
     class, its intersection over union is pixels of both / pixels of either, over all test images;
     `miou` is the mean over the classes that occur in targets or predictions, and `pixel_accuracy`
     the share of pixels that are right.
 
     Multinomial logistic regression on whitened features: a patch counts for each of its classes as
-    much as it has pixels of it, so the loss is that of its pixels.
+    much as it has pixels of it, so the loss is its pixels' loss.
     """
 
     ignored: tuple[int, ...] = key(

@@ -81,7 +81,7 @@ def make_gather(inputs: EvalInputs, method: str = "features") -> Gather:
 
 
 def fit_whitening(x_ND: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Shifts and scales features so that those of `x_ND` have mean 0 and standard deviation 1.
+    """Shifts and scales features so that `x_ND` gets mean 0 and standard deviation 1.
 
     The function returned maps (M, D) to float64 (M, D).
     """

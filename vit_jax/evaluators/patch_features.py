@@ -45,7 +45,7 @@ class PatchFeatures(SplitEvaluator):
 
     During training `num_images` images, spread over the split, are written as
     WORKDIR/patch_features/NAME_STEP.png, each beside the first three principal components of the
-    encoder's output for its patches, as colours. The components are those of all these patches,
+    encoder's output for its patches, as colours. The components are taken over all these patches,
     so the same colour means the same feature in each row. `share` is their share of the variance.
     """
 

@@ -51,7 +51,7 @@ def accumulate(
         return jax.grad(loss_fn, has_aux=True)(state.params)
 
     def add_up(state: TrainState, batch: Batch, key: jax.Array) -> tuple[Params, ObjectiveOutput]:
-        """The gradients and sums; those of a single term are not divided by its weight yet."""
+        """The gradients and sums; a single term's are not divided by its weight yet."""
         split = jax.tree.map(
             lambda x: x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]), batch
         )  # microbatch i is [:, i]; the first axis keeps its sharding
@@ -111,7 +111,7 @@ def _carried(holder: TrainState | ObjectiveOutput) -> dict[str, Any]:
 
 
 def weights_of(sums: ObjectiveOutput) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The weight of the first term of the loss, and those of the further ones."""
+    """The weight of the first term of the loss, and the further terms' weights."""
     return sums.weight_sum, {name: term.weight for name, term in sums.terms.items()}
 
 

@@ -2,10 +2,12 @@
 
 from vit_jax.base.errors import Faults
 from vit_jax.config import Part, Settings
+from vit_jax.config.drawn import find_fault_of_draws
 from vit_jax.config.plugins import warn_of_removal
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.experiment.objective import say_no_teacher
+from vit_jax.experiment.stages import check_patch_sizes
 from vit_jax.models import model_of
 from vit_jax.objectives.contract import ObjectivePart
 from vit_jax.objectives.metrics import find_metrics
@@ -30,6 +32,11 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
             settings.data.max_tokens is None or objective.takes_pictures,
             f"objective.name={name!r}: learns from images of one size; set data.image_size and "
             "--config.data.max_tokens=None",
+        )
+        faults.need(
+            settings.model.patch_sizes is None or objective.takes_pictures,
+            f"objective.name={name!r}: learns from patches of one size; set "
+            "--config.model.patch_sizes=None",
         )
         faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
         for metric in {*(names or ())} & _OF_STEPS:
@@ -70,6 +77,9 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     model = Faults().check(model_of, settings.model, settings.data) if name else None
     if model is not None:
         faults.check(check_microbatches, model, name, o.accum_steps or 1)
+        drawn = settings.values["model.patch_sizes"]
+        if drawn is not None and not find_fault_of_draws(drawn):
+            faults.check(check_patch_sizes, model, drawn)
     until = settings.values["model.keep_tokens_until"]
     faults.need(
         until is None or settings.values.get("model.keep_tokens") not in (None, 1),

@@ -1,4 +1,4 @@
-"""Exchanges of gradients between devices that each compute those of their own rows.
+"""Exchanges of gradients between devices that each compute the gradients of their own rows.
 
 On CPUs of several processes one all-reduce adds them all. XLA exchanges every gradient of a step by
 itself. Its partitioner for CPUs does not join them, and between processes each exchange takes a
@@ -38,8 +38,8 @@ from vit_jax.objectives.contract import Objective, ObjectiveOutput
 class Exchange(NamedTuple):
     """How devices get the sums of the whole batch; by default XLA's partitioner decides.
 
-    join: join(sums of rows, shardings=those of the parameters) -> sums of the whole batch, for
-      devices that each compute their own rows; None: they do not.
+    join: join(sums of rows, shardings=the parameters') -> sums of the whole batch, for devices
+      that each compute their own rows; None: they do not.
     splits_params: whether large parameters are split over `data`, else each device has all.
     options: of the compiler, {name: value}.
     """
@@ -104,7 +104,7 @@ def choose_exchange(
 
 
 def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
-    """`sums` of the whole batch: each device computes those of its rows, and one exchange adds all.
+    """`sums` of the whole batch: each device computes its rows' sums, and one exchange adds all.
 
     Args:
       sums: of floating-point arrays. The state and the key are whole on each device; the states of
@@ -116,7 +116,7 @@ def join_devices(sums: Sums, shardings: PyTree, mesh: Mesh) -> Sums:
 
 
 def share_gradients(sums: Sums, shardings: PyTree, model: Model, freeze: str | None = None) -> Sums:
-    """`sums` of the whole batch: each device computes those of its rows, and keeps its shares.
+    """`sums` of the whole batch: each device computes its rows' sums, and keeps its shares.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
     added in float32. Gradients of small parameters are added with the objective's sums.

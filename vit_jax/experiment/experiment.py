@@ -45,7 +45,7 @@ from vit_jax.experiment.step import (
 )
 from vit_jax.models.contract import about
 from vit_jax.objectives.contract import InForm, Objective, Teacher, TokenPass
-from vit_jax.objectives.other_sizes import with_larger
+from vit_jax.objectives.other_sizes import as_resized
 
 Tree = TypeVar("Tree")
 
@@ -221,7 +221,7 @@ def make_experiment(
 
     def objective_of(model: nn.Module, in_form: InForm) -> Objective:
         made = make_objective(settings, batch, teachers, model, in_form)
-        return made if last is None else with_larger(made, data.image_size, about(last.model))
+        return made if last is None else as_resized(made, about(model), about(last.model))
 
     to_mesh = partial(on_mesh, mesh=mesh, kernels=settings.model.kernels)
     objective = objective_of(model, to_mesh)

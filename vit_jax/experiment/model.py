@@ -37,8 +37,8 @@ def check_microbatches(model: nn.Module, name: str, accum_steps: int) -> None:
     """Raise InputError if `model` cannot be trained in `accum_steps` microbatches."""
     if about(model).has_batch_statistics and accum_steps > 1:
         raise InputError(
-            f"optimizer.accum_steps={accum_steps}: the batch statistics of model.name={name!r} are "
-            "those of the whole batch; set --config.optimizer.accum_steps=1, with a smaller "
+            f"optimizer.accum_steps={accum_steps}: model.name={name!r} computes statistics of the "
+            "whole batch; set --config.optimizer.accum_steps=1, with a smaller "
             "--config.global_batch_size or --config.model.remat=full if memory is short"
         )
 

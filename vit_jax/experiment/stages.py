@@ -7,12 +7,13 @@ from jax.sharding import Mesh
 
 from vit_jax.base import tree
 from vit_jax.base.errors import InputError
-from vit_jax.config import Settings
+from vit_jax.config import Settings, image_hw
+from vit_jax.config.drawn import split_draws
 from vit_jax.config.sections import Data, Optimizer
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
-from vit_jax.models.contract import about
+from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import Teacher
 from vit_jax.objectives.other_sizes import check_size
 
@@ -28,15 +29,16 @@ def make_stage(
       InputError: as `check_batch`, or positions cannot be resampled.
     """
     key, size, model = "data.image_size", settings.data.image_size, about(last.model)
+    patch_size = image_hw(settings.model.own.get("patch_size") or model.token_stride)
     preprocessing = parse_preprocessing(settings)._replace(text=last.batch.text)
     state = last.abstract_state.objective_state
     batch, optimizer = settings.run.global_batch_size, settings.optimizer
     if (size, batch) != (model.image_size, last.batch.size):
         check_batch(batch, settings.data, optimizer, mesh, preprocessing)
-    if size == model.image_size:
+    if (size, patch_size) == (model.image_size, model.token_stride):
         return make_experiment(settings, mesh, preprocessing, teachers, last=last)
     if model.takes_other_sizes:
-        check_size(model, size, key)
+        check_size(model, size, key, patch_size)
     elif model.why_no_positions is None:
         name = type(model).__name__
         raise InputError(f"{key}: positions of a {name} are not resampled; give one size")
@@ -46,6 +48,20 @@ def make_stage(
             "state, as objective.gram_weight does; set it to 0, or give one size"
         )
     return make_experiment(settings, mesh, preprocessing, teachers, last=last)
+
+
+def check_patch_sizes(model: Model, drawn: str | int) -> None:
+    """Raise InputError if steps of `model` cannot have the patch sizes `drawn`."""
+    key, sizes = f"model.patch_sizes={drawn!r}", [(side, side) for side, _ in split_draws(drawn)]
+    if not model.embeds_patches:
+        raise InputError(f"{key}: a {type(model).__name__} has patches of one size; choose a ViT")
+    if model.token_stride not in sizes:
+        raise InputError(
+            f"{key}: model.patch_size, which the parameters have, is {model.token_stride}, and "
+            "must be among them; draw it too, or set another --config.model.patch_size"
+        )
+    for size in sizes:
+        check_size(model, model.image_size, "data.image_size", size)
 
 
 def check_batch(

@@ -17,7 +17,7 @@ class TrainState(flax.struct.PyTreeNode):
     """Everything that a run carries from step to step.
 
     step: int32 scalar, number of updates made so far.
-    params: float32 parameters: the model's, and under "objective" those of the objective, if any.
+    params: float32 parameters: the model's, and under "objective" the objective's, if any.
     model_state: other variables of the model, such as batch statistics; {} if it has none.
     opt_state: state of the optimizer.
     ema: running average of the parameters, float32, a tree like `params`; {} if it is off.

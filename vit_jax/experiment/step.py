@@ -55,7 +55,7 @@ def make_train_step(
       ema_decay: from `make_config_average`; None: no average.
       freeze: as in `make_optimizer`; matching parameters get no gradient.
       sam_radius: takes the gradients, a second time, where `climb` leads; the loss, the metrics and
-        new states are those of the parameters themselves. None: it does not.
+        new states belong to the parameters themselves. None: it does not.
       accum_steps: number of microbatches; must divide each device's share of the batch.
       join: adds the sums of devices that each compute their own rows; None: the compiler decides.
       shardings: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
@@ -103,7 +103,7 @@ def _make_gradients(
 ) -> Callable[..., tuple[Params, ObjectiveOutput, jax.Array]]:
     """Make gradients(state, inputs, key, frozen) -> (gradients, the objective's sums, its loss).
 
-    The gradients are at the parameters of `state`. The arguments are those of `make_train_step`.
+    The gradients are at the parameters of `state`. It takes the arguments of `make_train_step`.
     """
 
     def gradients(
@@ -133,7 +133,7 @@ def make_inputs(
 ) -> Callable[[TrainState, Batch], tuple[Batch, jax.Array]]:
     """Make inputs_of(state, batch) -> (what the objective takes, its key) of the step from `state`.
 
-    The arguments are those of `make_train_step`.
+    It takes the arguments of `make_train_step`.
     """
 
     def inputs_of(state: TrainState, batch: Batch) -> tuple[Batch, jax.Array]:

@@ -51,7 +51,7 @@ from vit_jax.run.setup.matching import say_other_names, say_places
 from vit_jax.run.setup.opener import check_mesh
 from vit_jax.run.setup.sources import check_evaluated_images, find_absent, open_evaluated
 from vit_jax.run.setup.workdir import check_store
-from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
+from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, preparation
 from vit_jax.transfer.workdir import best_step, read_class_names
 
 logger = logging.getLogger("vit_jax")
@@ -215,7 +215,8 @@ class _OfSource:
         fields = check_fields(type(source.model), given, "config.model")
         model = source.model.clone(**fields, image_size=settings.data.image_size)
         kernels = settings.model.kernels
-        model = choose_ops(with_known(model, constrain=constrain), mesh, kernels)
+        own = {"constrain": constrain, "max_tokens": settings.data.max_tokens}
+        model = choose_ops(with_known(model, **own), mesh, kernels)
         variables = transfer.init_variables(source, model, resize, keep_head=True)
         self._params, self._model_state = variables
         return model, {**self._params, **self._model_state}
@@ -234,13 +235,15 @@ class _OfSource:
 def with_ops(
     data: sections.Data, evals: Mapping[str, Evaluator], pretrained: Pretrained, sources: Sources
 ) -> dict[str, Evaluator]:
-    """`evals`, where an evaluator without ops gets those of the weights' source, see `ops_for`."""
+    """`evals`, where an evaluator without ops gets those that `preparation` gives the source."""
     found, spec = dict(evals), pretrained.spec.at(data.image_size)
+    own_shape = data.max_tokens is not None  # `data` then has the rule too
     for name, entry in evals.items():
         if not entry.ops:
             splits = config_lib.eval_splits(data, entry).values()  # one data set, one image shape
             shape = sources[next(iter(splits))].image_shape
-            found[name] = dataclasses.replace(entry, ops=ops_for(spec, shape and shape[:2]))
+            ops, _ = preparation(spec, shape, own_shape=own_shape)
+            found[name] = dataclasses.replace(entry, ops=ops)
     return found
 
 

@@ -29,8 +29,8 @@ def layer_outputs(
     """The output of every layer for images (B, H, W, 3) in the model's value range.
 
     A Transformer's layers are its blocks: (B, N, D), before the final norm. In an Axial-ViT row and
-    column blocks take turns. The layers of a BiT are its residual units, those of an EfficientNet
-    its blocks: maps (B, rows, columns, D). `params` are those of unrolled layers.
+    column blocks take turns. A BiT's layers are its residual units, and an EfficientNet's its
+    blocks: maps (B, rows, columns, D). `params` belong to unrolled layers.
     """
     with watch() as found:
         variables = {"params": params, **model_state}

@@ -20,14 +20,11 @@ from vit_jax.base.errors import InputError
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
-from vit_jax.data.native import PatchRule
-from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
-from vit_jax.models.contract import about
 from vit_jax.models.watched import as_map
-from vit_jax.transfer.pretrained import Pretrained, loss_of, ops_for
+from vit_jax.transfer.pretrained import Pretrained, loss_of, preparation
 
 OF_CLASSES = ("probabilities", "logits")
 OF_LAYERS = ("features", "dense", "attention")
@@ -66,10 +63,8 @@ def outputs(
         compute = functools.partial(_jitted, **static)
     except TypeError:  # a plug-in's model may have a list among its fields
         compute = jax.jit(functools.partial(_compute, **static))
-    most, rule = about(model).max_tokens, None
-    if most and layer is None and what in (*OF_CLASSES, "features"):  # other outputs need a square
-        rule = PatchRule(about(model).token_stride, most)
-    for found, batch in computed(pretrained, source, compute, rule=rule, **how):
+    own_shape = layer is None and what in (*OF_CLASSES, "features")  # others are maps of patches
+    for found, batch in computed(pretrained, source, compute, own_shape=own_shape, **how):
         kept = len(batch["mask"])
         yield np.asarray(found[:kept], np.float32), batch
 
@@ -83,7 +78,7 @@ def computed(
     progress: bool = True,
     record_ids: np.ndarray | None = None,
     keys: Sequence[str] = ("mask", "label"),
-    rule: PatchRule | None = None,
+    own_shape: bool = False,
 ) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
     """The results of `compute`, a jitted function, for batches of the records of `source`.
 
@@ -94,8 +89,8 @@ def computed(
       batch_size: over all devices of this process, a multiple of their number.
       progress: whether to show a progress bar.
       record_ids: int64 (n,), the records; None: all.
-      keys: those of the batch to yield.
-      rule: cuts pictures in their own shape into patches; None: images have the model's size.
+      keys: of the batch, to yield.
+      own_shape: whether `compute` takes pictures in their own shape, if the model does.
 
     Yields:
       (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
@@ -106,10 +101,11 @@ def computed(
     check_batch_size(mesh, batch_size, "batch_size")
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = on_all(mesh, (params, model_state))
-    made = spec.image_size, _host_ops(pretrained, source, rule), "evals.*.ops", rule
+    ops, rule = preparation(spec, source.image_shape, own_shape=own_shape)
+    host_ops, _ = parse_ops(ops, spec.image_size, key="preprocessing")
     batches = eval_batches(
         source,
-        image_batch(batch_size, *made),
+        image_batch(batch_size, spec.image_size, host_ops, "evals.*.ops", rule),
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
     )
@@ -161,17 +157,10 @@ _jitted = jax.jit(  # kept for more calls with an equal model
 )
 
 
-def _host_ops(
-    pretrained: Pretrained, source: Source, rule: PatchRule | None = None
-) -> tuple[HostOp, ...]:
-    spec, shape = pretrained.spec, source.image_shape
-    ops = spec.ops or "decode" if rule else ops_for(spec, shape and shape[:2])
-    return parse_ops(ops, spec.image_size, key="preprocessing")[0]
-
-
 def why_unread(pretrained: Pretrained, source: Source, record: int) -> str:
     """Why the mask of a record is 0."""
-    return why_masked(source, [_host_ops(pretrained, source)], record)[1]
+    ops, _ = preparation(pretrained.spec, source.image_shape)
+    return why_masked(source, [parse_ops(ops, pretrained.spec.image_size)[0]], record)[1]
 
 
 def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:

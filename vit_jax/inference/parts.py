@@ -1,6 +1,6 @@
 """The outputs of a model for many images, in parts: divided over processes, resumed after a kill.
 
-    FOLDER/NAME.json        what is computed, of which images, by which model: the manifest
+    FOLDER/NAME.json        which outputs, images and model: the manifest
     FOLDER/part_00000.END   of the first records, and so on
 
 A part is written whole, so the same command goes on with those that are missing, in any number of
@@ -25,7 +25,7 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs
 from vit_jax.job import processes, watchdog
-from vit_jax.transfer.pretrained import Pretrained, ops_for
+from vit_jax.transfer.pretrained import Pretrained, preparation
 
 logger = logging.getLogger("vit_jax")
 
@@ -58,14 +58,18 @@ class Parts:
         return np.arange(first, min(first + self.size, self.num_examples))
 
 
-def facts_of(pretrained: Pretrained, source: Source) -> dict[str, Any]:
-    """The facts of a manifest that decide the outputs for the records of `source`."""
-    shape, spec = source.image_shape, pretrained.spec
+def facts_of(pretrained: Pretrained, source: Source, *, own_shape: bool = True) -> dict[str, Any]:
+    """The facts of a manifest that decide the outputs for the records of `source`.
+
+    `own_shape`: as in `preparation`.
+    """
+    spec = pretrained.spec
+    ops, rule = preparation(spec, source.image_shape, own_shape=own_shape)
     return {
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(spec, shape and shape[:2]),
+        "ops": ops if rule is None else f"{ops}, {rule.most} patches of {rule.patch_size}",
         "pixels": f"{spec.image_size} {spec.mean} {spec.std}",
     }
 
@@ -87,7 +91,7 @@ def begin(
       batch_size: of the call that writes the manifest, whose parts hold whole batches.
       flag: that names the folder, for errors.
       suffix: of the files of the parts.
-      size: of the parts if a manifest states none, as those of earlier versions.
+      size: of the parts if a manifest states none, as in earlier versions.
 
     Raises:
       InputError: the folder has the parts of other images or another model.

@@ -117,7 +117,7 @@ def write_predictions(
         import pyarrow.parquet as pq
     except ImportError as e:
         raise InputError(f"{flag}={folder}: {e}; run pip install -e '.[parquet]'") from None
-    facts = facts_of(pretrained, source)
+    facts = facts_of(pretrained, source, own_shape=what != "dense")
     facts |= {"what": what, **{key: np.asarray(value).tolist() for key, value in choice.items()}}
     parts = begin(
         folder / "predictions.json", facts, source.num_examples, batch_size,

@@ -48,7 +48,7 @@ class Subject:
     """The arrays that figures show.
 
     seen: measurements over images; None: none were given.
-    other, other_name: those of a second model, and its source; else those of the model itself.
+    other, other_name: measurements of a second model, and its source; else of the model itself.
     """
 
     pretrained: Pretrained
@@ -64,8 +64,8 @@ class Subject:
 def filters_of(pretrained: Pretrained) -> np.ndarray | str:
     """The filters that see the pixels, float32 (filters, height, width, channels), as applied.
 
-    Those of a ViT are the columns of its patch embedding, those of hybrids, BiTs and EfficientNets
-    the kernels of the root convolution. A text says why a model has none.
+    A ViT's are the columns of its patch embedding; hybrids', BiTs' and EfficientNets' are the
+    kernels of the root convolution. A text says why a model has none.
     """
     found = about(pretrained.model).filters(pretrained.params)
     return found if isinstance(found, str) else np.moveaxis(np.asarray(found, np.float32), -1, 0)

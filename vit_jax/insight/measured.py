@@ -18,7 +18,7 @@ from vit_jax.data import Source, order, to_value_range
 from vit_jax.inference import layers
 from vit_jax.inference.outputs import check_size, computed
 from vit_jax.insight import attention_maps as maps
-from vit_jax.models.contract import about
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.watched import as_map, watch
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -29,7 +29,7 @@ MIN_IMAGES = 4  # of a batch, for the unbiased estimate of the alignment
 class Measured:
     """Measurements of a model on I readable images; the first few of them are shown.
 
-    names: of all images; those of the shown ones come first.
+    names: of all images; the shown ones come first.
     norms: for each layer the lengths of its output's tokens (I, N), prefix tokens first.
     grams: for each batch `gram_matrix` of every layer, (L, B, B).
     images: the shown images as the model gets them, uint8 (n, height, width, C).
@@ -56,13 +56,14 @@ class Measured:
 
 
 def with_size(pretrained: Pretrained) -> nn.Module:
-    """The model with the image size of its spec.
+    """The model for images of the size of its spec, whose maps are of one size.
 
     Raises:
       InputError: if the source states none, so that one must be chosen.
     """
     check_size(pretrained)
-    return pretrained.model.clone(image_size=pretrained.spec.image_size)
+    model = pretrained.model.clone(image_size=pretrained.spec.image_size)
+    return with_known(model, max_tokens=None)
 
 
 def measure(
@@ -80,7 +81,7 @@ def measure(
       pretrained: the model, with an image size in its spec.
       source: the images; at most `examples` of them, evenly spaced.
       batch_size: a multiple of the number of devices.
-      shown: number of images to keep maps of, evenly spaced, at most those of a batch.
+      shown: number of images to keep maps of, evenly spaced, at most a batch.
 
     Raises:
       InputError: if the model takes images of any size and none was chosen, or no image can be
@@ -120,7 +121,7 @@ def make_program(
 ) -> Callable[[tree.Params, tree.ModelState, jax.Array], dict[str, Any]]:
     """The jitted function for `measure`: variables and uint8 images (B, H, W, C) to measurements.
 
-    The attention weights of a layer are reduced before those of the next one are needed.
+    The attention weights of a layer are reduced before the next layer's are needed.
     """
     has_attention = about(model).why_no_weights is None
     grid, num_prefix = model.grid, model.num_prefix_tokens
@@ -184,7 +185,7 @@ def alignment(batches: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np
 
     Args:
       batches: the `gram_matrix` of each layer, (L, B, B), for every batch of images.
-      others: those of the same or another model for the same images, (M, B, B).
+      others: the same for layers of this or another model and the same images, (M, B, B).
 
     Source: Kornblith et al. 2019 (arXiv:1905.00414); by batches, with the unbiased estimate:
       Nguyen et al. 2020 (arXiv:2010.15327), Eqs. 3-5.
@@ -209,7 +210,7 @@ def _centred(grams_LBB: np.ndarray) -> np.ndarray:
     """Rows whose inner products are unbiased estimates of HSIC, float64 (L, B B).
 
     Source: Song et al. 2012, Feature Selection via Dependence Maximization, Eq. 5: the terms are
-    collected in U-centred matrices, of which the diagonal is 0.
+    collected in U-centred matrices, whose diagonal is 0.
     """
     grams = np.array(grams_LBB, np.float64)
     num = grams.shape[-1]

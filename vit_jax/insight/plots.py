@@ -1,4 +1,4 @@
-"""Figures of a model, of results by class and of runs; `charts` draws those of a report.
+"""Figures of a model, of results by class and of runs; `charts` draws a report's.
 
 Figures are Matplotlib's. Those of a model are as wide as a column of a paper, with text of 7
 points. Colour maps are viridis and cividis, which the colour-blind can read and which stay ordered

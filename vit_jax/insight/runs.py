@@ -221,7 +221,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 def last_values(runs: Sequence[Run]) -> dict[str, list[float | None]]:
     """{metric: its last value in each run}, and "step"; None where a run has no such metric.
 
-    Metrics of the clock (`time/...`) are left out; those of single classes come last.
+    Metrics of the clock (`time/...`) are left out; metrics of single classes come last.
     """
     found: dict[str, list[float | None]] = {"step": [run.step for run in runs]}
     of_classes = [name for name in _known(runs) if is_of_class(name)]
@@ -275,7 +275,7 @@ def _known(runs: Sequence[Run], begins: str | tuple[str, ...] = "") -> list[str]
 def evaluated(runs: Sequence[Run]) -> list[str]:
     """The metrics of evaluators that any of the runs has: by evaluator, accuracies first.
 
-    Without those of single classes.
+    Without the metrics of single classes.
     """
 
     def place(name: str) -> tuple[Any, ...]:
@@ -290,8 +290,8 @@ def evaluated(runs: Sequence[Run]) -> list[str]:
 def by_use(runs: Sequence[Run]) -> list[str]:
     """The evaluators' metrics for a table with room for some, without counts.
 
-    The main metric comes first, then the first one of each run that has none of those before it,
-    accuracies first, then the others, those of most runs first.
+    The main metric comes first, then the first one of each run that has none of the earlier ones,
+    accuracies first, then the others, beginning with the metrics of most runs.
     """
     names = [name for name in evaluated(runs) if not name.endswith("/num_examples")]
     known = [name for name in [main_metric(runs)] if name is not None]

@@ -130,7 +130,7 @@ def start(
             f"not all processes reached process 0 at "
             f"{distributed_state().coordinator_address} within "
             f"job.join_deadline_s={join_deadline_s}, or one of them has ended; see the messages "
-            "above and those of the other processes"
+            "above and the other processes' messages"
         )
         return FAILED
 

@@ -98,7 +98,7 @@ SIZES = (
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    """{field: value} for those of SIZES that the model called `name` has.
+    """{field: value} for each of SIZES that the model called `name` has.
 
     Raises:
       InputError: for an unknown name.

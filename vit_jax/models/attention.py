@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias; `key_bias` False
-    takes away that of the keys, to which softmax is blind. `relative` holds relative positions, and
+    takes away the keys' bias, to which softmax is blind. `relative` holds relative positions, and
     `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B`
     tokens of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`.
     `lora_rank` adds an adapter of that rank to the query and value projections (`LoraProduct`), as

@@ -12,12 +12,12 @@ import flax.linen as nn
 import jax
 from einops import rearrange
 
-from vit_jax.models.layers import BlockFields, EncoderBlock
+from vit_jax.models.layers import NO_CONTEXT, BlockFields, Context, EncoderBlock
 from vit_jax.models.vit import ViT
 
 
 class AxisBlock(EncoderBlock):
-    """An encoder block whose tokens attend to those of the same row, or of the same column.
+    """An encoder block whose tokens attend to the tokens of the same row, or of the same column.
 
     `grid` is the number of rows and columns. Attention takes each row or column as an image of its
     own; everything else sees all tokens of an image, as in `EncoderBlock`.
@@ -39,8 +39,8 @@ class AxisBlock(EncoderBlock):
 class AxialBlock(BlockFields, nn.Module):
     """Row attention and an MLP, then column attention and an MLP: two blocks, `row` and `column`.
 
-    Its fields and arguments are those of `EncoderBlock`, and `grid`. Both blocks drop their
-    branches with `drop_rate`. `shared` is added to the input of the first. `positions` is None and
+    It has the fields and arguments of `EncoderBlock`, and `grid`. Both blocks drop their branches
+    with `drop_rate`. Shared positions are added to the input of the first. `positions` is None and
     `num_tokens` is not used: the blocks have no tables of their own, and no padding.
 
     Shapes: (B, N, D) -> ((B, N, D), None).
@@ -57,17 +57,15 @@ class AxialBlock(BlockFields, nn.Module):
         x_BND: jax.Array,
         drop_rate: float | jax.Array,
         train: bool,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
-        assert turns is num_keys_B is None  # checked by AxialViT.find_faults
+        assert context.turns is context.num_keys_B is None  # checked by AxialViT.find_faults
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth,
             "grid": self.grid,
         }
-        if shared is not None:
-            x_BND += shared.astype(x_BND.dtype)
+        if context.positions is not None:
+            x_BND += context.positions.astype(x_BND.dtype)
         x_BND, _ = AxisBlock(**fields, within="row", name="row")(x_BND, drop_rate, train)
         return AxisBlock(**fields, within="column", name="column")(x_BND, drop_rate, train)
 
@@ -75,7 +73,7 @@ class AxialBlock(BlockFields, nn.Module):
 class AxialViT(ViT):
     """ViT with an `AxialBlock` for each of its `depth` blocks, and no class token.
 
-    The other fields are those of `ViT`, with mean pooling as the default.
+    It has the other fields of `ViT`, with mean pooling as the default.
 
     Raises: InputError for fields that contradict each other, or images of another size.
     """
@@ -107,7 +105,7 @@ class AxialViT(ViT):
             )
         if self.rotary is not None or self.registers:
             faults.append(
-                f"rotary={self.rotary!r}, registers={self.registers}: the tokens of an Axial-ViT "
-                "are those of its grid, in rows and columns; leave them out"
+                f"rotary={self.rotary!r}, registers={self.registers}: an Axial-ViT has only "
+                "the tokens of its grid, in rows and columns; leave them out"
             )
         return faults

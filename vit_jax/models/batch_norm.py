@@ -16,7 +16,7 @@ BATCH_STATS = "batch_stats"  # the collection of variables that holds running av
 class BatchNorm(nn.Module):
     """Normalise each channel, then scale and shift it; running averages serve evaluation.
 
-    In training (`train=True`) the mean and the biased variance are those of all images in the
+    In training (`train=True`) the mean and the biased variance are taken over all images in the
     global batch whose `mask` is not 0; under jit the batch may be split over any devices. If the
     collection `batch_stats` is mutable, its `mean` and `var` follow as
 

@@ -25,7 +25,7 @@ Repeat = Callable[[jax.Array, int, Any], jax.Array]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 # kernel(qkv, biases, turns, num_keys) -> (B, N, H, K): attention without dropout of three arrays
-# (B, N, H, K) plus their biases (H, K), each of which may be None; `turns` (B or 1, N, K), unless
+# (B, N, H, K) plus their biases (H, K), and each bias may be None; `turns` (B or 1, N, K), unless
 # None, turns queries and keys, see `rotary.turn`. Only the first `num_keys` tokens are keys, an int
 # or int32 (B,) by image; the others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]

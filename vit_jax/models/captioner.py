@@ -16,19 +16,17 @@ from flax import struct
 from vit_jax.config import key
 from vit_jax.models import fields
 from vit_jax.models.attention import NORMS, Attention
-from vit_jax.models.layers import EncoderBlock, EncoderFields
+from vit_jax.models.layers import NO_CONTEXT, Context, EncoderBlock, EncoderFields
 from vit_jax.models.text import Causal
 
 
 @struct.dataclass
 class Sight:
-    """The tokens that a position of a caption attends to; blocks take it as `shared`.
+    """Which tokens of its caption a position attends to, as relative positions of attention.
 
-    image_BMD: of the image, whose width may differ from the decoder's.
-    is_parallel_B: whether a position attends to the whole caption, else to those before it only.
+    is_parallel_B: whether it attends to all, else only to itself and those before it.
     """
 
-    image_BMD: jax.Array
     is_parallel_B: jax.Array
 
     def logits(self, q_BHTK: jax.Array) -> jax.Array:
@@ -40,9 +38,10 @@ class Sight:
 class DecoderBlock(EncoderBlock):
     """Pre-norm block of a decoder: attention to the caption, to the image, then an MLP.
 
-    The projections of attention have no biases.
+    The projections of attention have no biases. Its `context` holds a `Sight` as positions, and the
+    tokens of the image, whose width may differ from its own; captions have no padding, no turns.
 
-    Shapes: (B, T, D) -> ((B, T, D), None); `shared` is a `Sight`.
+    Shapes: (B, T, D) -> ((B, T, D), None).
     Source: Tschannen et al. 2023 (arXiv:2306.07915), section 3, and its published code.
     """
 
@@ -52,19 +51,17 @@ class DecoderBlock(EncoderBlock):
         x_BND: jax.Array,
         drop_rate: float | jax.Array,
         train: bool,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
-        assert turns is num_keys_B is None  # captions have no padding before their end
+        assert context.image_BMD is not None
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
         unbiased = {"qkv_bias": False, "out_bias": False}
         attention = partial(Attention, **self.block_fields(Attention) | unbiased)
         y_BND = norm(name="norm_attention")(x_BND)
-        x_BND = add(x_BND, attention(name="attention")(y_BND, y_BND, relative=shared))
+        x_BND = add(x_BND, attention(name="attention")(y_BND, y_BND, relative=context.positions))
         y_BND = norm(name="norm_image")(x_BND)
-        x_BND = add(x_BND, attention(name="image_attention")(y_BND, shared.image_BMD))
+        x_BND = add(x_BND, attention(name="image_attention")(y_BND, context.image_BMD))
         return add(x_BND, self.mlp_branch(norm(name="norm_mlp")(x_BND), train)), None
 
 
@@ -111,8 +108,9 @@ class Captioner(EncoderFields, nn.Module):
         positions_TD = self.pos_embedding[: ids_BT.shape[1]].astype(self.dtype)
         x_BTD = self.token_embedding(inputs_BT) + positions_TD[None]
         x_BTD = self.constrain(x_BTD, ("batch", None, None))
-        sight = Sight(image_BMD.astype(self.dtype), is_parallel_B)
-        return self.head(self.encoder(x_BTD, shared=sight, train=train).astype(jnp.float32))
+        context = Context(Sight(is_parallel_B), image_BMD=image_BMD.astype(self.dtype))
+        x_BTD = self.encoder(x_BTD, context=context, train=train)
+        return self.head(x_BTD.astype(jnp.float32))
 
     @property
     def num_tokens(self) -> int:

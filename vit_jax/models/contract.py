@@ -119,7 +119,7 @@ class Model(nn.Module):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """The number of tokens before those of the image."""
+        """The number of tokens before the image's own."""
         return 0
 
     @nn.nowrap
@@ -220,7 +220,7 @@ class Model(nn.Module):
 
     @nn.nowrap
     def dtypes_in_use(self, name: str) -> tuple[Any, Any]:
-        """The dtype of the parameter `name` at its first use, and that of its gradient there.
+        """The dtypes of the parameter `name` at its first use, and of its gradient there.
 
         Both are the model's, but heads compute in float32, and a ResNet's kernels are standardised
         in float32.

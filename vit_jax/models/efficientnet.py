@@ -296,8 +296,8 @@ class EfficientNet(Model):
 
     num_classes: int | None = key(..., **fields.NUM_CLASSES)
     image_size: tuple[int, int] | None = key(..., "of the images")
-    width_factor: float = key(..., "channels / those of B0", within=fields.POSITIVE)
-    depth_factor: float = key(..., "blocks / those of B0", within=fields.POSITIVE)
+    width_factor: float = key(..., "channels / B0's channels", within=fields.POSITIVE)
+    depth_factor: float = key(..., "blocks / B0's blocks", within=fields.POSITIVE)
     dropout: float = key(0.0, **fields.DROPOUT)
     stochastic_depth: float = key(0.0, **fields.STOCHASTIC_DEPTH)
     norm_momentum: float = key(0.99, "of the running batch statistics", within=fields.RATE)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from vit_jax.models.attention import NORMS, Attention, KernelAttention
 from vit_jax.models.dense import ProductParams
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.layers import EncoderBlock, LayerScale, Mlp
+from vit_jax.models.layers import NO_CONTEXT, Context, EncoderBlock, LayerScale, Mlp
 
 
 class NormParams(nn.Module):
@@ -124,26 +124,24 @@ class FastBlock(EncoderBlock):
         x_BND: jax.Array,
         drop_rate: float | jax.Array,
         train: bool,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
-        x_BND, _ = self.place(x_BND, shared)
+        x_BND, _ = self.place(x_BND, context.positions)
         assert self.ops.rows is not None
         D, rows = x_BND.shape[-1], self.ops.rows
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
+        of_keys = {"turns": context.turns, "num_keys_B": context.num_keys_B}
         kernel = None if self.qk_norm else rows.find_projections(x_BND)
         if kernel is None:
             y_BND = norm(name="norm_attention")(x_BND)
-            y_BND = self.attention_branch(y_BND, train, turns=turns, num_keys_B=num_keys_B)
+            y_BND = self.attention_branch(y_BND, train, **of_keys)
         else:
             fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
             attention = RowAttention(**fields, num_keys=self.num_tokens, name="attention")
             params = NormParams(self.norm, name="norm_attention")(D)
             scale_D = LayerScale(self.layer_scale, name="scale_attention")(D)
-            more = {"turns": turns, "scale_D": scale_D, "num_keys_B": num_keys_B}
-            y_BND, x_BND = attention(x_BND, params, kernel, **more)
+            y_BND, x_BND = attention(x_BND, params, kernel, scale_D=scale_D, **of_keys)
             dropout = Dropout(self.dropout, self.ops.draw_bytes)
             y_BND = dropout(y_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, y_BND)

@@ -7,7 +7,7 @@ Parameters are float32; the computation uses `dtype`.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -139,6 +139,24 @@ class BlockFields:
         return {name: getattr(self, name) for name in names if name in known}
 
 
+class Context(NamedTuple):
+    """What all blocks of an encoder get beside their tokens; a block takes what it can use.
+
+    positions: from `PositionEmbedding.build`: vectors, or relative positions with `logits`.
+    turns: of queries and keys, see `rotary.turn`.
+    num_keys_B: so many first tokens of each image count, the others are padding; None: all count.
+    image_BMD: tokens that the blocks of a decoder attend to besides their own.
+    """
+
+    positions: Any = None
+    turns: jax.Array | None = None
+    num_keys_B: jax.Array | None = None
+    image_BMD: jax.Array | None = None
+
+
+NO_CONTEXT = Context()
+
+
 class EncoderBlock(BlockFields, nn.Module):
     """Pre-norm block: attention, then MLP, each with a residual; or both at once (`parallel`).
 
@@ -147,10 +165,9 @@ class EncoderBlock(BlockFields, nn.Module):
 
     With `stochastic_depth`, training drops each residual branch of an example with probability
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
-    `shared`, from `PositionEmbedding.build`, comes from tables that all blocks share. Positions are
-    added to the block's input; relative positions to the attention logits; `turns`, see
-    `rotary.turn`, turn queries and keys. Only the first `num_tokens` tokens count, and of these the
-    first `num_keys_B` of each image; the others are padding; None: all count.
+    the positions of its `context` come from tables that all blocks share. Positions are added to
+    the block's input; relative positions to the attention logits. Only the first `num_tokens`
+    tokens count, the others are padding; None: all count.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -167,16 +184,14 @@ class EncoderBlock(BlockFields, nn.Module):
         x_BND: jax.Array,
         drop_rate: float | jax.Array,
         train: bool,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
     ) -> tuple[jax.Array, None]:
-        x_BND, relative = self.place(x_BND, shared)
+        x_BND, relative = self.place(x_BND, context.positions)
         norm_class = choose_norm(self.norm, self.ops)
         norm = partial(norm_class, epsilon=self.norm_eps, dtype=self.dtype)
         add = partial(self.add, drop_rate=drop_rate, train=train)
-        msa = partial(self.attention_branch, train=train, relative=relative, turns=turns)
-        msa = partial(msa, num_keys_B=num_keys_B)
+        of_keys = {"relative": relative, "turns": context.turns, "num_keys_B": context.num_keys_B}
+        msa: Callable[..., jax.Array] = partial(self.attention_branch, train=train, **of_keys)
         mlp = partial(self.mlp_branch, train=train)
         if self.parallel:
             y_BND = norm(name="norm")(x_BND)
@@ -186,12 +201,10 @@ class EncoderBlock(BlockFields, nn.Module):
         return x_BND, None
 
     @nn.nowrap
-    def attention_branch(
-        self, y_BND: jax.Array, train: bool, *, num_keys_B: jax.Array | None = None, **of_keys: Any
-    ) -> jax.Array:
+    def attention_branch(self, y_BND: jax.Array, train: bool, **of_keys: Any) -> jax.Array:
         """The attention (B, N, D) of normalised tokens, with dropout.
 
-        `of_keys`: `relative` and `turns`, see `Attention`.
+        `of_keys`: `relative`, `turns` and `num_keys_B`, see `Attention`.
         """
         attention_class: Callable[..., nn.Module] = Attention
         if self.ops.attention_kernel is not None:
@@ -199,10 +212,7 @@ class EncoderBlock(BlockFields, nn.Module):
         fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
         attention = attention_class(**fields, name="attention")
         scale_D = LayerScale(self.layer_scale, name="scale_attention")(y_BND.shape[-1])
-        last: dict[str, Any] = {"scale_D": scale_D, "train": train}
-        if num_keys_B is not None:
-            last["num_keys_B"] = num_keys_B
-        y_BND = self.mix(attention, y_BND, **of_keys, **last)
+        y_BND = self.mix(attention, y_BND, **of_keys, scale_D=scale_D, train=train)
         dropout = Dropout(self.dropout, self.ops.draw_bytes)
         return dropout(y_BND, ("batch", None, None), train=train)
 
@@ -264,8 +274,8 @@ class Encoder(BlockFields, nn.Module):
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
-    in all. `positions`, `shared`, `turns`, `num_keys_B` and, unless None, the `grid` of the tokens
-    go to every block, a `block_class` or, with kernels of rows, the block of `ops.rows`.
+    in all. `positions`, the `context` and, unless None, the `grid` of the tokens go to every block,
+    a `block_class` or, with kernels of rows, the block of `ops.rows`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -286,16 +296,15 @@ class Encoder(BlockFields, nn.Module):
         x_BND: jax.Array,
         *,
         grid: tuple[int, int] | None = None,
-        shared: Any = None,
-        turns: jax.Array | None = None,
-        num_keys_B: jax.Array | None = None,
+        context: Context = NO_CONTEXT,
         train: bool = False,
     ) -> jax.Array:
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.ops.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
-        if turns is not None:
-            turns = jnp.pad(turns, ((0, 0), (0, padding), (0, 0)))
+        if context.turns is not None:
+            turns = jnp.pad(context.turns, ((0, 0), (0, padding), (0, 0)))
+            context = context._replace(turns=turns)
         fields = self.block_fields() | {"stochastic_depth": self.stochastic_depth > 0}
         fields |= {"positions": self.positions, "num_tokens": num_tokens}
         if grid is not None:
@@ -309,16 +318,16 @@ class Encoder(BlockFields, nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, *[nn.broadcast] * 4),
+                in_axes=(0, nn.broadcast, nn.broadcast),
                 length=self.depth,
             )
             layer = layers(name="layers", **fields)
-            x_BND, _ = layer(x_BND, drop_rates, train, shared, turns, num_keys_B)
+            x_BND, _ = layer(x_BND, drop_rates, train, context)
         else:
             for i in range(self.depth):
                 block, fields["ops"] = self._block(i)
                 layer = block(name=f"layer_{i}", **fields)
-                x_BND, _ = layer(x_BND, drop_rates[i], train, shared, turns, num_keys_B)
+                x_BND, _ = layer(x_BND, drop_rates[i], train, context)
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
             norm = choose_norm(self.norm, self.ops)
             x_BND = norm(epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)

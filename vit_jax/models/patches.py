@@ -1,11 +1,14 @@
-"""Images as patches, and the choice of some of them by row.
+"""Images as patches, their embedding at other sizes, and the choice of some of them by row.
 
 Axes: B images, N patches in raster order, M of them, D width, P values of a patch (row, column,
 channel).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
 
@@ -24,6 +27,26 @@ def as_images(
     """Patches (B, N, P) as images (B, H, W, channels): the inverse of `extract_patches`."""
     (rows, columns), (p, q) = grid, patch_size
     return rearrange(patches_BNP, "b (h w) (p q c) -> b (h p) (w q) c", h=rows, w=columns, p=p, q=q)
+
+
+def resize_kernel(kernel_PD: Any, old: tuple[int, int], new: tuple[int, int]) -> jax.Array:
+    """The embedding of patches of `old` pixels (height, width) for patches of `new` pixels.
+
+    A patch that is resized bilinearly without antialiasing keeps its token where `new` is larger;
+    where it is smaller, the token is the nearest by least squares. Float32.
+    Source: Beyer et al. 2022 (arXiv:2212.08013), section 3.2, "PI-resize".
+    """
+    kernel_pqCD = rearrange(kernel_PD, "(p q c) d -> p q c d", p=old[0], q=old[1])
+    rows, columns = (_pseudo_inverse(*sides) for sides in zip(old, new, strict=True))
+    resized = jnp.einsum("yp,xq,pqcd->yxcd", rows, columns, kernel_pqCD, precision="highest")
+    return rearrange(resized, "y x c d -> (y x c) d")
+
+
+def _pseudo_inverse(old: int, new: int) -> np.ndarray:
+    """The transposed pseudo-inverse (new, old) of bilinear resizing from `old` to `new` pixels."""
+    places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    resizing = np.maximum(1 - np.abs(places[:, None] - np.arange(old)), 0)
+    return np.linalg.pinv(resizing).T.astype(np.float32)
 
 
 def row_keys(rng: jax.Array, num_rows: int) -> jax.Array:

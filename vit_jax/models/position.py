@@ -138,7 +138,7 @@ class PositionEmbedding:
     def build_checked(
         self, tables: Any = None, pictures: Pictures | None = None, filter: str = "bilinear"
     ) -> Any:
-        """The result of `build`, or of pictures that of `build_of_pictures`, unless it is None.
+        """The result of `build`, or for pictures of `build_of_pictures`, unless it is None.
 
         Raises:
           InputError: it has another shape than `acts_on` needs.

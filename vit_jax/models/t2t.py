@@ -141,7 +141,7 @@ class TokenMixer(nn.Module):
 class TokensToToken(nn.Module):
     """The token module: three soft splits, with a `TokenMixer` after each of the first two.
 
-    `remat` is a key of REMAT_POLICIES, `fields` those of the mixers.
+    `remat` is a key of REMAT_POLICIES; the mixers get `fields`.
 
     Shapes: (B, H, W, channels) -> (B, H W / 16^2, 9 K).
     """
@@ -191,7 +191,7 @@ def t2t_fields(name: str) -> dict[str, Any]:
 class T2TViT(ViT):
     """ViT on the tokens of a token module, one for every 16 x 16 pixels.
 
-    The fields are those of `ViT`. `token_module` is "performer" or "transformer", `token_width` the
+    It has the fields of `ViT`. `token_module` is "performer" or "transformer", `token_width` the
     width K of its tokens. Of the options of blocks, only `gelu`, `norm_eps` and `remat` also apply
     to the layers of the token module; `remat_layers` does not count them. `patch_size` is always
     (16, 16). `pos_embed` may also be "sincos_1d", the default: fixed sinusoids of a token's number.

@@ -15,14 +15,14 @@ from flax import struct
 
 from vit_jax.config import key
 from vit_jax.models import fields
-from vit_jax.models.layers import EncoderFields
+from vit_jax.models.layers import Context, EncoderFields
 
 Rows = TypeVar("Rows", jax.Array, np.ndarray)
 
 
 @struct.dataclass
 class Causal:
-    """Lets each token attend to itself and to those before it; blocks take it as `shared`."""
+    """Lets each token attend to itself and to those before it, as relative positions do."""
 
     def logits(self, q_BHNK: jax.Array) -> jax.Array:
         """The term added to the attention logits: (B, H, N, K) -> (B, H, N, N)."""
@@ -68,7 +68,8 @@ class TextTower(EncoderFields, nn.Module):
         positions_TD = self.pos_embedding[: ids_KT.shape[1]].astype(self.dtype)
         x_KTD = self.token_embedding(ids_KT) + positions_TD[None]
         x_KTD = self.constrain(x_KTD, ("batch", None, None))
-        return self.encoder(x_KTD, shared=Causal() if self.causal else None, train=train)
+        context = Context(Causal() if self.causal else None)
+        return self.encoder(x_KTD, context=context, train=train)
 
     @property
     def num_tokens(self) -> int:

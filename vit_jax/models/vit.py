@@ -23,7 +23,7 @@ from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
-from vit_jax.models.layers import BlockFields, Encoder, EncoderBlock, MapHead, split_blocks
+from vit_jax.models.layers import BlockFields, Context, Encoder, EncoderBlock, MapHead, split_blocks
 from vit_jax.models.own_shapes import Images, PictureFields, mean_of_first
 from vit_jax.models.patches import count_kept, count_kept_of, extract_patches, take_after
 from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
@@ -265,11 +265,11 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = self.grid_of(image_size) if self.needs_grid else None
-        of_keys: dict[str, Any] = {"shared": shared, "turns": turns}
+        context = Context(shared, turns)
         if pictures is not None:
             counts_B = pictures.counts if counts_B is None else counts_B
-            of_keys["num_keys_B"] = self.num_prefix_tokens + counts_B
-        return self.encoder(x_BND, grid=grid, **of_keys, train=train)
+            context = context._replace(num_keys_B=self.num_prefix_tokens + counts_B)
+        return self.encoder(x_BND, grid=grid, context=context, train=train)
 
     def _embed(self, images: jax.Array) -> jax.Array:
         """Embed each patch of the images as a token: the first part of Eq. 1."""

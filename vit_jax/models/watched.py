@@ -24,7 +24,7 @@ class Outputs:
     pooled: what the head gets, (B, D); None: the model has no method "features".
     tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
     layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D). A hybrid's layers
-      are those of its Transformer.
+      are its Transformer's.
     keep: int32 (B, M), the patches that tokens and layers hold, by the model's `keep_tokens`; None:
       all patches.
     """

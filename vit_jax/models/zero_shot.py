@@ -132,7 +132,7 @@ def embed_texts(
 ) -> np.ndarray:
     """The features (N, E) of texts, each of length 1.
 
-    The arguments and the errors are those of `zero_shot_head`, for the token ids of all texts.
+    The arguments and the errors are as in `zero_shot_head`, for the token ids of all texts.
     """
     vocabulary = side.matcher.text.vocabulary
     if (last := ids_NT.max()) >= vocabulary:

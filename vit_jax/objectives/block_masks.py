@@ -56,7 +56,7 @@ class Hidden(NamedTuple):
 
     views: which views of an image have any, int32 (B, U), others have none.
     mask: bool (B, U, N), the hidden patches, in raster order.
-    which: int32 (B, U, M), their raster indices, then those of other patches.
+    which: int32 (B, U, M), their raster indices, then other patches' indices.
     counts: (B, U, M), 1 for a hidden patch, 0 for another.
     """
 

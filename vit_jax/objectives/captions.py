@@ -46,7 +46,7 @@ class Captions(Contrastive):
     """Predicts each image's caption, and with `contrastive_weight` also learns from pairs.
 
     Its own parameters are a decoder, as wide and with as many heads as the model if its keys are
-    None, and, with the weight, those of `Contrastive`, whose keys then count too.
+    None, and, with the weight, `Contrastive`'s parameters, whose keys then count too.
     """
 
     decoder_width: int | None = key(None, "width of the decoder's tokens", within=POSITIVE)
@@ -121,7 +121,7 @@ class Captions(Contrastive):
 
 
 class _Captions(NamedTuple):
-    """The functions of the objective `Captions` of a model; `pairs`: those of its other term."""
+    """The functions of the objective `Captions` of a model; `pairs`: its other term's functions."""
 
     model: Model
     captioner: Captioner

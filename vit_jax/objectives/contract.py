@@ -218,8 +218,8 @@ class RunFacts(NamedTuple):
     durations: {config key: steps} for every duration of the run.
     metrics: (logits (B, C), batch) -> {name: rows} of the metrics to log.
     in_form: gives the objective's own blocks the form to compute in.
-    text: of the tokenizer of a batch's `text`; None: it has no captions. In a plan, which opens no
-      tokenizer, those of one that a run trains, with `data.vocabulary` ids.
+    text: of the tokenizer of a batch's `text`; None: it has no captions. A plan opens no
+      tokenizer and takes the facts of one that a run trains, with `data.vocabulary` ids.
     """
 
     mean: tuple[float, ...]
@@ -259,7 +259,7 @@ class ObjectivePart(sections.Objective, Part):
 
     @property
     def learns_logits(self) -> bool:
-        """Whether it learns the logits of its teachers, whose classes are then those of the run."""
+        """Whether it learns the logits of its teachers, so that the run has their classes."""
         return False
 
     @property
@@ -274,7 +274,7 @@ class ObjectivePart(sections.Objective, Part):
 
     @property
     def learns_texts(self) -> bool:
-        """Whether its own parameters are those of a `make_matcher`."""
+        """Whether its own parameters belong to a `make_matcher`."""
         return False
 
     def make_matcher(
@@ -294,7 +294,7 @@ class ObjectivePart(sections.Objective, Part):
 
     @property
     def writes_captions(self) -> bool:
-        """Whether its own parameters hold those of a `make_captioner`, as "decoder"."""
+        """Whether its own parameters hold a `make_captioner`'s, as "decoder"."""
         return False
 
     def make_captioner(

@@ -44,7 +44,7 @@ _MAX_SCALE = 100.0  # of the softmax
 
 
 class Contrastive(ObjectivePart):
-    """Matches each image with its caption among those of the batch; for zero-shot classification.
+    """Matches each image with its caption among the batch's; for zero-shot classification.
 
     Its own parameters are a text tower, the scale and the bias of the logits and, with
     `common_width`, a projection of the images' features.

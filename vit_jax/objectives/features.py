@@ -1,4 +1,4 @@
-"""The distance of a model's features to those of its teachers.
+"""The distance of a model's features to its teachers' features.
 
 Axes: B images, D width.
 Source: Wei et al. 2022 (arXiv:2205.14141), section 3.
@@ -59,7 +59,7 @@ def parse_features(text: str) -> list[Pair]:
 
 
 class Features:
-    """The distance of linear functions of the student's features to those of the teachers.
+    """The distance of linear functions of the student's features to the teachers' features.
 
     Every pair of outputs has an adapter for each teacher: a dense layer in
     `params["objective"]["adapter_PAIR_TEACHER"]`, counted from 0.

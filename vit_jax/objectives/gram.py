@@ -1,4 +1,4 @@
-"""Gram anchoring: the similarities between a student's patches stay those of an older teacher.
+"""Gram anchoring: a student's patches stay as similar to each other as an older teacher's.
 
 Axes: B images, N patches, D width, R groups of images.
 Source: Siméoni et al. 2025 (arXiv:2508.10104), section 4.2.
@@ -21,8 +21,8 @@ def gram_distance(
       y_BND: patches of the teacher.
       group: number of consecutive images of the global batch whose patches are compared with each
         other; 1: patches of one image; divides B.
-      negatives: what becomes of negative similarities: "kept"; "removed": those of both become 0;
-        "removed_from_teacher": only those of the teacher do.
+      negatives: what becomes of negative similarities: "kept"; "removed": both models' become 0;
+        "removed_from_teacher": only the teacher's do.
 
     Returns:
       (R,), float32.

@@ -10,7 +10,7 @@ To gather all texts would take B * E numbers on every device; their gradients wo
 A second round of the images, for the softmax over images, would send E numbers a row; the
 denominator that goes with the text is one.
 
-Axes: B rows of a batch, R those of a device, C texts that pass, E common width.
+Axes: B rows of a batch, R rows of a device, C texts that pass, E common width.
 Sources: Zhai et al. 2023 (arXiv:2303.15343), section 3; Radford et al. 2021 (arXiv:2103.00020),
 figure 3.
 """
@@ -85,7 +85,7 @@ class PairLoss(NamedTuple):
     def __call__(self, features: Features, rows: Rows) -> tuple[jax.Array, RowSums]:
         """The sum of the losses of all rows, and values of each row.
 
-        The gradient is that of `features`. Rows are split over the mesh of `jax.set_mesh`; without
+        It has the gradient of `features`. Rows are split over the mesh of `jax.set_mesh`; without
         one, all are computed here.
         """
         return _sums(self, features, rows)

@@ -65,7 +65,7 @@ def cross_entropies(
 ) -> jax.Array:
     """Mean cross-entropy over all pairs of a student's view and another view of the teacher.
 
-    The first G of the student's V views are those of the teacher; a view is never compared with
+    The first G of the student's V views are the teacher's; a view is never compared with
     itself.
 
     Shapes: logits (B, V, K), probabilities (B, G, K) -> (B,), float32.

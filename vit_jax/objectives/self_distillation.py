@@ -1,7 +1,7 @@
 """Self-distillation: a model predicts the outputs of its own running average for other views.
 
     loss = cross-entropy of the views' prototypes          (DINO)
-         + patch_weight * that of hidden patches           (iBOT)
+         + patch_weight * the same of hidden patches       (iBOT)
          + koleo_weight * KoLeo of the global views        (DINOv2)
          + gram_weight * distance to an older teacher's patch similarities  (DINOv3)
 
@@ -94,7 +94,7 @@ class SelfDistillation(ObjectivePart):
         None, "between copies of the teacher, from step 0; goes with gram_weight", form="interval"
     )
     gram_size: int | tuple[int, int] | None = key(
-        None, "of the Gram teacher's crops, int or (height, width) in pixels: those of the global "
+        None, "of the Gram teacher's crops, int or (height, width) in pixels: cut as the global "
         "views without ops on colours, its patches resampled to theirs; None: the global views"
     )  # fmt: skip
     gram_group: int = key(1, "images whose patches are compared", within=POSITIVE)
@@ -328,7 +328,7 @@ class _SelfDistillation:
           images: the views.
           hidden: the patches whose outputs are wanted.
           dropout_key: None leaves out the dropout.
-          model: None: that of the run.
+          model: None: the run's.
           hides: whether the model sees the mask token in place of the `hidden` patches.
           learns: whether gradients flow to the prototypes.
 

@@ -21,7 +21,7 @@ from vit_jax.objectives.forward import apply_in_training
 class Supervised(ObjectivePart):
     """Classifies `batch["image"]` (B, H, W, channels) as `batch["label"]`.
 
-    Its metrics are those of `log.metrics`.
+    `log.metrics` names its metrics.
     """
 
     learns_labels = True

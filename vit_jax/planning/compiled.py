@@ -152,8 +152,8 @@ def bounds_of(work: hlo.Work, target: Target) -> dict[str, float]:
 def kernel_table(program: hlo.Program, target: Target) -> list[dict[str, Any]]:
     """The kernels of a GPU's step without collectives, grouped by kind and by what bounds them.
 
-    The time of a kernel is that of its products at their dtype's peak, or that of its bytes at the
-    memory's bandwidth, whichever is longer.
+    A kernel takes the time of its products at their dtype's peak, or of its bytes at the memory's
+    bandwidth, whichever is longer.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for work in program.work():

@@ -186,7 +186,7 @@ def _by_compiler(
     """
     compute_s = max(figures["compiler_cycles"] / chip.cycles_per_s, flops_s)
     told = (
-        "the compiler's cycles, those of kernels by their schedules, at "
+        "the compiler's cycles, with kernels' cycles by their schedules, at "
         f"{chip.cycles_per_s / 1e9:g} GHz"
     )
     return _with_collectives(figures, chip, compute_s, hidden, added, [told])

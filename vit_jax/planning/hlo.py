@@ -119,7 +119,7 @@ class Program:
             asynchronous = each.opcode != kind or any("async" in name for name in fused) or any(
                 outer.name.startswith("async") for outer in within
             )  # fmt: skip
-            # On GPUs all collectives start and end; nothing is computed between those of some.
+            # On GPUs all collectives start and end; between some of them nothing is computed.
             asynchronous = asynchronous and '"is_sync":true' not in each.attributes
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             chain = re.search(r'chain_id="(\d+)"', each.attributes)

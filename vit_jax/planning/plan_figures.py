@@ -32,7 +32,7 @@ def describe(
 
     Args:
       counted: an experiment with the same FLOPs that is traced faster; None: `experiment`.
-      step_flops: FLOPs of a step; None: those of `counted`.
+      step_flops: FLOPs of a step; None: as many as `counted` has.
     """
     ways = batch_ways(mesh.shape)
     counted, model = counted or experiment, about(experiment.model)

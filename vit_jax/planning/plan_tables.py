@@ -174,13 +174,14 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 
 
 def stages_table(figures: dict[str, Any]) -> Table:
-    """Table of the stages of a run, with the share of the patches that training encodes."""
+    """Table of the stages of a run, with what is drawn, or the share of patches it encodes."""
     columns = ("pixels", "patches", "steps", "batch", "step", "hours", "memory")
     table = Table(*columns, title="Stages; time and cost are sums, other tables describe the last")
     for stage, estimate in zip(figures["stages"], figures["estimate"]["stages"], strict=True):
         run, peak = estimate["run"], stage["memory_bytes"]["peak"]
+        drawn = " ".join(str(each).rpartition(".")[2] for each in stage["drawn"])
         table.add_row(
-            "{} x {}".format(*stage["image_size"]), f"{stage['keep_tokens']:.0%}",
+            "{} x {}".format(*stage["image_size"]), drawn or f"{stage['keep_tokens']:.0%}",
             f"{stage['total_steps']:,}", f"{stage['global_batch_size']:,}", _ms(run["step_s"]),
             _amount(run["hours"]), _bytes(peak),
         )  # fmt: skip

@@ -251,7 +251,7 @@ def rank_layouts(settings: Settings, target: Target) -> list[Settings]:
     The fastest adds least to a step by layers that are computed again or have no kernels, by
     shares of weights that end within a tile, and by exchanges; see `calculate_layout`. Where no
     compiler refuses a layout, as for GPUs, those that may not fit come last. Without `auto` it is
-    the config in its own layout, and if none may fit, in that of least memory.
+    the config in its own layout, and if none may fit, in the layout of least memory.
     """
     if not settings.run.auto:
         return [settings]

@@ -19,10 +19,11 @@ def plan_stages(settings: Settings, target: Target, plan: Plan) -> dict[str, Any
     """
     plans = plan_each(settings, target, plan)
     if len(plans) > 1:
-        for i, (run, figures) in enumerate(zip(settings.by_stage, plans, strict=True)):
+        stages = zip(settings.stages, settings.by_stage, plans, strict=True)
+        for i, (stage, run, figures) in enumerate(stages):
             share = run.model.own.get("keep_tokens", 1.0)
             steps = settings.stages.steps_in(i, settings.run.duration)
-            figures |= {"keep_tokens": share, "total_steps": steps}
+            figures |= {"keep_tokens": share, "total_steps": steps, "drawn": [*stage.drawn]}
     return add_up(plans)
 
 

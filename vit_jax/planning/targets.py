@@ -163,7 +163,7 @@ def target_of(devices: Sequence[Any]) -> Target | None:
 
 
 def target_mesh(settings: Settings, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of the section `mesh` over the target's `devices`; None: those of `find_devices`.
+    """The mesh of the section `mesh` over the target's `devices`; None: by `find_devices`.
 
     Raises:
       InputError: the sizes do not suit the devices.

@@ -329,8 +329,8 @@ def describe(run: Run) -> None:
         if run.earlier:
             when = f"steps {stage.steps.start + 1:,} to {stage.steps.stop:,}: images of {{}} x {{}}"
             said = when.format(*stage.size)
-            if stage.tokens is not None:
-                said = f"{stage.percent} % of the steps: at most {stage.tokens} patches"
+            if stage.drawn:
+                said = "{} % of the steps: {} {}".format(stage.percent, *stage.drawn)
             logger.info(
                 "%s, share of patches %.3g, batch %d, %.3g GFLOP per image", said,
                 about(each.model).keep_tokens, stage.batch, each.flops_per_image / 1e9,
@@ -405,8 +405,8 @@ def _match_head(
         ) from None
     if places is None:
         if class_names is not None:
-            logger.warning("init_head='kept': %s gives no names of its classes; they are taken to "
-                           "be those of the data, in the same order", source)  # fmt: skip
+            logger.warning("init_head='kept': %s gives no names of its classes; they are "
+                           "taken from the data, in the same order", source)  # fmt: skip
         return pretrained
     if places == list(range(len(theirs or ()))):
         return pretrained
@@ -422,7 +422,7 @@ def compare_value_ranges(
     for key in ("mean", "std"):
         both = getattr(data, key), getattr(pretrained.spec, key)
         ours, theirs = (per_channel(values, data.channels) for values in both)
-        if len(ours) != len(theirs):  # one value, the mean, is near those of all channels
+        if len(ours) != len(theirs):  # one value, the mean, is near all channels' values
             theirs = (round(float(np.mean(theirs)), 6),) if len({*ours}) == 1 else ours
         if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             say_other_pixels(key, ours, f"init_from={init_from}", theirs)

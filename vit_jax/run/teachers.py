@@ -96,7 +96,7 @@ def _new_teacher(source: str, d: Data, form: InForm, shapes_only: bool) -> Teach
 
 
 def gives_classes(objective: ObjectivePart, data: Data) -> bool:
-    """Whether the classes of a run on unlabelled images are those of its teachers."""
+    """Whether a run on unlabelled images has the classes of its teachers."""
     unlabelled = data.name == "unlabelled" and not objective.learns_labels
     return unlabelled and bool(objective.teachers) and objective.learns_logits
 
@@ -110,7 +110,7 @@ def classes_of(teachers: Sequence[Teacher]) -> tuple[int | None, tuple[str, ...]
 def compare_classes(
     objective: ObjectivePart, teachers: Sequence[Teacher], class_names: Sequence[str] | None
 ) -> tuple[Teacher, ...]:
-    """`teachers`, each knowing whether its classes are those of the data, `class_names`.
+    """`teachers`, each knowing whether it has the classes of the data, `class_names`.
 
     Where logits are learned, classes with other names give a warning, and classes that the teacher
     does not name are logged. Where only features are, classes without names count as other ones.

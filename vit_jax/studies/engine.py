@@ -2,7 +2,7 @@
 
 A study is a subclass of `Study`, a frozen dataclass whose fields are the keys `study.*` that it
 reads, and one line in STUDIES. A key with `form="entries"` has texts "name: key=value; key=value",
-those of `cells` two names, "row | column". A study declares functions of the results so far,
+and in `cells` two names, "row | column". A study declares functions of the results so far,
 without side effects:
 
     members   its runs, each with its config, its place in the tables, and the runs before it;
@@ -307,7 +307,7 @@ class Found:
         return Best(self.measured(self.at(**places[best]), metric), near)
 
     def measured(self, members: Iterable[Member], metric: str = "") -> list[str]:
-        """The names of those of `members` that have finished, with the metric."""
+        """The names of the `members` that have finished, with the metric."""
         value_of, metric = self.study.value_of, metric or self.study.metric
         return [m.name for m in members if value_of(self.results.get(m.name), metric) is not None]
 

@@ -74,7 +74,7 @@ class FinetuneSweep(Study):
         return tries + [self._run(f"lr_{best}_seed_{seed}", best, seed, {}) for seed in seeds]
 
     def report(self, found: Found) -> Report:
-        """Rows of the sweep, the best first, those of the final runs, and their mean."""
+        """Rows of the sweep, the best first, rows of the final runs, and their mean."""
         own_split = flatten(self.config)[self._split_key]
         final = found.at(**{"scored on": own_split})
         tries = [member for member in found.members if member not in final]

@@ -5,7 +5,7 @@
     from_scratch__1_percent__seed_0
 
 An entry of `study.stages` names a method and the keys that it changes; one of `study.finetunings`
-names a fine-tuning. The config itself is that of fine-tuning, and every fine-tuning is also run
+names a fine-tuning. The config itself is the fine-tuning's, and every fine-tuning is also run
 from random weights, with the same number of steps.
 """
 

@@ -164,7 +164,7 @@ def conduct_study(study: Study, call: Call) -> int:
             refused = code == exit_codes.INPUT_WRONG
             if not (refused and len(results) == 1):  # else nothing has been written
                 _write_report(study, call, results)
-            # The data of one member may be at fault while those of others are fine.
+            # The data of one member may be at fault while the others' are fine.
             others_go = refused and {FINISHED, HANDED_OVER} & {r.state for r in results.values()}
             if code in _ENDS_THE_STUDY and not others_go:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)

@@ -329,19 +329,20 @@ def load_pretrained(
 def with_image_size(
     pretrained: Pretrained, image_size: int | Sequence[int], resize: str | None = None
 ) -> Pretrained:
-    """`pretrained` for another image size; `resize`: see `load_pretrained`.
+    """`pretrained` for images of another size; `resize`: see `load_pretrained`.
 
-    The results of a run are left out, because they belong to its own size.
+    A model of pictures in their own shape then takes images of that one size. The results of a run
+    are left out, because they belong to its own size.
 
     Raises:
       InputError: if the patch size does not divide the image size.
     """
     check_convention(resize, "resize")
     size = image_hw(image_size)
-    model = pretrained.model.clone(image_size=size)
+    model = with_known(pretrained.model.clone(image_size=size), max_tokens=None)
     params, state = fit.fit(pretrained, model, reset_head=False, resize=resize)
-    spec, run = pretrained.spec.at(size), pretrained.run
-    if run is not None and size != pretrained.spec.image_size:
+    spec, run = pretrained.spec.at(size)._replace(rule=None), pretrained.run
+    if run is not None and spec != pretrained.spec:
         run = run | {"results": {}}
     return pretrained._replace(model=model, params=params, model_state=state, spec=spec, run=run)
 

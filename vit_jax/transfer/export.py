@@ -1,7 +1,7 @@
 """Export of a model to another format, verified by reading it back, with a receipt.
 
 The receipt (JSON, and a model card for people) records the exported model, its source, and the
-largest difference between its logits and those of the exported files.
+largest difference between its logits and the exported files' logits.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ def _read_text_side(pretrained: Pretrained, writer: Format) -> TextSide | None:
 def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
     """The function images -> logits; with a text side, those for two texts of any ids."""
     # Pass parameters as an argument: XLA would fold constants and round differently. On CPUs
-    # `device_put` shares the memory of arrays of devices, such as those of a run.
+    # `device_put` shares the memory of arrays of devices, such as a run's.
     apply = partial(jax.jit(pretrained.model.apply), jax.device_put(pretrained.variables))
     if side is None:
         return apply
@@ -241,7 +241,7 @@ def _logits(pretrained: Pretrained, side: TextSide | None) -> Logits:
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
     """Compare the logits of the exported files with the model's.
 
-    Warns if all of them are 0, as those of a head that never learned.
+    Warns if all of them are 0, as with a head that never learned.
 
     Raises:
       RuntimeError: if they differ by more than rounding.

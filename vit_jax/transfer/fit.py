@@ -18,6 +18,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
+from vit_jax.models.patches import resize_kernel
 from vit_jax.models.position import RelativePositions, Resize
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.text import Matcher
@@ -144,6 +145,8 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     shared = set(field_names(type(pretrained.model))) & set(field_names(type(model)))
     # Compare `positions_at`, because pos_embed_at may be None for a default.
     values = {field: field for field in _ARCHITECTURE} | {"pos_embed_at": "positions_at"}
+    if _has_patches_to_resize(pretrained.model, model):
+        del values["patch_size"]
     flags = []
     for field in sorted(values.keys() & shared):
         theirs, ours = (getattr(m, values[field]) for m in (pretrained.model, model))
@@ -194,8 +197,8 @@ def fit(
 
     Rules, in this order: the head is dropped (`reset_head`); LoRA adapters and a norm before the
     head, which no source has, are left out; the first kernel is adapted if `model` takes another
-    number of channels; position tables are resampled if it has another grid, by the convention
-    `resize` (None: the source's).
+    number of channels, and resized if it takes patches of another size; position tables are
+    resampled if it has another grid, by the convention `resize` (None: the source's).
 
     Raises:
       InputError: one error naming every leaf that no rule makes fit.
@@ -208,7 +211,7 @@ def fit(
         new |= {name for name in wanted if is_of_head(name)}
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
     wanted = {name: leaf for name, leaf in wanted.items() if name not in new}
-    found = _adapt_channels(found, pretrained, model)
+    found = _resize_patches(_adapt_channels(found, pretrained, model), pretrained, model)
     if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
     faults = [f"{name} {leaf.shape}: the model has no such parameter"
@@ -241,6 +244,24 @@ def _adapt_channels(
         return found
     logger.info("%s: %s adapted from %d channels to %d", pretrained.source, first, old, new)
     return found | {first: adapt_kernel(found[first], old, new)}
+
+
+def _resize_patches(
+    found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module
+) -> dict[str, np.ndarray]:
+    """`found` with the embedding of patches for the patch size of `model`; see `resize_kernel`."""
+    old, new = (about(m).token_stride for m in (pretrained.model, model))
+    name = "embedding/kernel"
+    if old == new or not _has_patches_to_resize(pretrained.model, model):
+        return found
+    logger.info("%s: the embedding of patches is resized from %s to %s pixels",
+                pretrained.source, old, new)  # fmt: skip
+    return found | {name: np.asarray(resize_kernel(found[name], old, new))}
+
+
+def _has_patches_to_resize(*models: nn.Module) -> bool:
+    """Whether all embed a patch of pixels by one kernel, which `resize_kernel` takes."""
+    return all(about(model).embeds_patches for model in models)
 
 
 def position_tables(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def _image_size(
         size = source.whole_patches(image_hw(stated["image_size"], "image_size"), patch_size)
         if name.startswith("dinov2") and size[0] != size[1]:
             source.refuse([
-                "image_size={!r}: transformers takes its positions for those of a square; state "
+                "image_size={!r}: transformers takes its positions for a square's; state "
                 "the size of that square, and load it for images of {} x {}".format(size, *size)
             ])  # fmt: skip
         return size

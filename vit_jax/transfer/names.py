@@ -98,7 +98,7 @@ PATCHES = layer({".weight": ("kernel", "(p q c) d -> d c p q"), ".bias": ("bias"
 
 
 def layers_of(model: nn.Module) -> list[dict[str, int]]:
-    """The numbers of each layer: {i} of a Transformer, those of each unit of a ResNet.
+    """The numbers of each layer: {i} of a Transformer, the numbers of each unit of a ResNet.
 
     Files count blocks and units of a ResNet from 1.
     """

@@ -17,6 +17,7 @@ from vit_jax.base.errors import Faults, InputError
 from vit_jax.data.class_names import as_name
 from vit_jax.data.division import Division
 from vit_jax.data.images.formats import Reading
+from vit_jax.data.native import PatchRule
 from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
 from vit_jax.data.words import imagenet_names
 from vit_jax.models.captioner import CaptionSide
@@ -69,6 +70,8 @@ class Spec(NamedTuple):
     channels: number of channels of the images.
     fault: the reason why the stated preprocessing is not supported (`ops_for` raises it);
       None if it is supported.
+    rule: cuts pictures in their own shape, after `ops`, into the model's patches; image_size is
+      then the size of what needs one size. None: all images have image_size.
     """
 
     image_size: tuple[int, int] | None
@@ -84,6 +87,7 @@ class Spec(NamedTuple):
     decoding: int = 2
     channels: int = 3
     fault: str | None = None
+    rule: PatchRule | None = None
 
     @property
     def reading(self) -> Reading:
@@ -140,7 +144,7 @@ def with_resize(ops: str) -> str:
 def ops_of_cut(
     cut: Cut, image_size: tuple[int, int], resized: tuple[int, int] | None = None
 ) -> str:
-    """The preprocessing string for `cut`, equivalent to that of the library that crops so.
+    """The preprocessing string for `cut`, equivalent to its library's own preprocessing.
 
     timm's is transforms_imagenet_eval. `resized` is given where the share has another result.
     Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.
@@ -203,7 +207,8 @@ class Pretrained(NamedTuple):
 def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
     """The preprocessing string of a source with an image size; see `data.parse_ops`.
 
-    All commands prepare images by it. For a run it does what the run's evaluation does.
+    All commands prepare images of one size by it, see `preparation`. For a run it does what the
+    run's evaluation does.
 
     Args:
       spec: of the source.
@@ -222,6 +227,25 @@ def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
     made = next((op.gives for op in reversed(host_ops) if op.gives is not None), data_size)
     reads = data_size is not None or any(op.takes_encoded for op in host_ops[:1])
     return spec.ops if reads and not faults and made == spec.image_size else with_resize(spec.ops)
+
+
+def preparation(
+    spec: Spec, image_shape: tuple[int, ...] | None, *, own_shape: bool = True
+) -> tuple[str, PatchRule | None]:
+    """The preprocessing string of a source, and the rule that then cuts pictures into patches.
+
+    Args:
+      spec: of the source.
+      image_shape: (height, width, channels) of all images; None: they are files of any size.
+      own_shape: whether what is computed can take pictures in their own shape. If not, or if the
+        source has no rule, all images get the source's size, and the rule is None.
+
+    Raises:
+      InputError: as `ops_for`.
+    """
+    if own_shape and spec.rule is not None:
+        return spec.ops or "decode", spec.rule
+    return ops_for(spec, image_shape and image_shape[:2]), None
 
 
 def load_image(path: str | os.PathLike | bytes, spec: Spec) -> np.ndarray:

@@ -248,7 +248,7 @@ def read_json(path: epath.Path) -> dict[str, Any]:
 
 
 def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object without those of its keys that are None, and its folder if needed."""
+    """Write a JSON object without its keys that are None, and its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json({k: value for k, value in content.items() if value is not None}))
 

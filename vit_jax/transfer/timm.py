@@ -214,7 +214,7 @@ def _read_pool(config: Config, source: Source, kind: Kind) -> str:
 def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | None, bool]:
     """(image size, whether the class token has a position).
 
-    The image size is the stated one, else that of the square grid that the positions fill, else
+    The image size is the stated one, else the size of the square grid that the positions fill, else
     None. Positions of registers are added to the registers, which have none here.
     """
     p, q = source.arrays[_PATCHES].shape[2:]
@@ -330,7 +330,7 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
     args = _size_args(model) | {
         "qkv_bias": model.qkv_bias,
         "class_token": model.has_class_token,
-        # Of timm's positions, those of the class token go with those of registers: none here.
+        # timm's positions of the class token go with positions of registers: none here.
         "no_embed_class": model.registers > 0 or not model.pos_embed_class_token,
         "fc_norm": model.norm_pooled,
         "act_layer": _ACT_LAYER[model.gelu],
@@ -363,8 +363,9 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _mlp_ratio(model: nn.Module) -> float:
-    """The ratio for which timm's int(width * ratio) is the hidden width, of a DINOv2 with a gate
-    that of both layers.
+    """The ratio for which timm's int(width * ratio) is the hidden width.
+
+    A DINOv2 with a gate counts the units of both layers.
     """
     hidden = model.mlp_dim * (2 if model.gated_mlp and model.rotary is None else 1)
     ratio = hidden / model.width

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     pool: timm's name of the pooling; None: as the arrays show.
     pixels: mean and standard deviation where no file states them.
     resize: the convention by which positions are resampled.
-    heads: {width: heads} where they differ from those of a ViT of that width.
+    heads: {width: heads} where they differ from the heads of a ViT of that width.
     fields: further fields of the model.
     """
 
@@ -150,7 +150,7 @@ def is_gated(source: Source) -> bool:
 
 
 def rename_to_timm(source: Source) -> None:
-    """Give the arrays of `source` timm's names where they have those of the models' authors.
+    """Give the arrays of `source` timm's names where they have the names of the models' authors.
 
     DINOv3's `bias_mask` hides the biases of its keys, which are left out.
     """
@@ -330,7 +330,7 @@ _FORMS = {
 
 
 def find_form(model: nn.Module) -> Form | None:
-    """The form in which `model` is written; None: that of a ViT without rotary positions."""
+    """The form in which `model` is written; None: as a ViT without rotary positions."""
     if getattr(model, "rotary", None) is None:
         return None
     of_indices = "vit5" if model.norm == "rms" else "eva02"

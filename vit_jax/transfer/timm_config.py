@@ -121,8 +121,8 @@ def write(
 ) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
-    `config` holds the facts of the architecture; those of `spec` are added. Returns the files'
-    names.
+    `config` holds the facts of the architecture; the facts of `spec` are added. Returns the
+    files' names.
     """
     share, mode, interpolation, _ = spec.cut or Cut()
     size = spec.image_size

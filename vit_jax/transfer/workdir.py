@@ -23,6 +23,7 @@ from vit_jax.data.captions import kept_tokenizer, read_kept
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.division import read_division
 from vit_jax.data.ops import HostOp, full_size, parse_ops
+from vit_jax.data.preprocessing import rule_of
 from vit_jax.models import model_of
 from vit_jax.models.captioner import CaptionSide
 from vit_jax.models.contract import about, with_known
@@ -110,7 +111,7 @@ def _read_texts(
 def _read_captions(
     source: epath.Path, workdir: epath.Path, of: tuple[Any, Data], model: nn.Module, weights: str
 ) -> CaptionSide:
-    """The part of a run that writes captions; the arguments are those of `_read_texts`."""
+    """The part of a run that writes captions; it takes the arguments of `_read_texts`."""
     objective, data = of
     tokenizer = read_kept(workdir, data)
     captioner = objective.make_captioner(model, tokenizer.facts)
@@ -205,6 +206,7 @@ def _spec_of(settings: Settings, model: nn.Module, workdir: epath.Path) -> Spec:
         pixel_range=data.pixel_range,
         decoding=data.decoding,
         channels=data.channels,
+        rule=rule_of(data),
     )
 
 
@@ -224,7 +226,7 @@ def read_class_names(path: epath.Path) -> Any:
 def _evaluated_by(data: Data, evals: Sequence[Evaluator]) -> str:
     """`Spec.ops`: the ops of the evaluator that is closest to the training; "decode" without one.
 
-    Evaluators of the model's classes come first, then those of the run's own data, then those that
+    Evaluators of the model's classes come first, then of the run's own data, then evaluators that
     change images. Crops alone lose `decode`, as in `Spec.ops`, unless the images are files of any
     size, which the run crops without resizing.
     """

@@ -1,4 +1,4 @@
-"""Images of 16 bits whose values use fewer, as those of microscopes with 12."""
+"""Images of 16 bits whose values use fewer, as a microscope's with 12."""
 
 from __future__ import annotations
 

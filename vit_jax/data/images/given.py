@@ -121,7 +121,7 @@ def open_images(images: Any, reading: Reading = USUAL) -> Source:
 
 
 def _encode(i: int, image: Any, reading: Reading) -> list[tuple[str | None, bytes]]:
-    """(path if there is one, bytes) of the image, or of those of a folder.
+    """(path if there is one, bytes) of the image, or of each image of a folder.
 
     All are files, so that all are decoded alike; PNG is lossless.
     """

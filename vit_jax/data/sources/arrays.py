@@ -5,7 +5,7 @@
 A split is a pair (images, labels); a dict of columns, {"image": images, "caption": captions}, which
 may have labels; or a sequence of items: (image, label), or a dict, as data sets of torch and of
 Hugging Face give them. An array of pixels is read a batch at a time; other items one by one, in
-several threads. Item i is record i, so the order of training is that of every other source.
+several threads. Item i is record i, so training has the same order as with every other source.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def own_images(
 def _check_missing(
     request: Request, where: pathlib.Path, files: Mapping[str, File], paths: Collection[str]
 ) -> None:
-    """Raise InputError if too many of `files`, or all `paths`, those of the split, are missing."""
+    """Raise InputError if too many of `files`, or all `paths` of the split, are missing."""
     most, missing = request.max_corrupt_fraction, [p for p in files if files[p].size < 0]
     if len(missing) > most * len(files) or {*paths}.issubset(missing):
         raise InputError(
@@ -361,7 +361,7 @@ def _list_images(split_root: pathlib.Path) -> dict[str, File]:
 
 
 def _warn_of_links(base: pathlib.Path, paths: Collection[str], train_root: pathlib.Path) -> None:
-    """Warns of those of `paths` below `base` that are links to training images."""
+    """Warns of the `paths` below `base` that are links to training images."""
     root = os.path.join(os.path.realpath(train_root), "")
     if linked := [p for p in paths if os.path.realpath(base / p).startswith(root)]:
         warn_once(

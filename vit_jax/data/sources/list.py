@@ -93,7 +93,7 @@ class Lists(NamedTuple):
         return found
 
     def names(self, found: Iterable[str] | None = None) -> list[str]:
-        """The splits that can be asked for; `found`: those of a single list that has been read."""
+        """The splits that can be asked for; `found`: in a single list that has been read."""
         if len(self.by_split) == 1 and found is None:
             found = self.read("all", multi_label=True)
         has_test = "test" in {*self.by_split, *(found or ())}
@@ -101,7 +101,7 @@ class Lists(NamedTuple):
 
 
 def find_lists(data_dir: str | os.PathLike | None) -> Lists:
-    """The lists that `data_dir` names: one file, or those of a folder.
+    """The lists that `data_dir` names: one file, or all files of a folder.
 
     Raises: InputError if there is none for training, or two for a split.
     """

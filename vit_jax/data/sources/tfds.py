@@ -180,7 +180,7 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path) -> str:
 
 
 def _read_features(info: tfds.core.DatasetInfo, view: View, where: str) -> dict:
-    """The features that are read: `image` and those of `view`.
+    """The features that are read: `image` and the features of `view`.
 
     Raises: InputError if one is missing, or `image` is not of integer pixels.
     """

@@ -113,9 +113,9 @@ def measure_inference(settings: Settings, *, num_rounds: int | None = None) -> d
 def plan_inference(settings: Settings, target: Target) -> dict[str, Any]:
     """The same for a chip that is not here.
 
-    The memory is that of the chip's compiler, if it is installed; else that of this machine's CPU
-    compiler, which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at
-    a usual share of it.
+    The chip's compiler gives the memory, if it is installed; else this machine's CPU compiler,
+    which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at a usual
+    share of it.
     """
     chip, compiled_for = target.chip, target.is_compiled_for
     device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]

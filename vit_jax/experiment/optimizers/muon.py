@@ -32,16 +32,16 @@ class Muon(AdamW):
     """Jordan et al. 2024 (kellerjordan.github.io/posts/muon); match_rms: Liu et al. 2025.
 
     AdamW updates the embedding, the head, objectives' parameters, and all vectors. With `match_rms`
-    (arXiv:2502.16982, section 2.2) updates are as large as those of AdamW, whose learning rate and
-    weight decay then serve. As published first: match_rms=false, peak_lr=0.02, adamw_rate=0.015.
+    (arXiv:2502.16982, section 2.2) updates are as large as AdamW's, whose learning rate and weight
+    decay then serve. As published first: match_rms=false, peak_lr=0.02, adamw_rate=0.015.
     """
 
     b2: float = decay_of("second moment", 0.95)
     eps: float = eps_of(1e-10)
     momentum: float = decay_of("sum of the gradients", 0.95)
-    match_rms: bool = key(True, "updates of matrices are as large as those of AdamW")
+    match_rms: bool = key(True, "updates of matrices are as large as AdamW's")
     adamw_rate: float = key(
-        1.0, "learning rate of what AdamW updates / that of the matrices", within="(0, inf)"
+        1.0, "learning rate of what AdamW updates / the matrices' learning rate", within="(0, inf)"
     )
 
     def bind(self) -> optax.GradientTransformation:

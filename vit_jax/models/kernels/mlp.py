@@ -76,7 +76,7 @@ class Spec(NamedTuple):
 
     gelu: the activation, a key of `gelu.GELU`; dropout: the rate after each product; norm: "layer"
       or "rms"; keeps_hidden: whether the backward pass reads the hidden units, or computes them
-      again; blocks: those of the rows, see `find_blocks`.
+      again; blocks: of the rows, see `find_blocks`.
     """
 
     gelu: str

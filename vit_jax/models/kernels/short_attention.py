@@ -130,7 +130,7 @@ def _listed(turns_BKN: jax.Array | None) -> list[jax.Array]:
 
 
 def _turns_spec(turns_BKN: jax.Array) -> pl.BlockSpec:
-    """The block of the turns of an image; those of one for all stay where they are."""
+    """The block of the turns of an image; turns that all images share stay where they are."""
     step = int(turns_BKN.shape[0] > 1)
     return pl.BlockSpec((None, *turns_BKN.shape[1:]), lambda b, j: (step * b, 0, 0))
 
@@ -148,7 +148,7 @@ def _cost(x_BNW: jax.Array, sizes: Sizes, products: int, arrays: int) -> pl.Cost
 class _Head(NamedTuple):
     """Where a head lies in a block.
 
-    lanes: those of its group; rows: its own in the transposed group; is_last: of its group.
+    lanes: of its group; rows: its own in the transposed group; is_last: of its group.
     """
 
     lanes: slice
@@ -159,7 +159,7 @@ class _Head(NamedTuple):
 class _Layout(NamedTuple):
     """How a kernel goes through its arrays: image by image, as many heads at once as are few.
 
-    grid: images, blocks of heads; heads: those of a block; tokens, biases: the blocks of (B, N, W)
+    grid: images, blocks of heads; heads: of a block; tokens, biases: the blocks of (B, N, W)
     and of (B, 3, W).
     """
 

@@ -145,7 +145,7 @@ def _find_step(source: epath.Path, parent: epath.Path) -> int:
     if step in kept:
         return step
     raise InputError(
-        f"--init_from={source}: no such checkpoint; the run keeps those of the steps "
+        f"--init_from={source}: no such checkpoint; the run keeps checkpoints of the steps "
         f"{', '.join(map(str, sorted(kept))) or '(none yet)'} (checkpoint.keep_every)"
     )
 

@@ -58,7 +58,7 @@ def check_unchanged(
 ) -> None:
     """Raise InputError if the run that was `before` has other `settings`, or another past.
 
-    Warns of changed evaluators, whose values do not compare with those of before.
+    Warns of changed evaluators, whose values do not compare with earlier ones.
 
     `free`: keys that may differ.
     """

@@ -9,6 +9,7 @@ from vit_jax import config as config_lib
 from vit_jax.base.errors import Faults, collect_faults
 from vit_jax.config import EVALUATORS, LOSSES, Settings, with_values
 from vit_jax.config.evals import learning_kinds
+from vit_jax.data.checks import check_eval_ops
 from vit_jax.models.contract import about
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.resample import check_convention
@@ -20,7 +21,9 @@ def complete_by_source(
     """The settings of `asked` with what the source of the model states.
 
     It states the value range, how files become pixels, the loss, and the image size, which
-    `data.image_size` may set. The keys `by_user` stay, and so do others that are not as by default.
+    `data.image_size` may set: all images then have that size. Without it, a model of pictures in
+    their own shape is evaluated on such pictures. The keys `by_user` stay, and so do others that
+    are not as by default.
 
     Raises:
       InputError: lists the keys that do not suit the source.
@@ -28,6 +31,7 @@ def complete_by_source(
     config, faults = asked.to_config(), Faults()
     spec, model, source = pretrained.spec, pretrained.model, pretrained.source
     faults.check(check_convention, config.init_resize, "init_resize")
+    rule = spec.rule if config.data.image_size is None else None
     if config.data.image_size is None:
         config.data.image_size = spec.image_size
     faults.need(
@@ -36,6 +40,8 @@ def complete_by_source(
         "--config.data.image_size",
     )
     stated = _find_stated(config, pretrained, by_user, faults)
+    if rule is not None:
+        stated |= {"data.max_tokens": rule.most, "data.patch_size": rule.patch_size}
     default, found = map(config_lib.flatten, (config_lib.default_config(), config))
     config = with_values(config, {
         key: value
@@ -56,13 +62,21 @@ def complete_by_source(
     config.data.update(of_model)
     for name, entry in config.evals.items():
         faults.need(
+            rule is None or EVALUATORS.find(entry.type).takes_pictures,
+            f"evals.{name}.type={entry.type!r}: takes images of one size, and {source} pictures in "
+            f"their own shape; set --config.data.image_size={spec.image_size}",
+        )
+        faults.need(
             model.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
             f"evals.{name}.type={entry.type!r}: {source} has no classes; use one of "
             f"{', '.join(learning_kinds())}",
         )
     collect_faults(faults)
     settings, wrong = Settings.read_open(config)  # a source has no keys of training
-    collect_faults(wrong)
+    faults += wrong
+    if rule is not None:
+        check_eval_ops(settings.evals, settings.data, faults)
+    collect_faults(faults)
     return settings
 
 

@@ -1,4 +1,4 @@
-"""How a model's classes and its reading of files match those of the data."""
+"""How a model's classes and its reading of files match the data's."""
 
 import logging
 import re

@@ -117,7 +117,7 @@ class Files(Opener):
             return {}
         if config.data.num_classes not in (None, number):
             raise InputError(
-                f"data.num_classes={config.data.num_classes}: the classes are those of "
+                f"data.num_classes={config.data.num_classes}: the classes come from "
                 f"objective.teacher={','.join(settings.objective.teachers)!r}, which has {number}; "
                 "leave it out"
             )

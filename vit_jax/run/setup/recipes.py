@@ -62,7 +62,7 @@ def use_adamw(c: ConfigDict, peak_lr: float = 1e-3, weight_decay: float = 0.05) 
 def use_vit(model: ConfigDict, name: str, *sizes: int, **fields: Any) -> None:
     """Set `config.model` to a ViT with these sizes, and other fields.
 
-    `sizes` are width, depth, mlp_dim and num_heads; without them the ViT has those of its name.
+    `sizes` are width, depth, mlp_dim and num_heads; without them the ViT has its name's sizes.
     """
     names = ("width", "depth", "mlp_dim", "num_heads")
     given = dict(zip(names, sizes or (None,) * len(names), strict=True))

@@ -5,7 +5,7 @@
 A config file cannot know them:
 
     source    take_fields              model fields, size, channels and value range of `init_from`
-    model     cut_pictures             patch and image size, by `data.max_tokens`
+    model     cut_pictures             patch and image size, by `data.max_tokens` or patches drawn
     teachers  opener.Files.teachers    the number of classes of unlabelled images
     data      sources.open_training    numbers of classes and examples, order, class weights
     rule      freeze_layers            a pattern of frozen parameters, by `optimizer.last_layers`
@@ -216,8 +216,8 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
 
     Fields of the model and the image size are taken where they are None, `data.channels`,
     `data.mean`, `data.std`, `data.exif` and `data.pixel_range` where they have their defaults. If
-    `model.name` is None, the source gives it with all sizes. The sizes are otherwise those of
-    `model.name`, and must be the source's; a run of the same `model.name` gives its own sizes.
+    `model.name` is None, the source gives it with all sizes. `model.name` otherwise
+    gives the sizes, which must be the source's; a run of the same `model.name` gives its own sizes.
 
     Raises:
       InputError: the source is another model, or takes images of any size and `config` has none.
@@ -325,9 +325,13 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
 def cut_pictures(config: ConfigDict) -> Changes:
     """The patch size by which pictures in their own shape are cut, and a square of such patches.
 
-    The square, with about `data.max_tokens` patches, is the image size where that is None.
+    The square, with about `data.max_tokens` patches, is the image size where that is None. Where
+    patch sizes are drawn, the config states the one of the parameters.
     """
     settings = Settings.of(config)
+    if settings.model.patch_sizes is not None and settings.model.name is not None:
+        model = model_of(settings.model, settings.data)
+        return {"model.patch_size": model.token_stride}
     if settings.data.max_tokens is None or settings.model.name is None:
         return {}
     model = model_of(settings.model, settings.data)

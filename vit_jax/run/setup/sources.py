@@ -41,7 +41,7 @@ def open_evaluated(
 ) -> dict[SplitKey, data.Source]:
     """The splits that `evals` read; those in `opened` are not opened again.
 
-    `class_names` are those of a model that is only evaluated, None if unknown: own images get the
+    `class_names` belong to a model that is only evaluated, None if unknown: own images get the
     labels that their classes have in the model, by name. `divider` divides the user's images.
 
     Raises:

@@ -22,7 +22,7 @@ from vit_jax.models.block_ops import BlockOps
 from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.kernels.rows import Blocks
-from vit_jax.models.layers import EncoderBlock
+from vit_jax.models.layers import Context, EncoderBlock
 from vit_jax.objectives.contract import TokenPass
 
 logger = logging.getLogger("vit_jax")
@@ -58,7 +58,7 @@ def check_kernels(passes: Iterable[TokenPass], mesh: Mesh) -> None:
 
 
 def _forms(model: nn.Module) -> list[nn.Module]:
-    """`model` with the ops of the layers that it keeps, and with those of recomputed ones."""
+    """`model` with the ops of the layers that it keeps, and with the ops of recomputed ones."""
     known = about(model)
     kept = [model] if known.remat == "none" or known.remat_layers is not None else []
     return kept + [model.clone(ops=model.ops.recomputed)] * (known.remat != "none")
@@ -116,7 +116,7 @@ class BlockSample(NamedTuple):
         rngs = {"dropout": jax.random.key(1)} if train else None
 
         def apply(params: tree.Params, x: jax.Array) -> jax.Array:
-            args = x[:, :taken].astype(block.dtype), 0.0, train, None, turned
+            args = x[:, :taken].astype(block.dtype), 0.0, train, Context(turns=turned)
             out, _ = block.apply({"params": params}, *args, rngs=rngs)
             return out[:, : self.num_tokens].astype(jnp.float32)
 

@@ -81,7 +81,7 @@ def read_past(
     seconds["start"] += start_s - choose_s
     seconds["choose"] += choose_s
     unwritten_s = max(train_s - kept.steps_s, 0.0)
-    if whole.wall_s > kept.wall_s:  # then these steps are among those of the lost rows
+    if whole.wall_s > kept.wall_s:  # then these steps are among the lost rows' steps
         lost_s, unwritten_s = max(lost_s - unwritten_s, 0.0), 0.0
         seconds["lost"] += lost_s
         steps = whole.step - (restored_step or 0)

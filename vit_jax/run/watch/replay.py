@@ -76,8 +76,8 @@ def replay_program(e: Experiment, mesh: Mesh, flip: Fault | None = None) -> jax.
     the state.
 
     The step starts from `state`, with `inputs` and `key` as `step.make_inputs` makes them. Place p
-    computes the gradient of its own rows, or, if `turned`, of those of place p - 1. An objective
-    that couples rows sees those of one place; so do its groups of rows, which shrink to fit.
+    computes the gradient of its own rows, or, if `turned`, of place p - 1's. An objective that
+    couples rows sees the rows of one place; so do its groups of rows, which shrink to fit.
 
     `flip`: of an activation or a gradient, in the computation that is not turned.
     """

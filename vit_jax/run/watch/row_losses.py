@@ -30,9 +30,9 @@ def make_row_losses(
 
     Returns {"loss": (B,), "id": (B,), "mask": (B,), "rows": (n,), "images": (n, h, w, channels)}:
     the images, uint8, of the n <= 64 rows with the largest loss, as the host prepared them; of
-    several views the first. The arguments are those of `make_train_step`.
+    several views the first. It takes the arguments of `make_train_step`.
 
-    The losses are those of the step's own forward pass, with its batch statistics and random draws:
+    The losses come from the step's own forward pass, with its batch statistics and random draws:
     a row's is the derivative of the loss by the row's mask, times the weight of the batch. 0 where
     the mask is. All are NaN if the objective couples rows, or if their mean is not the step's loss
     because it uses the mask otherwise than as a factor.

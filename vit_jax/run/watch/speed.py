@@ -101,7 +101,7 @@ class Throughput:
         """Metrics since the last reading; `step` is the number of steps done.
 
         `time/seconds`: training so far; `time/images_per_s`: over all devices;
-        `time/mfu`: a fraction, absent if the chip's peak is unknown; and those of `read_pauses`.
+        `time/mfu`: a fraction, absent if the chip's peak is unknown; and all of `read_pauses`.
         """
         now = self.clock()
         seconds = now - self._since
