@@ -543,7 +543,7 @@ MUTATIONS = [
     M("vit_jax/studies/grid.py", 'if k.startswith("model.")', "",
       "studies/test_grid.py::"
       "test_each_cell_keeps_its_best_candidate_for_the_other_seeds_and_fine_tuning"),
-    M("vit_jax/data/subset.py", 'drawn[np.argsort(_rank_in_class(labels), kind="stable")]',
+    M("vit_jax/data/subset.py", 'drawn[np.argsort(rank_in_class(labels), kind="stable")]',
       "drawn",
       "data/test_subset.py::test_balanced_parts_have_as_many_of_each_class"),
     M("vit_jax/evaluators/mapped.py", 'if among == "mapped":', "if False:",
@@ -630,6 +630,11 @@ MUTATIONS = [
       "curation/test_duplicates.py::test_all_pairs_up_to_a_distance_are_found"),
     M("vit_jax/curation/duplicates.py", "b >= first_own and not out[a]", "b >= first_own",
       "curation/test_duplicates.py::test_of_several_the_first_stays_and_those_of_other_sets_always"),
+    M("vit_jax/curation/clusters.py", "np.flatnonzero(sizes > level)",
+      "np.flatnonzero(sizes >= level)",
+      "curation/test_curate.py::test_a_number_is_split_evenly_as_far_as_clusters_have_so_many"),
+    M("vit_jax/curation/nearest.py", "np.argpartition(-best,", "np.argpartition(best,",
+      "curation/test_curate.py::test_the_records_most_like_another_set"),
     # configs and the tables behind them
     M("configs/augreg.py", '"sigmoid", -10.0', '"sigmoid", 0.0',
       "test_configs.py::test_recipe_is_the_papers"),

@@ -12,8 +12,8 @@ from read_settings import settings_of, splits_of
 from vit_jax.config import base_config, classification, train_split
 from vit_jax.data import image_batch, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.contract import Source
-from vit_jax.data.exclusion import exclusion_to_bytes
 from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.id_files import ids_to_bytes
 from vit_jax.data.records import RecordFiles
 from vit_jax.data.subset import leave_out
 
@@ -43,7 +43,7 @@ def open_insects(root, reader="offsets", **more):
 @pytest.fixture(scope="module")
 def listed(folder):
     path = folder / "exclude.npz"
-    path.write_bytes(exclusion_to_bytes(open_insects(folder), OUT))
+    path.write_bytes(ids_to_bytes(OUT, open_insects(folder).fingerprint))
     return str(path)
 
 
@@ -120,25 +120,25 @@ def test_a_plan_counts_what_is_left(folder, tmp_path):
     c = config_of(folder, str(tmp_path / "digits.npz"))
     c.data.name = "digits"
     digits = make_source("digits", split="train", image_size=SIZE)
-    (tmp_path / "digits.npz").write_bytes(exclusion_to_bytes(digits, OUT))
+    (tmp_path / "digits.npz").write_bytes(ids_to_bytes(OUT, digits.fingerprint))
     assert with_known_facts(c).data.num_examples == digits.num_examples - 5
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "not a list of records"),
-        (b"no archive", "not a list of records"),
-        ("other", "is not the data of this list, or has changed"),
+        (None, "there is no such file"),
+        (b"no archive", "is not a file of record ids"),
+        ("other", "is not the data of this file, or has changed"),
         ("all", "has no other records"),
     ],
 )
 def test_lists_that_are_refused(folder, tmp_path, content, said):
     path, source = tmp_path / "exclude.npz", open_insects(folder)
     if content == "other":
-        content = exclusion_to_bytes(make_source("digits", split="train", image_size=SIZE), OUT)
+        content = ids_to_bytes(OUT, "of other data")
     elif content == "all":
-        content = exclusion_to_bytes(source, np.arange(30))
+        content = ids_to_bytes(np.arange(30), source.fingerprint)
     if content is not None:
         path.write_bytes(content)
     with at_fault("data.exclude") as error:

@@ -9,7 +9,7 @@ import importlib
 import types
 
 COMMANDS = ("train", "branch", "evaluate", "predict", "export", "push", "benchmark", "plan",
-            "study", "label", "report", "status", "figures", "prepare",
+            "study", "label", "report", "status", "figures", "prepare", "curate",
             "duplicates", "check", "doctor", "certify", "configs", "models", "keys")  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.curation import duplicates as found_in
     from vit_jax.curation.prepare import Progress, in_processes
     from vit_jax.curation.shards import open_split
-    from vit_jax.data.exclusion import exclusion_to_bytes
+    from vit_jax.data.id_files import ids_to_bytes
     from vit_jax.insight.pages import write_page
     from vit_jax.insight.tables import as_csv
 
@@ -109,7 +109,7 @@ def main(flags: argparse.Namespace) -> int:
     contents = {
         "pairs.csv": as_csv([*found_in.table_of(found, sources)]),
         "page.html": write_page("Near duplicates", found_in.sections_of(found, sources)),
-        "exclude.npz": exclusion_to_bytes(sources[-1], out),
+        "exclude.npz": ids_to_bytes(out, sources[-1].fingerprint),
     }
     for name, content in contents.items():
         files.write_whole(flags.output / name, content)

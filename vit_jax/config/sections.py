@@ -142,7 +142,7 @@ class Data(OpenSection):
     subset: str | None = key(
         None,
         'a part of the training data, "1000" images or "10%" of them; for each subset_seed a '
-        "smaller part is within every larger one; None: all",
+        "smaller part is within every larger one; or a file of `curate`, FILE.npz; None: all",
     )
     subset_balanced: bool = key(False, "the same number of each class, as far as it has so many")
     subset_seed: int = key(0, "of the draw")

@@ -27,6 +27,7 @@ from etils import epath
 from vit_jax import data
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import is_object, read_json, replaced, write_whole
+from vit_jax.config import own_split
 from vit_jax.config.sections import Data
 from vit_jax.curation.formats import Facts, Row, find_format
 from vit_jax.curation.pictures import Picture, Rule, read_pictures
@@ -113,7 +114,9 @@ def open_split(
         split=split,
         image_size=d.image_size or _SYNTHETIC,
         data_dir=d.data_dir,
+        classes=d.classes,
         exclude=d.exclude if split == d.split else None,
+        subset=own_split(d).subset if split == d.split else None,
         own=d.own,
         divider=divider or data.Divider(anew=True),
         multi_label=d.multi_label or None,

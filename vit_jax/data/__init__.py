@@ -14,7 +14,7 @@ from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.contract import DataSet, Request, Source, count_labels, read_labels
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
-from vit_jax.data.exclusion import exclude as exclude_records
+from vit_jax.data.id_files import ids_in
 from vit_jax.data.mixture import (
     concatenate,
     held_alike,
@@ -32,6 +32,7 @@ from vit_jax.data.subset import (
     give_channels,
     keep_classes,
     keep_subset,
+    leave_out,
     match_classes,
     soften,
 )
@@ -55,7 +56,7 @@ def make_source(
       name: one of SOURCES, a task of VTAB-1k (`vtab/dtd`), or a prepared TFDS data set
         (`cifar10`, `sun397/tfds:4.0.0`).
       split, image_size, data_dir: see `Request`.
-      exclude: file of the records to leave out (`exclusion.py`); None keeps all.
+      exclude: file of the records to leave out (`id_files.py`); None keeps all.
       classes: the labels to keep (`keep_classes`); None keeps all.
       subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
       own: keys that sources add to `config.data`; a data set gets those that it declares.
@@ -69,7 +70,7 @@ def make_source(
     source = give_channels(data_set.open(request), request.channels)
     _check_facts(source, request, ("multi_label",))
     if exclude is not None:
-        source = exclude_records(source, exclude)
+        source = leave_out(source, ids_in(source, exclude, "data.exclude"))
     if classes is not None:
         source = keep_classes(source, classes)
     if subset is not None:

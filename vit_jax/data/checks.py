@@ -6,6 +6,7 @@ from vit_jax.base.errors import Faults
 from vit_jax.config import SOURCES, Evaluator
 from vit_jax.config.parts import LARGEST_SIDE
 from vit_jax.config.sections import Data
+from vit_jax.data.id_files import SUFFIX
 from vit_jax.data.mixture import mixed_keys
 from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order
@@ -72,6 +73,10 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
+        faults.need(
+            not (d.subset_balanced and d.subset.endswith(SUFFIX)),
+            f"data.subset_balanced=True: data.subset={d.subset!r} names its records; leave out one",
+        )
     faults.need(
         not (d.soft_labels and d.multi_label),
         "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",

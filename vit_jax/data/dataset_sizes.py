@@ -8,8 +8,8 @@ from typing import Any
 from vit_jax.base.errors import InputError
 from vit_jax.config import SOURCES
 from vit_jax.config.sections import Data
-from vit_jax.data.exclusion import read_exclusion
 from vit_jax.data.host_tf import tfds
+from vit_jax.data.id_files import read_ids
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.order import resolve_chunk_size, resolve_order
 from vit_jax.data.sources.tfds import count_examples
@@ -47,7 +47,7 @@ def known_facts(data: Data, global_batch_size: int) -> dict[str, Any]:
     )
     if d.num_examples is None:
         if d.exclude is not None:
-            num_examples -= len(read_exclusion(d.exclude)[0])
+            num_examples -= len(read_ids(d.exclude, "data.exclude")[0])
         if d.subset is not None:
             num_examples = subset_size(d.subset, num_examples, f"{d.name} {d.split}")
         parts = ((part.name, part.split or d.split) for part in parse_mix(d.mix))

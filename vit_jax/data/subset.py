@@ -13,6 +13,7 @@ import numpy as np
 from vit_jax.base.errors import InputError, few
 from vit_jax.data.contract import Source, fingerprint, read_labels
 from vit_jax.data.host_tf import tf
+from vit_jax.data.id_files import SUFFIX, ids_in, read_ids
 from vit_jax.data.images.formats import with_channels
 
 
@@ -92,15 +93,19 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
 def subset_size(size: str, whole: int | None, where: str) -> int:
     """The number of records of a part of `whole`; a share is rounded, but at least 1.
 
-    `where` names the split in errors. If `whole` is None, only the form is checked.
+    `size` may be a file of ids too. `where` names the split in errors. If `whole` is None, only the
+    form is checked.
 
-    Raises: InputError if `size` is neither a number nor a share, or larger than `whole`.
+    Raises: InputError if `size` is neither a number nor a share nor such a file, or larger than
+      `whole`.
     """
+    if size.endswith(SUFFIX):
+        return 0 if whole is None else len(read_ids(size, "data.subset")[0])
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", size.replace(" ", ""))
     number = 0.0 if found is None else float(found[1])
     is_share = found is not None and found[2] == "%"
     if number <= 0 or (number > 100 if is_share else not number.is_integer()):
-        raise InputError(f"data.subset={size!r}: needs a number such as 1000, or 10%")
+        raise InputError(f"data.subset={size!r}: needs a number such as 1000, 10% or FILE.npz")
     if whole is None:
         return 0
     count = max(round(number * whole / 100), 1) if is_share else int(number)
@@ -110,19 +115,33 @@ def subset_size(size: str, whole: int | None, where: str) -> int:
 
 
 def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0) -> Source:
-    """A random part of `source`; records keep their order.
+    """A random part of `source`, or the records of a file; records keep their order.
 
     For one seed, each part is within every larger one, balanced ones within balanced ones.
 
     Args:
-      size: the number of records, "1000", or a share, "10%".
+      size: the number of records, "1000", or a share, "10%"; or a file of ids, "FILE.npz".
       balanced: take equally many records of each class; their numbers differ by 1 at most, except
         that a class with too few records contributes all it has. This reads the labels of the whole
         split; a record whose label cannot be read is left out.
       seed: of the draw.
 
-    Raises: InputError if `source` has fewer records, or `balanced` and several labels an image.
+    Raises: InputError if `source` has fewer records, `balanced` and several labels an image, or the
+      ids are those of other data.
     """
+    if size.endswith(SUFFIX):
+        kept = ids_in(source, size, "data.subset")
+        if not len(kept):
+            raise InputError(f"data.subset={size!r}: names no record; write it again")
+    else:
+        kept = np.sort(_draw(source, size, balanced, seed))
+    which = hashlib.sha256(kept.tobytes()).hexdigest()
+    return dataclasses.replace(
+        keep_records(source, kept), fingerprint=fingerprint("subset", source.fingerprint, which)
+    )
+
+
+def _draw(source: Source, size: str, balanced: bool, seed: int) -> np.ndarray:
     where = f"{source.name} {source.split}"
     drawn = np.random.default_rng(seed).permutation(source.num_examples)
     if balanced:
@@ -130,15 +149,11 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
             raise InputError(f"data.subset_balanced=True: {where} has several labels an image")
         labels = read_labels(source, 0, source.num_examples)[drawn]
         drawn, labels = drawn[labels >= 0], labels[labels >= 0]
-        drawn = drawn[np.argsort(_rank_in_class(labels), kind="stable")]
-    kept = np.sort(drawn[: subset_size(size, len(drawn), where)])
-    which = hashlib.sha256(kept.tobytes()).hexdigest()
-    return dataclasses.replace(
-        keep_records(source, kept), fingerprint=fingerprint("subset", source.fingerprint, which)
-    )
+        drawn = drawn[np.argsort(rank_in_class(labels), kind="stable")]
+    return drawn[: subset_size(size, len(drawn), where)]
 
 
-def _rank_in_class(labels: np.ndarray) -> np.ndarray:
+def rank_in_class(labels: np.ndarray) -> np.ndarray:
     """For each label, how many equal ones stand before it."""
     by_class = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[by_class], labels[by_class])
@@ -161,7 +176,13 @@ def leave_out(source: Source, excluded: np.ndarray) -> Source:
 
     Records keep their order, and neighbours are read together as before. Only `excluded` takes
     memory: record k of the new source is record k + #{i: excluded[i] - i <= k} of the old one.
+
+    Raises: InputError if it leaves nothing.
     """
+    if len(excluded) == source.num_examples:
+        raise InputError(
+            f"data.exclude: {source.name} {source.split} has no other records; exclude fewer"
+        )
     gaps = excluded - np.arange(len(excluded))
     gaps_tensor, files = tf.constant(gaps, tf.int64), source.record_files
 
