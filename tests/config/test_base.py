@@ -127,6 +127,7 @@ def test_change_of_a_key_on_resume(config, key):
         "data.reader",
         "data.max_corrupt_fraction",
         "data.tokenizer",
+        "data.exclude",
         "auto",
         "model.remat",
         "model.remat_layers",

@@ -263,10 +263,10 @@ def verify(output: epath.Path) -> list[str]:
         for file, expected in manifest["files"].items()
         if (fault := _fault_of(output / file, expected))
     ]
-    settings = dict(manifest["settings"])
-    data = Data(**reading_of(output, settings.pop("format")))
-    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    data = dataclasses.replace(data, **lists)
+    stored = manifest["settings"].items()
+    keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored}
+    keys |= reading_of(output, keys.pop("format"))
+    data = Data(**keys)
     return faults or [
         f"{split}: {fault}"
         for split, expected in manifest["splits"].items()
