@@ -38,8 +38,8 @@ def read_ids(path: str | os.PathLike, key: str) -> tuple[np.ndarray, str]:
         raise InputError(f"{where}: there is no such file") from None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
         raise InputError(
-            f"{where}: is not a file of record ids ({e}); `vit_jax duplicates` and `vit_jax curate` "
-            "write them"
+            f"{where}: is not a file of record ids ({e}); `vit_jax duplicates` or `vit_jax curate` "
+            "writes one"
         ) from None
     if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any():
         raise InputError(f"{where}: needs `record`, rising numbers of int64 (n,)")
@@ -55,7 +55,7 @@ def ids_in(source: Source, path: str | os.PathLike, key: str) -> np.ndarray:
     in_range = not len(ids) or 0 <= ids[0] <= ids[-1] < source.num_examples
     if fingerprint != source.fingerprint or not in_range:
         raise InputError(
-            f"{key}={os.fspath(path)!r}: {source.name} {source.split} is not the data of this file, "
-            "or has changed since; write it again with the same keys of data"
+            f"{key}={os.fspath(path)!r}: {source.name} {source.split} is not the data of this "
+            "file, or has changed since; write it again with the same keys of data"
         )
     return ids
