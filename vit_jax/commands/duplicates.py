@@ -60,7 +60,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--similarity", type=float, default=0.95,
-        help="the least cosine of features of near pictures; default: 0.95",
+        help="the least cosine of features of near pictures; default: 0.95, a guess: see page.html",
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -136,12 +137,12 @@ def _duplicates(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Se
 def _captions(source: Source) -> list[Section]:
     if source.captions is None:
         return []
-    longest = list[tuple[int, str, str]]()
-    for i, captions in enumerate(source.captions(range(source.num_examples))):
-        texts = (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
-        longest += ((len(text), source.record_name(i), text) for text in texts)
-        longest = sorted(longest, reverse=True)[:_LISTED] if len(longest) > 1000 else longest
-    rows = sorted(longest, reverse=True)[:_LISTED]
+    texts = (
+        (len(text), source.record_name(i), text)
+        for i, captions in enumerate(source.captions(range(source.num_examples)))
+        for text in (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
+    )
+    rows = heapq.nlargest(_LISTED, texts)
     said = f"the longest has {rows[0][0]:,} characters" if rows else "there are none"
     return [Section("captions", "ok", said, table=[("characters", "picture", "caption"), *rows])]
 
