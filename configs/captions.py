@@ -45,7 +45,7 @@ WORDS = {
     "pairs": "adds the contrastive loss of siglip, for search and classification by words",
     "folder": "your own pictures and a list of their captions",
     "cifar10": "made captions of CIFAR-10, for tools/words_cifar10.py",
-    "debug": "20 steps of tiny towers on made-up images",
+    "debug": "20 steps of tiny towers on made-up images, with folder on your own",
 }
 
 
@@ -72,7 +72,7 @@ def get_config(arg=""):
             every="5000 steps", ops=EVAL_OPS, shots=(5,),
         )  # fmt: skip
     if "debug" in chosen:
-        debug_on_captions(c)
+        debug_on_captions(c, own="folder" in chosen)
     return c
 
 

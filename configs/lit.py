@@ -32,7 +32,7 @@ from vit_jax.run.setup.recipes import (
 
 WORDS = {
     "folder": "your own pictures and a list of their captions, a text tower of 4 layers",
-    "debug": "20 steps of tiny towers on made-up images",
+    "debug": "20 steps of tiny towers on made-up images, with folder on your own",
 }
 
 
@@ -59,5 +59,5 @@ def get_config(arg=""):
         )
     if "debug" in chosen:
         c.model.name, c.init_from, c.init_fields = "ViT-B/16", "scratch", "config"
-        debug_on_captions(c)
+        debug_on_captions(c, own="folder" in chosen)
     return c

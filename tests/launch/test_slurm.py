@@ -232,42 +232,6 @@ def wait_until(condition, timeout_s=300):
         time.sleep(0.2)
 
 
-# In the place of Python: a run of 100 steps that saves its fifth one when it is stopped.
-STAND_IN = """#!/usr/bin/env bash
-for word; do
-  case $word in
-  --workdir=*) workdir=${word#*=} ;;
-  --num_processes=*) number=${word#*=} ;;
-  --process_id=*) id=${word#*=} ;;
-  esac
-done
-echo "devices: $number x cpu on $number host(s)"
-if [ -e "$workdir/saved_by_$id" ]; then
-  echo "start: resumed at step 5"
-  echo "step 100/100"
-  if [ $id = 0 ]; then echo '{"step": 100}' > "$workdir/summary.json"; fi
-  exit
-fi
-stop() {
-  : > "$workdir/saved_by_$id"
-  echo "stopped by SIGTERM at step 5; run the same command to continue"
-  exit 75
-}
-trap stop TERM
-echo "step 5/100"
-while sleep 0.1; do :; done
-"""
-
-
-@pytest.fixture(params=["a stand-in", pytest.param("vit_jax", marks=pytest.mark.slow)])
-def program(request, monkeypatch, tmp_path):
-    """The program of the job: `python -m vit_jax.main`, or what says the same in no time."""
-    if request.param == "a stand-in":
-        (tmp_path / "python").write_text(STAND_IN)
-        (tmp_path / "python").chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-
-
 def submit(slurm, call, workdir):
     code, out, err = call(
         slurm, "--processes_per_node=2", "--time=00:10:00", "--", QUICKSTART,
@@ -277,9 +241,7 @@ def submit(slurm, call, workdir):
     return out.split()[2].rstrip(";")
 
 
-def test_preempted_job_is_requeued_and_resumes(
-    node, program, slurm, call, tmp_path, monkeypatch, request
-):
+def test_preempted_job_is_requeued_and_resumes(node, slurm, call, tmp_path, monkeypatch, request):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(request.config.cache.mkdir("jax")))
     workdir = tmp_path / "work dir"
     number = submit(slurm, call, workdir)

@@ -8,6 +8,7 @@ from numpy_vit import dense, encoder_block, float64, layer_norm, random_params
 
 from vit_jax.models import create_model
 from vit_jax.objectives.patches import check_patches
+from vit_jax.transfer.shapes import abstract_params
 
 # The paper's table of models: width, layers, MLP, channels of the stem; millions of parameters.
 SIZES = {
@@ -40,10 +41,8 @@ def by_hand(name):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes(name):
-    """test_families.py compares the formula with the model."""
-    model = create_model(name)
-    found = model.width, model.depth, model.mlp_dim, model.stem_channels
-    assert found == SIZES[name] and round(by_hand(name)[0] / 1e6, 1) == MILLIONS[name]
+    params = sum(leaf.size for leaf in abstract_params(create_model(name)).values())
+    assert round(params / 1e6, 1) == MILLIONS[name]
 
 
 def convolve(kernel, x_HWC, stride):

@@ -55,7 +55,10 @@ def test_a_step_reads_kept_features_instead_of_images(tmp_path, monkeypatch):
         x_ND = np.load(file)
         x_ND[np.asarray(batch["id"])[0]] = np.nan
         np.save(file, x_ND)
-        again = next(with_kept_features(asked_for, state).batches(range(1)))
+        later = state.replace(step=state.step + 1)
+        again = next(with_kept_features(asked_for, later).batches(range(1)))
+        with pytest.raises(TypeError):  # at step 0 they are computed anew
+            with_kept_features(asked_for, state)
     assert again["mask"][0] == 0 and again["mask"][1:].all()
     assert not np.isnan(again["features"]).any()
 

@@ -22,7 +22,7 @@ class Lazy:
     of: "Lazy | None" = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self[()].astype(np.float32 if dtype is None else dtype, copy=False)
+        return np.asarray(self[()], np.float32 if dtype is None else dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         index = index if isinstance(index, tuple) else (index,)

@@ -157,7 +157,17 @@ def open_leaves(step_dir: epath.Path, names: Iterable[str]) -> dict[str, Lazy]:
     def open_leaf(name: str) -> Lazy:
         kvstore = {"driver": "ocdbt", "base": base, "path": name.replace("/", ".") + "/"}
         array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
-        return Lazy(array.shape, lambda index: array[index].read().result(), agreed=True)
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            try:
+                return array[index].read().result()
+            except (OSError, ValueError) as e:
+                raise InputError(
+                    f"checkpoint {step_dir}: {name} cannot be read any more ({e}); if the run that "
+                    "wrote it goes on, give a step that it keeps"
+                ) from None
+
+        return Lazy(array.shape, read, agreed=True)
 
     return {name: open_leaf(name) for name in names}
 

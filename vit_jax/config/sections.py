@@ -94,8 +94,8 @@ class Model(OpenSection):
         "the end", form="duration",
     )  # fmt: skip
     patch_sizes: int | None = key(
-        None, 'drawn for each step by shares, "16@0.5, 32@0.5"; patch_size, which the parameters '
-        "and evaluations have, is one of them; None: all steps have it", form="draws",
+        None, 'drawn for each step, "16@0.5, 32@0.5", among them patch_size, which the parameters '
+        "and evaluations have; None: all steps have it", form="draws",
     )  # fmt: skip
 
 

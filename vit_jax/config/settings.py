@@ -225,7 +225,7 @@ class Settings:
         if patches is None:
             batches = [batch * (4 * draws[-1][0] // number) // 4 for number, _ in draws]
             return make_draws(key, draws, size, batches, run.duration, run.seed)
-        own = self.model.own["patch_size"]
+        own = self.model.own.get("patch_size")
         draws.sort(key=lambda draw: as_pair(draw[0]) == as_pair(own))
         batches = [batch] * len(draws)
         return make_draws("model.patch_size", draws, size, batches, run.duration, run.seed)

@@ -2,7 +2,7 @@
 
     parts of sets ──look_at──> hashes ──keys_of──> equal keys ──pairs_within──> pairs ──> left out
 
-Two pictures are near if the PDQ hash of one and that of the other, or of its mirror image, differ
+Two pictures are near if the PDQ hash of one differs from the other's, or from its mirror image's,
 in at most `distance` of 256 bits. Two hashes are compared if they have a key in common: the same 16
 bits but one, or in large sets the same 32 bits. Processes of this machine and Apache Beam call the
 same functions.

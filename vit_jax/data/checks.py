@@ -77,6 +77,11 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
             not (d.subset_balanced and d.subset.endswith(SUFFIX)),
             f"data.subset_balanced=True: data.subset={d.subset!r} names its records; leave out one",
         )
+        faults.need(
+            not (d.exclude is not None and d.subset.endswith(SUFFIX)),
+            f"data.exclude={d.exclude!r}: data.subset={d.subset!r} names records of the whole "
+            "split; leave out one",
+        )
     faults.need(
         not (d.soft_labels and d.multi_label),
         "data.soft_labels=True: excludes data.multi_label=True; set one of them to false",

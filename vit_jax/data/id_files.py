@@ -49,7 +49,7 @@ def read_ids(path: str | os.PathLike, key: str) -> tuple[np.ndarray, str]:
 def ids_in(source: Source, path: str | os.PathLike, key: str) -> np.ndarray:
     """The ids of a file, int64 (n,).
 
-    Raises: InputError naming `key` if it is not a file of ids, or they are those of other data.
+    Raises: InputError naming `key` if it is not a file of ids, or they are ids of other data.
     """
     ids, fingerprint = read_ids(path, key)
     in_range = not len(ids) or 0 <= ids[0] <= ids[-1] < source.num_examples

@@ -21,39 +21,9 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     A section whose part is in fault has none, and is not checked further.
     """
     loss, o, schedule = settings.loss, settings.optimizer, settings.schedule
-    objective, names = settings.objective, settings.log.metrics
+    objective = settings.objective
     if isinstance(objective, Part):
-        name = objective.name
-        faults += objective.conflicts(settings)
-        if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
-            warn_of_removal("find_conflicts(config)", "conflicts(settings)")
-            faults += objective.find_conflicts(settings.to_config())
-        faults.need(
-            settings.data.max_tokens is None or objective.takes_pictures,
-            f"objective.name={name!r}: learns from images of one size; set data.image_size and "
-            "--config.data.max_tokens=None",
-        )
-        of_texts = settings.run.init_texts_from
-        faults.need(
-            of_texts is None or objective.learns_texts,
-            f"init_texts_from={of_texts!r}: objective.name={name!r} learns no texts; leave it out",
-        )
-        faults.need(
-            not settings.data.keep_features or objective.takes_features,
-            f"data.keep_features=True: objective.name={name!r} reads images; set it to False",
-        )
-        faults.need(
-            settings.model.patch_sizes is None or objective.takes_pictures,
-            f"objective.name={name!r}: learns from patches of one size; set "
-            "--config.model.patch_sizes=None",
-        )
-        faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
-        for metric in {*(names or ())} & _OF_STEPS:
-            faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")
-        faults.need(
-            not names or objective.learns_labels,
-            f"log.metrics={names!r}: objective.name={name!r} learns no labels; set it to None",
-        )
+        _check_objective(settings, objective, faults)
     if isinstance(loss, Part):
         faults.check(loss.bind)
         learns = settings.model.name is not None and getattr(objective, "learns_labels", False)
@@ -96,3 +66,39 @@ def check_experiment(settings: Settings, faults: Faults) -> None:
     )
     if schedule.rule is not None:
         faults.need_known("schedule.rule", schedule.rule, RULES)
+
+
+def _check_objective(settings: Settings, objective: ObjectivePart, faults: Faults) -> None:
+    """Check `settings.objective` together with the sections from which it learns."""
+    names = settings.log.metrics
+    name = objective.name
+    faults += objective.conflicts(settings)
+    if type(objective).find_conflicts is not ObjectivePart.find_conflicts:
+        warn_of_removal("find_conflicts(config)", "conflicts(settings)")
+        faults += objective.find_conflicts(settings.to_config())
+    faults.need(
+        settings.data.max_tokens is None or objective.takes_pictures,
+        f"objective.name={name!r}: learns from images of one size; set data.image_size and "
+        "--config.data.max_tokens=None",
+    )
+    of_texts = settings.run.init_texts_from
+    faults.need(
+        of_texts is None or objective.learns_texts,
+        f"init_texts_from={of_texts!r}: objective.name={name!r} learns no texts; leave it out",
+    )
+    faults.need(
+        not settings.data.keep_features or objective.takes_features,
+        f"data.keep_features=True: objective.name={name!r} reads images; set it to False",
+    )
+    faults.need(
+        settings.model.patch_sizes is None or objective.takes_pictures,
+        f"objective.name={name!r}: learns from patches of one size; set "
+        "--config.model.patch_sizes=None",
+    )
+    faults.check(find_metrics, names or (), settings.data.multi_label, section="log.")
+    for metric in {*(names or ())} & _OF_STEPS:
+        faults.append(f"log.metrics={metric!r}: every step logs that already; leave it out")
+    faults.need(
+        not names or objective.learns_labels,
+        f"log.metrics={names!r}: objective.name={name!r} learns no labels; set it to None",
+    )

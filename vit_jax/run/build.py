@@ -288,6 +288,10 @@ def _check_features_stay(experiment: Experiment, *, has_stages: bool) -> None:
         f"{where}the model's features of an image differ from step to step; leave out dropout, "
         "stochastic depth, model.keep_tokens and schedules of data.image_size",
     )
+    faults.need(
+        not about(experiment.model).has_batch_statistics,
+        f"{where}the model normalises by the statistics of each batch; set it to false",
+    )
     collect_faults(faults)
 
 
@@ -422,8 +426,8 @@ def _match_head(
         ) from None
     if places is None:
         if class_names is not None:
-            logger.warning("init_head='kept': %s gives no names of its classes; they are "
-                           "taken from the data, in the same order", source)  # fmt: skip
+            logger.warning("init_head='kept': %s gives no names of its classes; it "
+                           "is assumed to have the data's, in the same order", source)  # fmt: skip
         return pretrained
     if places == list(range(len(theirs or ()))):
         return pretrained

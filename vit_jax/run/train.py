@@ -170,7 +170,9 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     if run.initial_params is None:
         logger.info("start: from scratch")
         return e.init(), {}
-    logger.info("start: parameters from init_from=%s", run.settings.run.init_from)
+    asked = {key: getattr(run.settings.run, key) for key in ("init_from", "init_texts_from")}
+    given = [f"{key}={source}" for key, source in asked.items() if source is not None]
+    logger.info("start: parameters from %s", ", ".join(given))
     state = e.init()
     state = state.replace(
         params=_replace_leaves(state.params, run.initial_params),

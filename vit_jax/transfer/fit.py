@@ -267,9 +267,11 @@ def _resize_patches(
     found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module
 ) -> dict[str, np.ndarray]:
     """`found` with the embedding of patches for the patch size of `model`; see `resize_kernel`."""
-    old, new = (about(m).token_stride for m in (pretrained.model, model))
-    name = "embedding/kernel"
-    if old == new or not _has_patches_to_resize(pretrained.model, model):
+    models, name = (pretrained.model, model), "embedding/kernel"
+    if not _has_patches_to_resize(*models):
+        return found
+    old, new = (about(each).token_stride for each in models)
+    if old == new:
         return found
     logger.info("%s: the embedding of patches is resized from %s to %s pixels",
                 pretrained.source, old, new)  # fmt: skip

@@ -175,6 +175,11 @@ class Files(Opener):
         tokenizer, self.tokenizer = opened
         if _is_taken(texts, "text tower", of, self.tokenizer):
             self.text_side = texts
+        elif named is not None:
+            raise InputError(
+                f"init_texts_from={named!r}: its text tower reads by its own tokenizer, and the "
+                "run has another; leave out --config.data.tokenizer, or --config.init_texts_from"
+            )
         if _is_taken(captions, "decoder", self.pretrained, self.tokenizer):
             self.caption_side = captions
         source = dataclasses.replace(sources[key], tokenizer=tokenizer)

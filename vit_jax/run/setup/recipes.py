@@ -319,15 +319,18 @@ def use_captions(c: ConfigDict, model: str, loss: str, text_length: int) -> None
     c.data.ops = "decode|resize(antialias=True)"
 
 
-def debug_on_captions(c: ConfigDict) -> None:
-    """Turn it into 20 steps of tiny towers on made-up images, evaluated on the digits.
+def debug_on_captions(c: ConfigDict, own: bool = False) -> None:
+    """Turn it into 20 steps of tiny towers, on made-up images, or on `own` ones as before.
 
-    Evaluators that need captions, which the digits lack, are left out.
+    The former are evaluated on the digits; evaluators that need captions, which the digits lack,
+    are left out.
     """
     use_vit(c.model, c.model.name)
-    c.data.name, c.data.split, c.data.ops, c.data.text_length = "synthetic", "train", "", 40
+    c.data.text_length, c.model.dtype = 40, "float32"
     c.data.image_size = make_tiny(c.model, c.model.name)
-    c.data.num_classes, c.data.num_examples, c.model.dtype = 10, 256, "float32"
+    if not own:
+        c.data.name, c.data.split, c.data.ops = "synthetic", "train", ""
+        c.data.num_classes, c.data.num_examples = 10, 256
     tiny = {"text_width": 32, "text_depth": 1, "text_heads": 2, "text_mlp_dim": 64}
     c.objective.update(tiny)
     c.objective.common_width = c.objective.common_width and 16
@@ -337,8 +340,11 @@ def debug_on_captions(c: ConfigDict) -> None:
     splits = {"split": "test", "train_split": "train", "test_split": "test"}
     ops = "resize" if c.data.max_tokens is None else ""
     for name, entry in [*c.evals.items()]:
+        entry.every = "20 steps"
+        if own:
+            continue
         if EVALUATORS.find(entry.type).reads_captions:
             del c.evals[name]
             continue
         entry.update({key: split for key, split in splits.items() if key in entry})
-        entry.update(data_name="digits", ops=ops, every="20 steps")
+        entry.update(data_name="digits", ops=ops)
