@@ -52,11 +52,13 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
 
 
 def _names(source: Source) -> Sequence[str]:
-    return source.class_names or tuple(map(str, range(source.num_classes)))
+    return source.class_names or tuple(map(str, range(source.num_classes or 0)))
 
 
 def _classes(source: Source, label: np.ndarray) -> Section:
     names = _names(source)
+    if not names:
+        return Section("classes", "ok", f"{len(label):,} pictures without classes")
     counts = label.sum(0) if label.ndim == 2 else np.bincount(label[label >= 0], None, len(names))
     none = int((label.sum(1) == 0).sum() if label.ndim == 2 else (label < 0).sum())
     order = np.argsort(-counts, kind="stable")

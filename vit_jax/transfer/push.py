@@ -16,12 +16,12 @@ from huggingface_hub.utils import validate_repo_id
 from vit_jax.base import hub
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import cache_folder
-from vit_jax.config.stored import read_stored
+from vit_jax.config.base import flatten
+from vit_jax.config.stored import StoredConfig, read_stored
 from vit_jax.transfer import FORMATS
 from vit_jax.transfer.export import export
 from vit_jax.transfer.model_zoo import repository_of
 from vit_jax.transfer.pretrained import Pretrained
-from vit_jax.transfer.source import to_json
 from vit_jax.transfer.workdir import workdir_of
 
 # Files of an earlier push that would be read in place of the new ones, or beside them.
@@ -76,7 +76,7 @@ def push(
         for file in figures:
             file.copy(folder / file.name)
         if recipe:
-            (folder / "recipe.json").write_text(to_json(recipe))
+            (folder / "recipe.json").write_text(recipe.to_json())
         card = folder / "README.md"
         licence = {"license": license} if license else _licence_of(pretrained)
         data = _metadata(receipt, repository, format, licence, pretrained)
@@ -133,15 +133,13 @@ def _check(repository: str, format: str, revision: str | None, pull_request: boo
         raise InputError(*faults)
 
 
-def _files_of_run(pretrained: Pretrained) -> tuple[dict[str, Any], list[epath.Path]]:
-    """The config of a run, as asked and as resolved, and its figures; nothing of other sources."""
+def _files_of_run(pretrained: Pretrained) -> tuple[StoredConfig | None, list[epath.Path]]:
+    """The config of a run, and its figures; nothing of other sources."""
     if pretrained.run is None:
-        return {}, []
+        return None, []
     workdir = workdir_of(epath.Path(pretrained.source))
-    stored = read_stored(workdir)
-    recipe = {"asked": stored.asked.to_dict(), "resolved": stored.resolved.to_dict()}
     figures = workdir / "figures"
-    return recipe, sorted(figures.glob("*.png")) if figures.is_dir() else []
+    return read_stored(workdir), sorted(figures.glob("*.png")) if figures.is_dir() else []
 
 
 def _begun_from(pretrained: Pretrained) -> str | None:
@@ -215,7 +213,7 @@ def _results(receipt: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any],
 
 def _sections(
     receipt: Mapping[str, Any],
-    recipe: Mapping[str, Any],
+    recipe: StoredConfig | None,
     shown: tuple[list[str], list[str]],
     address: str,
     license: str | None,
@@ -232,10 +230,9 @@ def _sections(
     if recipe:
         lines += ["", "## Recipe", "", "[recipe.json](recipe.json) has all keys.", "",
                   "| key | asked | resolved |", "|---|---|---|"]  # fmt: skip
-        for key in _SHOWN:
-            asked, resolved = (_at(recipe[side], key) for side in ("asked", "resolved"))
-            if resolved is not None:
-                lines.append(f"| {key} | {'' if asked is None else f'`{asked}`'} | `{resolved}` |")
+        asked, resolved = flatten(recipe.asked), flatten(recipe.resolved)
+        lines += [f"| {key} | `{asked.get(key)}` | `{resolved[key]}` |"
+                  for key in _SHOWN if resolved.get(key) is not None]  # fmt: skip
     if results := _results(receipt):
         on = ", ".join(sorted({f"{of}: {e.get('split')}" for of, _, _, e in results}))
         lines += ["", f"The results above were measured in training ({on}); `python -m vit_jax.main"
@@ -245,14 +242,6 @@ def _sections(
     lines += ["", "## Licence", "", license or "Not stated."]
     lines += ["", "## Citation", "", *(f"- https://arxiv.org/abs/{number}" for number in papers)]
     return "\n".join(lines) + "\n"
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _describe(error: Exception, repository: str) -> str:
