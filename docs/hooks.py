@@ -309,20 +309,6 @@ def planted_duplicates() -> str:
     return _table(("copy", *rules), rows)
 
 
-def picture_costs() -> str:
-    """A row for each step of docs/explanation/picture_costs.csv, with the arithmetic of a set."""
-    pictures, price = 300e6, 0.04
-    found = []
-    for row in _rows("docs/explanation/picture_costs.csv"):
-        ms, least, most = (f"{float(row[key]):.3g}" for key in ("cpu_ms", "least", "most"))
-        hours = pictures * float(row["cpu_ms"]) / 3.6e6
-        size = f"{float(row['bytes']):,.0f}" if float(row["bytes"]) else ""
-        found.append((row["step"], f"{ms} ({least} to {most})", size, f"{hours:,.0f}",
-                      f"{price * hours:,.0f}", f"{hours / 1000:.2g}"))  # fmt: skip
-    heads = ("step", "CPU ms a picture", "bytes", "CPU hours", "dollars", "hours on 1,000 CPUs")
-    return _table(heads, found)
-
-
 def many_records() -> str:
     """A row for each stage of docs/explanation/many_records.csv."""
     found = [(row["stage"], f"{int(row['records']):,}", row["cpu_s"], row["peak_gib"])
@@ -437,7 +423,7 @@ def certificates() -> str:
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
     evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, many_records,
-    metrics, notebook, picture_costs, planted_duplicates, recipe_costs, shuffling, words_cifar10,
+    metrics, notebook, planted_duplicates, recipe_costs, shuffling, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

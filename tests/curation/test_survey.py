@@ -9,7 +9,7 @@ import pytest
 from prepared_sets import encoded
 
 from vit_jax.commands import doctor
-from vit_jax.curation.survey import odd_by_features, survey
+from vit_jax.curation.survey import _captions, odd_by_features, survey
 from vit_jax.data import make_source
 from vit_jax.insight.pages import write_page
 
@@ -64,6 +64,19 @@ def test_colours_are_those_of_the_pixels(sections, pixels):
     found = [float(x) for x in re.findall(r"\d\.\d+", said)]
     np.testing.assert_allclose(found[:3], (pixels[:32] / 255).mean((0, 1, 2)), atol=6e-4)
     np.testing.assert_allclose(found[3:], (pixels[:32] / 255).std((0, 1, 2)), atol=6e-4)
+
+
+def test_the_longest_captions_come_first():
+    captions = [("ab", b"abcd"), (), ("a" * 9,), *[("x",)] * 30]
+    source = argparse.Namespace(
+        captions=lambda ids: (captions[i] for i in ids),
+        num_examples=len(captions),
+        record_name=lambda i: f"{i}.png",
+    )
+    (section,) = _captions(source)
+    assert section.found == "the longest has 9 characters"
+    assert section.table[1:4] == [(9, "2.png", "a" * 9), (4, "0.png", "abcd"), (2, "0.png", "ab")]
+    assert len(section.table) == 1 + 20
 
 
 def test_a_model_finds_wrong_labels_and_outliers(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,8 @@ class Beam:
             from apache_beam.options.pipeline_options import PipelineOptions
         except ImportError as e:
             raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
-        self.beam, self._options = apache_beam, PipelineOptions([*options])
-
-    def pipeline(self) -> Any:
-        return self.beam.Pipeline(options=self._options)
+        self.beam = apache_beam
+        self.pipeline = functools.partial(apache_beam.Pipeline, options=PipelineOptions([*options]))
 
     def run(self, pipeline: Any, progress: Progress | None = None) -> None:
         """Run to the end; raises InputError if that is another one than DONE."""

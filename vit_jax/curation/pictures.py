@@ -86,10 +86,7 @@ class Rule:
         if channels != 3:  # the ops decode to three
             image = to_pixels(image, channels)
         pixels = self._shrunk(image)
-
-        def jpeg() -> tf.Tensor:
-            return tf.io.encode_jpeg(pixels, quality=self.quality)
-
+        jpeg = functools.partial(tf.io.encode_jpeg, pixels, quality=self.quality)
         if channels > 3 or self.encoding == "png":
             return tf.io.encode_png(pixels), tf.shape(pixels)[:2]
         as_jpeg = is_jpeg | (self.encoding == "jpeg")

@@ -126,10 +126,8 @@ def _begin(plan: Plan, shards: Sequence[Shard], command: str) -> str:
 def _versions() -> dict[str, str]:
     found = {"vit_jax": vit_jax.__version__}
     for name in _LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
