@@ -36,6 +36,12 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
 
 
+def _rows(path: str) -> list[dict]:
+    """The rows of a CSV file, whose path is from ROOT."""
+    with open(ROOT / path) as file:
+        return [*csv.DictReader(file)]
+
+
 def _text(declared) -> str:
     """The docstring of `declared`, a line for each paragraph; a renderer breaks the lines."""
     paragraphs = (inspect.getdoc(declared) or "").split("\n\n")
@@ -228,8 +234,7 @@ def faults() -> str:
 
 def goodput() -> str:
     """A row for each kind of run of docs/explanation/goodput.csv: means over its runs."""
-    with open(ROOT / "docs/explanation/goodput.csv") as file:
-        rows = [*csv.DictReader(file)]
+    rows = _rows("docs/explanation/goodput.csv")
 
     def mean(column: str, form: str) -> str:
         found = [float(row[column]) for row in runs if row[column]]
@@ -260,8 +265,7 @@ def mean_of(rows: list[dict], column: str, form: str = ".2f") -> str:
 
 def cifar10_fast() -> str:
     """A row for each kind of run of docs/explanation/cifar10_fast.csv."""
-    with open(ROOT / "docs/explanation/cifar10_fast.csv") as file:
-        rows = [*csv.DictReader(file)]
+    rows = _rows("docs/explanation/cifar10_fast.csv")
 
     lines = []
     for kind in dict.fromkeys((row["form"], row["run"]) for row in rows):
@@ -276,8 +280,7 @@ def cifar10_fast() -> str:
 
 def words_cifar10() -> str:
     """A row for each kind of run of docs/explanation/words_cifar10.csv."""
-    with open(ROOT / "docs/explanation/words_cifar10.csv") as file:
-        rows = [*csv.DictReader(file)]
+    rows = _rows("docs/explanation/words_cifar10.csv")
     lines = []
     for kind in dict.fromkeys((row["run"], row["steps"]) for row in rows):
         runs = [row for row in rows if (row["run"], row["steps"]) == kind]
@@ -296,8 +299,8 @@ def words_cifar10() -> str:
 
 def planted_duplicates() -> str:
     """A row for each kind of copy of docs/how_to/planted_duplicates.csv, a column for each rule."""
-    with open(ROOT / "docs/how_to/planted_duplicates.csv") as file:
-        found = {(r["kind"], f"{r['pictures']}, {r['by']}"): r for r in csv.DictReader(file)}
+    read = _rows("docs/how_to/planted_duplicates.csv")
+    found = {(r["kind"], f"{r['pictures']}, {r['by']}"): r for r in read}
     kinds, rules = ([*dict.fromkeys(key[i] for key in found)] for i in (0, 1))
     kinds, rules = ([x for x in xs if "pairs" not in x and "60,500" not in x]
                     for xs in (kinds, rules))  # fmt: skip
@@ -306,10 +309,41 @@ def planted_duplicates() -> str:
     return _table(("copy", *rules), rows)
 
 
+def picture_costs() -> str:
+    """A row for each step of docs/explanation/picture_costs.csv, with the arithmetic of a set."""
+    pictures, price = 300e6, 0.04
+    found = []
+    for row in _rows("docs/explanation/picture_costs.csv"):
+        ms, least, most = (f"{float(row[key]):.3g}" for key in ("cpu_ms", "least", "most"))
+        hours = pictures * float(row["cpu_ms"]) / 3.6e6
+        size = f"{float(row['bytes']):,.0f}" if float(row["bytes"]) else ""
+        found.append((row["step"], f"{ms} ({least} to {most})", size, f"{hours:,.0f}",
+                      f"{price * hours:,.0f}", f"{hours / 1000:.2g}"))  # fmt: skip
+    heads = ("step", "CPU ms a picture", "bytes", "CPU hours", "dollars", "hours on 1,000 CPUs")
+    return _table(heads, found)
+
+
+def many_records() -> str:
+    """A row for each stage of docs/explanation/many_records.csv."""
+    found = [(row["stage"], f"{int(row['records']):,}", row["cpu_s"], row["peak_gib"])
+             for row in _rows("docs/explanation/many_records.csv")]  # fmt: skip
+    return _table(("stage", "records", "CPU s", "peak, GiB"), found)
+
+
+def shuffling() -> str:
+    """A row for each order of docs/explanation/shuffling.csv."""
+    found = []
+    for row in _rows("docs/explanation/shuffling.csv"):
+        how = (row[key].replace("None", "") for key in ("chunk_size", "streams"))
+        classes, again = f"{float(row['classes']):.0f}", f"{float(row['again']):.2%}"
+        found.append((f"`{row['order']}`", *how, classes, again))
+    return _table(("order", "chunk", "streams", "classes in a batch", "pairs again"), found)
+
+
 def exports() -> str:
     """A row for each model of docs/how_to/exports.csv, with a cell for each format."""
-    with open(ROOT / "docs/how_to/exports.csv") as file:
-        found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in csv.DictReader(file)}
+    read = _rows("docs/how_to/exports.csv")
+    found = {(r["model"], f"{r['format']} {r['precision']}"): r for r in read}
     heads, kinds = (dict.fromkeys(key[i] for key in found) for i in (1, 0))
 
     def cell(row: dict) -> str:
@@ -402,8 +436,8 @@ def certificates() -> str:
 
 _MADE = (
     certificates, cifar10_fast, commands, config_keys, config_words, configs, device_ops,
-    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, metrics,
-    notebook, planted_duplicates, recipe_costs, words_cifar10,
+    evaluator_keys, exports, faults, flags_of_others, goodput, host_ops, launchers, many_records,
+    metrics, notebook, picture_costs, planted_duplicates, recipe_costs, shuffling, words_cifar10,
 )  # fmt: skip
 PARTS = {part.__name__: part for part in _MADE}
 

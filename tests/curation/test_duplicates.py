@@ -63,10 +63,21 @@ def test_equal_hashes_are_paired_with_the_first_only():
 
 
 def test_of_several_the_first_stays_and_those_of_other_sets_always():
-    pairs = np.array([[0, 1], [0, 3], [2, 3], [3, 4], [4, 5], [5, 6]])
-    assert duplicates.leave_out(pairs, 2, 7).tolist() == [
-        False, False, False, True, False, True, False
+    pairs = np.array([[0, 1], [0, 3], [3, 4], [5, 7], [6, 7]])
+    assert duplicates.leave_out(pairs, 2, 9).tolist() == [
+        False, False, False, True, True, False, True, True, False
     ]  # fmt: skip
+    assert not duplicates.leave_out(np.zeros((0, 2), int), 1, 3).any()
+
+
+def test_a_copy_of_a_copy_of_a_test_picture_is_left_out():
+    """Equal hashes are paired with one of them, which alone is paired with others."""
+    hashes = np.zeros((3, 2, 4), np.uint64)
+    hashes[:, 0] = np.random.default_rng(0).integers(0, 1 << 63, 4, np.uint64)
+    hashes[1:, 0, 0] ^= np.uint64(7)
+    pairs = duplicates.of_records(duplicates.near_hashes(hashes, 31))
+    assert pairs.tolist() == [[0, 1, 3], [1, 2, 0]]
+    assert duplicates.leave_out(pairs[:, :2], 1, 3).tolist() == [False, True, True]
 
 
 def test_features_pair_what_hashes_do_not():

@@ -60,7 +60,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--similarity", type=float, default=0.95,
-        help="the least cosine of features of near pictures; default: 0.95",
+        help="the least cosine of features of near pictures; default: 0.95, a guess: see page.html",
     )  # fmt: skip
 
 
@@ -121,12 +121,17 @@ def main(flags: argparse.Namespace) -> int:
 def _sets(flags: argparse.Namespace) -> list["Data"]:
     """The sets in --against, then SOURCE."""
     own = read_data(flags)
-    if own.exclude is not None:
-        raise InputError("data.exclude: the list is about to be written; leave it out")
+    for key in ("exclude", "classes", "subset"):
+        if (value := getattr(own, key)) is not None:
+            raise InputError(
+                f"data.{key}={value!r}: the list names records of the whole split; leave it out"
+            )
     sets = [own]
     for text in reversed(flags.against):
         name, split = split_name(text)
         other = {"name": name, "split": split, "data_dir": flags.against_dir or own.data_dir}
         other |= {"own": own.own if name == own.name else {}, "text_length": None}
-        sets.insert(0, dataclasses.replace(own, **other))
+        sets.insert(0, dataclasses.replace(own, **other, multi_label=False))
+        if (name, split, sets[0].data_dir) == (own.name, own.split, own.data_dir):
+            raise InputError(f"--against={text}: is SOURCE itself; leave it out")
     return sets

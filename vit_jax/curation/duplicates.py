@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import open_for_append
@@ -176,6 +178,8 @@ def pairs_of_features(x_ND: np.ndarray, similarity: float) -> tuple[np.ndarray, 
     except ImportError as e:
         raise InputError(f"--features: {e}; run pip install -e '.[curation]'") from None
     ids = np.flatnonzero(np.isfinite(x_ND).all(1))
+    if not len(ids):
+        raise InputError("--features: no record has features; were the pictures readable?")
     index = Index(ndim=x_ND.shape[1], metric="cos", dtype="f32")
     index.add(ids, x_ND[ids], threads=1)  # in one order, so that the result is always the same
     found = index.search(x_ND[ids], min(_NEIGHBOURS, len(ids)))
@@ -188,13 +192,17 @@ def pairs_of_features(x_ND: np.ndarray, similarity: float) -> tuple[np.ndarray, 
 
 
 def leave_out(pairs: np.ndarray, first_own: int, number: int) -> np.ndarray:
-    """Which of `number` records to leave out, bool: those near an earlier one that stays.
+    """Which of `number` records to leave out, bool: all that pairs link but the first.
+
+    Links go on from pair to pair, so that each copy of a copy is left out too.
 
     pairs: (p, 2), a < b. Records before `first_own`, which belong to other sets, all stay.
     """
-    out = np.zeros(number, bool)
-    for a, b in pairs[np.lexsort(pairs.T)].tolist():  # by b, so that a is decided
-        out[b] |= b >= first_own and not out[a]
+    links = coo_array((np.ones(len(pairs), bool), tuple(pairs.T)), shape=(number, number))
+    _, group = connected_components(links, directed=False)
+    out = np.ones(number, bool)
+    out[np.unique(group, return_index=True)[1]] = False
+    out[:first_own] = False
     return out
 
 

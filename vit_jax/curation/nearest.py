@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from vit_jax.base.errors import InputError
 from vit_jax.curation.features import Features
 
 _SIMILARITIES_AT_ONCE = 1 << 24  # 64 MiB of float32
 
 
 def find_nearest(features: Features, targets: Features, number: int) -> np.ndarray:
-    """The sorted ids of the records among the `number` most similar of any target."""
+    """The sorted ids of the records among the `number` most similar of any target.
+
+    Raises: InputError if no target has features.
+    """
     y_MD = np.concatenate([y_MD for _, y_MD in targets.read()])
+    if not len(y_MD):
+        raise InputError("--near: none of its pictures could be read; choose another set")
     best_MK = np.full((len(y_MD), number), -np.inf, np.float32)
     id_MK = np.full((len(y_MD), number), -1)
     rows = max(_SIMILARITIES_AT_ONCE // len(y_MD), 1)

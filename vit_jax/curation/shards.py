@@ -221,14 +221,9 @@ class Tally:
     lost_captions: int = 0
 
     def count(self, picture: Picture, labels: Sequence[int]) -> None:
-        self.records += 1
-        self.image_bytes += len(picture.image)
-        known = [label for label in labels if label >= 0]
-        self.unlabelled += not known
-        for label in known:
-            self.classes[str(label)] = self.classes.get(str(label), 0) + 1
-        self.height = _joined(self.height, [picture.size[0]] * 3)
-        self.width = _joined(self.width, [picture.size[1]] * 3)
+        classes = {str(label): 1 for label in labels if label >= 0}
+        height, width = ([side] * 3 for side in picture.size)
+        self.add(Tally(1, len(picture.image), classes, int(not classes), height, width))
 
     def add(self, other: Tally) -> None:
         self.records += other.records

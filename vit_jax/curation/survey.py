@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,11 +52,13 @@ def survey(sources: Mapping[str, Source], keeps_shape: bool) -> list[Section]:
 
 
 def _names(source: Source) -> Sequence[str]:
-    return source.class_names or tuple(map(str, range(source.num_classes)))
+    return source.class_names or tuple(map(str, range(source.num_classes or 0)))
 
 
 def _classes(source: Source, label: np.ndarray) -> Section:
     names = _names(source)
+    if not names:
+        return Section("classes", "ok", f"{len(label):,} pictures without classes")
     counts = label.sum(0) if label.ndim == 2 else np.bincount(label[label >= 0], None, len(names))
     none = int((label.sum(1) == 0).sum() if label.ndim == 2 else (label < 0).sum())
     order = np.argsort(-counts, kind="stable")
@@ -136,12 +139,12 @@ def _duplicates(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Se
 def _captions(source: Source) -> list[Section]:
     if source.captions is None:
         return []
-    longest = list[tuple[int, str, str]]()
-    for i, captions in enumerate(source.captions(range(source.num_examples))):
-        texts = (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
-        longest += ((len(text), source.record_name(i), text) for text in texts)
-        longest = sorted(longest, reverse=True)[:_LISTED] if len(longest) > 1000 else longest
-    rows = sorted(longest, reverse=True)[:_LISTED]
+    texts = (
+        (len(text), source.record_name(i), text)
+        for i, captions in enumerate(source.captions(range(source.num_examples)))
+        for text in (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
+    )
+    rows = heapq.nlargest(_LISTED, texts)
     said = f"the longest has {rows[0][0]:,} characters" if rows else "there are none"
     return [Section("captions", "ok", said, table=[("characters", "picture", "caption"), *rows])]
 
