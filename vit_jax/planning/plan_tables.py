@@ -245,9 +245,9 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
     """
     said: list[Any] = []
     if rows := found.rows:
-        name = Column("recipe", no_wrap=True)
-        by = Column("time by", no_wrap=True)
-        table = Table(name, "slice", by, "hours", "cost", title="Recipes, by estimated cost")
+        name = Column("recipe", overflow="fold")  # a narrow terminal shows all figures
+        figures = [Column(word, no_wrap=True) for word in ("slice", "time by", "hours", "cost")]
+        table = Table(name, *figures, title="Recipes, by estimated cost")
         for row in rows:
             where = row["slice"] + " (may not fit)" * (row["fits"] == "maybe")
             hours, cost = _amount(row["hours"], ",.3g", 0.01), _amount(row["cost"], ",.2f", 0.01)
@@ -258,14 +258,14 @@ def recipes_table(found: Affordable, asked: str, without: Collection[str] = ()) 
         said.append("No shipped recipe costs as little.")
     if found.least is not None and found.least < 1:
         said.append(
-            "A calculated time is at 40 % of the chips' peak; the compiler's is down to "
-            f"{found.least:.0%} of it."
+            "Calculated times assume 40 % of the chips' peak. By the compiler a step takes down to "
+            f"{found.least:.0%} of the calculated time."
         )
     if found.perhaps:
         said.append(f"Above the budget by calculation only: {', '.join(found.perhaps)}.")
     stages = [(row["recipe"], stage_after(row["recipe"])) for row in rows]
     if first := [f"{recipe} ({second})" for recipe, second in stages if second]:
-        said.append(f"Without the stage that follows: {', '.join(first)}.")
+        said.append(f"Add the cost of the stage that follows: {', '.join(first)}.")
     if any(row["slice"] != asked for row in rows):
         said.append(
             f"These are costs on {rows[0]['slice']}: other numbers of chips take other times, and "
