@@ -9,7 +9,7 @@ from vit_jax.config import Settings
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.inference import evaluate
-from vit_jax.run import build, train
+from vit_jax.run import build, loop, train
 from vit_jax.run.setup import opener
 
 
@@ -19,6 +19,18 @@ def prepare(config, *args, **how):
 
 def train_and_evaluate(config, *args, **how):
     return train.train_and_evaluate(Settings.of(config), *args, **how)
+
+
+def train_with_stops(config, workdir, stops, monkeypatch):
+    """Train, preempted after each of the steps `stops`, and go on to the end."""
+    for stop in stops:
+        monkeypatch.setattr(
+            loop.PreemptionGuard, "should_stop", lambda _, step, at=stop: step == at
+        )
+        with pytest.raises(loop.Preempted):
+            train_and_evaluate(config, workdir)
+    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", lambda _, step: False)
+    train_and_evaluate(config, workdir)
 
 
 def evaluate_model(config, *args, **how):

@@ -28,3 +28,11 @@ def rows(workdir):
         for line in lines
     ]
     return [row for row in found if len(row) > 1]
+
+
+def check_same_end(one, other):
+    """Two workdirs have the same rows, and the same bits in their newest checkpoints."""
+    assert rows(one) == rows(other)
+    states = [final_state(workdir)[1] for workdir in (one, other)]
+    found, expected = ({name: x.tobytes() for name, x in state.items()} for state in states)
+    assert found == expected

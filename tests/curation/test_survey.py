@@ -22,7 +22,7 @@ def pixels():
 
 @pytest.fixture(scope="module")
 def sources(pixels, tmp_path_factory):
-    """30 wide pictures of one class, 2 of another, of which one is in `val` too; one is broken."""
+    """30 wide pictures of one class and 2 of another. One is in `val` too, and one is broken."""
     root = tmp_path_factory.mktemp("images")
     for i, image in enumerate(pixels[:32]):
         path = root / "train" / ("a" if i < 30 else "b") / f"{i:02}.png"

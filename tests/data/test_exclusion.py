@@ -84,7 +84,7 @@ def test_classes_and_parts_are_of_what_is_left(folder, listed):
 
 
 def test_the_memory_is_that_of_the_list():
-    """Ten million records of which a thousand are left out; the files are stood in for."""
+    """A thousand of ten million records are left out. The records have no files."""
     number = 10_000_000
     files = RecordFiles(np.array([0]), lambda first, count: tf.data.Dataset.range(count))
     source = Source(

@@ -5,9 +5,9 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from asked import prepare, train_and_evaluate
+from asked import prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import final_state, rows
+from finished_run import check_same_end, final_state
 
 from vit_jax.base.tree import flatten_names, unflatten_names
 from vit_jax.config.text import apply_overrides, load_config
@@ -18,7 +18,6 @@ from vit_jax.experiment.stages import make_stage
 from vit_jax.models.contract import about
 from vit_jax.models.patches import resize_kernel
 from vit_jax.objectives.other_sizes import at_patch_size
-from vit_jax.run import loop
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.fit import check_architecture, fit
@@ -104,19 +103,9 @@ def test_a_run_goes_on_within_each_patch_size(tmp_path, monkeypatch):
     assert sorted(order) == [0] * 2 + [1] * 3 + [2] * 5
     kernel = final_state(whole)[1]["params/embedding/kernel"]
     assert kernel.shape[0] == 2 * 2 * 3
-    for stop in (order.index(0) + 1, order.index(1) + 1):
-        monkeypatch.setattr(
-            loop.PreemptionGuard, "should_stop", lambda _, step, at=stop: step == at
-        )
-        with pytest.raises(loop.Preempted):
-            train_and_evaluate(make_config(), parts)
-    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", lambda _, step: False)
-    train_and_evaluate(make_config(), parts)
-    assert rows(parts) == rows(whole)
-    (_, found), (_, expected) = final_state(parts), final_state(whole)
-    assert {k: v.tobytes() for k, v in found.items()} == {
-        k: v.tobytes() for k, v in expected.items()
-    }
+    stops = (order.index(0) + 1, order.index(1) + 1)
+    train_with_stops(make_config(), parts, stops, monkeypatch)
+    check_same_end(parts, whole)
 
 
 @pytest.mark.slow

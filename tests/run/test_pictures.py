@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
-from asked import evaluate_model, prepare, train_and_evaluate
+from asked import evaluate_model, prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
-from finished_run import final_state, rows
+from finished_run import check_same_end
 
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
@@ -16,7 +16,6 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.stages import make_stage
 from vit_jax.inference.parts import facts_of
 from vit_jax.inference.predict import predict
-from vit_jax.run import loop
 from vit_jax.run.setup.validation import find_faults
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.pretrained import load_image
@@ -89,19 +88,9 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     assert run.settings.data.image_size == (32, 32)  # 4 x 4 patches
     shapes = [batch["image"].shape for batch in run.batches(range(8))]
     assert shapes == [((16, 8), (8, 16))[i] + (8, 8, 3) for i in order]
-    for stop in sorted({order.index(i) + 1 for i in (0, 1)}):
-        monkeypatch.setattr(
-            loop.PreemptionGuard, "should_stop", lambda _, step, at=stop: step == at
-        )
-        with pytest.raises(loop.Preempted):
-            train_and_evaluate(make_config(), parts)
-    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", lambda _, step: False)
-    train_and_evaluate(make_config(), parts)
-    assert rows(parts) == rows(whole)
-    (_, found), (_, expected) = final_state(parts), final_state(whole)
-    assert {k: v.tobytes() for k, v in found.items()} == {
-        k: v.tobytes() for k, v in expected.items()
-    }
+    stops = sorted({order.index(i) + 1 for i in (0, 1)})
+    train_with_stops(make_config(), parts, stops, monkeypatch)
+    check_same_end(parts, whole)
     with at_fault("data.max_tokens"):
         prepare(make_config(data__max_tokens="16"), whole)
     # Predictions, and evaluations by a config, see the pictures as the run's evaluation does.
@@ -119,7 +108,7 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     targets = {"evals__segmentation__targets": str(folder)}
     with at_fault("evals.segmentation.type"):
         evaluated(model, folder, "segmentation", **targets)
-    # Another size, though it may be that of the positions, makes them all squares.
+    # A size makes all pictures squares, even the size of the positions.
     squares = np.stack([load_image(path, model.spec) for path in paths])
     logits = jax.jit(model.model.apply)(model.variables, squares)
     found = predict([*map(str, paths)], whole, output="logits", image_size=32)

@@ -1,4 +1,4 @@
-"""Weights of which each device reads its part."""
+"""Each device reads its own part of the weights."""
 
 import shutil
 

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-    """A float32 array of which nothing is held: NumPy gets all of it, and slices give a part.
+    """A float32 array that is not in memory: NumPy reads all of it, and a slice reads a part.
 
     read: a slice for each axis -> the part.
     agreed: whether all processes of the job are known to read the same numbers.

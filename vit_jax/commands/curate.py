@@ -7,8 +7,8 @@
 
 FEATURES is a folder that `predict --features=DIR` wrote. --clusters finds so many clusters by
 k-means, then clusters of clusters; --keep records are split evenly over the top clusters, and each
-share over the clusters below. --near keeps the records most like those of another set, whose
-features the same model computed. The same seed gives the same file.
+share over the clusters below. --near keeps the records most like another set, whose features
+the same model computed. The same seed gives the same file.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         **repeated,
     )  # fmt: skip
     parser.add_argument(
-        "--against_dir", metavar="DIR", help="folder of these sets; default: that of SOURCE"
+        "--against_dir", metavar="DIR", help="folder of these sets; default: the folder of SOURCE"
     )
     parser.add_argument(
         "--distance", type=int, default=_MOST_BITS,

@@ -135,9 +135,7 @@ class Data(OpenSection):
     patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
-    exclude: str | None = key(
-        None, "FILE.npz of `duplicates`: records of the training data to leave out; None: none"
-    )
+    exclude: str | None = key(None, "FILE.npz of `duplicates`, records to leave out; None: none")
     classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
     subset: str | None = key(
         None,

@@ -40,7 +40,7 @@ def find_clusters(
     if len(x_MD) < numbers[0]:
         raise InputError(f"--clusters={numbers[0]}: there are only {len(x_MD)} records to cluster")
     # Unlike k-means on all records at once, batches give the same centres on any number of threads.
-    # Centres of few records stay: rare kinds are what balances a part.
+    # Centres of few records stay, because rare kinds balance a part.
     model = MiniBatchKMeans(
         numbers[0], batch_size=_BATCH, max_iter=_EPOCHS, max_no_improvement=None,
         reassignment_ratio=0, n_init=1, random_state=seed,

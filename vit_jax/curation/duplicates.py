@@ -91,8 +91,8 @@ def hashes_of(part: Part) -> np.ndarray:
 def keys_of(hashes: np.ndarray, number: int) -> Iterator[np.ndarray]:
     """Keys of hashes (n, 4), an array (n,) at a time; `number` of records decides which.
 
-    Hashes at a distance of up to 31 have one of the 256 keys of small sets in common, and those of
-    up to 14 one of the 120 keys of large sets, others with a probability that falls with it.
+    Small sets have 256 keys, and hashes at a distance of up to 31 share one. Large sets have 120:
+    hashes at a distance of up to 14 share one, and others with a probability that falls with it.
     """
     bands = hashes.view(np.uint16)
     if number < _LARGE:
@@ -222,8 +222,8 @@ def read_features(path: str, source: Source) -> np.ndarray:
     if len(names) != last + 1 or any(names[i] != source.record_name(i) for i in (0, last)):
         raise InputError(
             f"--features={path}: has {len(names):,} records, {source.name} {source.split} "
-            f"{last + 1:,} with other names; give first the features of SOURCE, then those of each "
-            "--against"
+            f"{last + 1:,} with other names; give first the features of SOURCE, then the "
+            "features of each --against"
         )
     return x_ND.reshape(len(x_ND), -1)
 

@@ -1,4 +1,4 @@
-"""The records of a data set that are most like those of another, by their features.
+"""The records of a data set that are most like another set, by their features.
 
 Source: Oquab et al. 2023 (arXiv:2304.07193), section 3, retrieval by samples.
 Axes: N records, M targets, D features, K neighbours.

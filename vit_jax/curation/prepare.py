@@ -60,7 +60,7 @@ _READING = ("channels", "decoding", "exif", "pixel_range")  # keys of `data`, ho
 _PIXEL_KEYS = (*_READING, "image_size", "own")
 
 # Calls a function with each item, here or elsewhere: (function, items, progress). The function
-# gives {"records": number, "broken": [...], ...}, of which only the numbers come back.
+# gives {"records": number, "broken": [...], ...}; only the numbers come back.
 Runner = Callable[[Callable[[Any], Mapping[str, Any]], Sequence[Any], "Progress"], None]
 
 

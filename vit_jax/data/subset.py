@@ -127,7 +127,7 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
       seed: of the draw.
 
     Raises: InputError if `source` has fewer records, `balanced` and several labels an image, or the
-      ids are those of other data.
+      file names records of other data.
     """
     if size.endswith(SUFFIX):
         kept = ids_in(source, size, "data.subset")

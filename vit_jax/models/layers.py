@@ -145,7 +145,7 @@ class Context(NamedTuple):
     positions: from `PositionEmbedding.build`: vectors, or relative positions with `logits`.
     turns: of queries and keys, see `rotary.turn`.
     num_keys_B: so many first tokens of each image count, the others are padding; None: all count.
-    image_BMD: tokens that the blocks of a decoder attend to besides their own.
+    image_BMD: tokens of the image; the blocks of a decoder attend to them after their own.
     """
 
     positions: Any = None

@@ -69,7 +69,7 @@ def stack_layers(
 ) -> dict[str, Any]:
     """Convert unrolled parameters (encoder/layer_0, ...) to scanned ones (encoder/layers).
 
-    `stack`: makes one array of those of all layers.
+    `stack`: makes one array of the arrays of all layers.
     """
     encoder = dict(params["encoder"])
     layers = [encoder.pop(f"layer_{i}") for i in range(len(encoder)) if f"layer_{i}" in encoder]
