@@ -81,8 +81,9 @@ def make_train_step(
         metrics = sums.metrics | {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         if pack is not None:
-            places = len(batch["mask"]) // len(pack) * sum(pack)
-            metrics["padding"] = 1 - batch["image"].counts.sum() / places
+            pictures: Any = batch["image"]
+            places = len(pictures.grid) // len(pack) * sum(pack)
+            metrics["padding"] = 1 - pictures.counts.sum() / places
         averages = {}
         if ema_decay is not None:
             averages = average(state, params, sums.model_state, ema_decay(state.step, opt_state))

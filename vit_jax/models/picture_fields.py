@@ -89,7 +89,7 @@ class PictureFields:
         if rows * len(pack) != len(pictures.grid):
             raise InputError(f"pack={pack}: {len(pictures.grid)} pictures are not whole rows")
         groups = (cut_pictures(x_B, tuple(sizes)) for x_B in pictures)
-        begun, counts = [], []
+        begun, counts = [], list[Any]()
         for (_, most), patches, grid in zip(sizes, *groups, strict=True):
             x_BND, more, counts_B = self._embed_all(Pictures(patches[:, :most], grid), train=True)
             given = {"keep": None, "image_size": model.image_size, "counts_B": None} | more
@@ -98,8 +98,8 @@ class PictureFields:
         xs, contexts = zip(*begun, strict=True)
         parts = tuple((number, x.shape[1]) for (number, _), x in zip(sizes, xs, strict=True))
         *of_tokens, keys, _ = zip(*contexts, strict=True)
-        joined = [None if x[0] is None else join_rows(x, rows) for x in of_tokens]
-        context = Context(*joined, num_keys_B=join_pictures(keys, rows))
+        positions, turns = (None if x[0] is None else join_rows(x, rows) for x in of_tokens)
+        context = Context(positions, turns, join_pictures(keys, rows))
         x_RTD = model.encoder(join_rows(xs, rows), context=context, parts=parts, train=True)
         most = max(tokens for _, tokens in parts)
         tokens = [pad_tokens(x, most) for x in cut_rows(x_RTD, parts)]
