@@ -217,7 +217,7 @@ def make_experiment(
       InputError: for faults that `validation.validate` cannot find.
     """
     run, data, o = settings.run, settings.data, settings.optimizer
-    _check_rows(settings, mesh)
+    _check_rows(data.pack, run.global_batch_size, o.accum_steps, mesh)
     preprocessing = preprocessing or parse_preprocessing(settings)
     model = make_model(settings.model, data, mesh)
     width = about(model).width if data.keep_features else None
@@ -280,9 +280,8 @@ def make_experiment(
     )
 
 
-def _check_rows(settings: Settings, mesh: Mesh) -> None:
-    """Raise InputError if `data.pack` and the batch make no whole rows of tokens on each device."""
-    pack, size = settings.data.pack, settings.run.global_batch_size
+def _check_rows(pack: tuple[int, ...] | None, size: int, accum_steps: int, mesh: Mesh) -> None:
+    """Raise InputError if the devices do not get whole rows of `data.pack` of a batch of `size`."""
     if pack is None:
         return
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -292,7 +291,7 @@ def _check_rows(settings: Settings, mesh: Mesh) -> None:
             f"{ways} ways, so global_batch_size={size} must be a multiple of {unit}; try "
             f"{max(size // unit, 1) * unit}"
         )
-    if (accum_steps := settings.optimizer.accum_steps) > 1:
+    if accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: a batch of data.pack={pack} is computed at "
             "once; set it to 1"
