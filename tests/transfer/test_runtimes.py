@@ -5,9 +5,11 @@ import json
 import re
 import unicodedata
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
+from etils import epath
 from numpy_vit import random_variables
 
 import vit_jax
@@ -67,6 +69,33 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     assert (shown["largest_probability_difference"] > 1e-6) == (precision == "float16")
     card = (tmp_path / f"model.{format}.md").read_text()
     assert "probabilities = " in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param(name, marks=() if name == "float32" else SLOW)
+     for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
+)  # fmt: skip
+@pytest.mark.parametrize("format", [param("onnx")])
+def test_arrays_above_the_limit_of_a_file_are_in_a_second_one(
+    format, precision, golden, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runtimes.RUNTIMES[format], "MOST_BYTES", 10_000)
+    program = runtimes._make_program(read_pretrained(golden / "timm_vit.safetensors"), format)
+    samples = np.random.default_rng(0).uniform(-1, 1, (4, *program.shape)).astype(np.float32)
+    program = program._replace(precision=precision, samples=samples)
+    files, _ = runtimes.RUNTIMES[format].convert(epath.Path(tmp_path) / "m.onnx", program)
+    assert files == sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+    found = runtimes.RUNTIMES[format].load(epath.Path(tmp_path) / "m.onnx")(samples)
+    expected = np.asarray(jax.jit(program.call)(samples))
+    assert runtimes._cosines(found, expected).min() > (0.95 if precision == "int8" else 0.99999)
+
+
+def test_a_program_of_one_file_holds_less_than_2_gib(golden, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtimes, "MOST_BYTES", 1000)
+    with pytest.raises(InputError, match=r"the file holds at most 2; export as onnx, timm, hf or"):
+        vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo")
+    assert not list(tmp_path.iterdir())
 
 
 @each_runtime
@@ -220,7 +249,7 @@ def test_a_model_without_classes_gives_features(golden, tmp_path):
     receipt = vit_jax.export(source, tmp_path / "m.stablehlo", "stablehlo")
     assert receipt["gives"] == "features" and receipt["read_back"]["largest_feature"] > 0
     with pytest.raises(InputError, match="is tested by top-1, and"):
-        make_program(source, "onnx", Choice(precision="int8"))
+        make_program(source, Choice(precision="int8"))
 
 
 @each_runtime

@@ -109,7 +109,7 @@ def export(
     with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
         if writer.precisions:
-            files, back = [staged.name], _run_program(staged, pretrained, format, chosen, output)
+            files, back = _run_program(staged, pretrained, format, chosen, output)
         else:
             files = writer.write(staged, pretrained)
             back = _read_back(staged, pretrained, side, writer, output)
@@ -188,14 +188,14 @@ def _without_warnings() -> Iterator[None]:
 
 def _run_program(
     staged: epath.Path, pretrained: Pretrained, format: str, choice: Choice, output: epath.Path
-) -> dict[str, Any]:
-    """Write a program and compare it; raises RuntimeError if it computes something else."""
+) -> tuple[list[str], dict[str, Any]]:
+    """`export_program`; raises RuntimeError if the program computes something else."""
     try:
-        back = export_program(staged, pretrained, format, choice)
+        files, back = export_program(staged, pretrained, format, choice)
     except RuntimeError as e:
         raise RuntimeError(f"--output={output}: {e}") from e
     _warn_of_zeros(back[f"largest_{GIVES[choice.gives]}"], output)
-    return back
+    return files, back
 
 
 def _read_back(
