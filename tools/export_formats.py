@@ -3,8 +3,8 @@
 python tools/export_formats.py [--only=WORD]   # the rows that the table lacks
 python docs/hooks.py                           # puts the table into docs/how_to/deploy.md
 
-The models have random weights and a few layers; most are in tests/golden. Floats are compared on parts
-of two photographs. int8 is compared on pictures in folders of the class that the model gives them,
+The models have random weights and a few layers; most are in tests/golden. Floats are compared on
+parts of two photographs. int8 is compared on pictures in folders of the class that the model gives,
 so its top-1 is the share of pictures with the same class; other pictures calibrate it.
 """
 
