@@ -67,10 +67,14 @@ def _quantise(model: "ModelProto", samples: Sequence[np.ndarray]) -> "ModelProto
             image = next(self.left, None)
             return None if image is None else {_INPUT: image[None]}
 
-    for node in model.graph.node:  # the quantiser leaves Einsum in float32
+    scalars = [array for array in model.graph.initializer if not array.dims]
+    zeros = {array.name for array in scalars if not onnx.numpy_helper.to_array(array)}
+    for node in model.graph.node:
         if [a.s for a in node.attribute if node.op_type == "Einsum"] == [_PRODUCT]:
-            node.op_type = "MatMul"
+            node.op_type = "MatMul"  # the quantiser leaves Einsum in float32
             del node.attribute[:]
+        if node.op_type == "Gemm" and zeros.issuperset(node.input[2:]):
+            del node.input[2:]  # a bias that has no axis, which the quantiser needs
     split = _num_bytes(model) > MOST_BYTES
     with _quiet(), _stored(model) as file:
         quantize_static(
