@@ -1,25 +1,24 @@
-"""Measures how much `predict` takes beside reading its images: rates against the input's own.
+"""Measures how much `predict` takes beside reading its images and computing the model.
 
 python tools/predict_rate.py --data_dir=DIR [--rounds=3]
 
 DIR holds imagenet_sample/VERSION, 500 photographs of ImageNet's size. The model is a small ViT of
-224 pixels and 1,000 classes with large patches and random weights, so that a chip could as well
-compute it. Each round reads the images only, computes their probabilities, and writes classes and
-features into new folders, in turn. Prints the CPU milliseconds an image, and the rate of reading
-that is left: the quotient of reading only by the others, in CPU time and in wall time.
+224 pixels and 1,000 classes with random weights. Each round reads the images only, computes their
+probabilities, and writes classes and features into new folders, in turn. Prints the medians of the
+CPU milliseconds an image: of all threads, and of the main thread, which neither reads images nor,
+where a chip computes, computes the model.
 """
 
 import argparse
 import functools
-import json
 import tempfile
+import time
 
 import numpy as np
 from etils import epath
 
 from vit_jax.data import image_batch, make_source, parse_ops
 from vit_jax.data.pipeline import host_eval_batches
-from vit_jax.diagnosis.benchmarks.rounds import measure, spread, spread_of_ratio
 from vit_jax.inference.outputs import outputs
 from vit_jax.inference.saved import write_predictions
 from vit_jax.models import create_model
@@ -62,16 +61,15 @@ def main() -> None:
     classes = functools.partial(write, "classes", top=5, thresholds=0.0)
     calls = {"read": read, "compute": compute, "classes": classes,
              "features": functools.partial(write, "features")}  # fmt: skip
-    measure(calls, 1)  # compiles
-    costs = measure(calls, flags.rounds)
-    for name, found in costs.items():
-        cpu_ms = [1e3 * cost.cpu_s / given.num_examples for cost in found]
-        shares = {
-            kind: spread_of_ratio([getattr(one, kind) for one in costs["read"]],
-                                  [getattr(one, kind) for one in found])
-            for kind in ("cpu_s", "wall_s")
-        }  # fmt: skip
-        print(json.dumps({"call": name, "cpu_ms": spread(cpu_ms), "rate": shares}), flush=True)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in calls}
+    for _ in range(flags.rounds + 1):
+        for name, call in calls.items():
+            start = np.array([time.process_time(), time.thread_time()])
+            call()
+            found[name].append(np.array([time.process_time(), time.thread_time()]) - start)
+    for name, seconds in found.items():
+        ms = 1e3 * np.median(seconds[1:], axis=0) / given.num_examples  # the first one compiles
+        print(f"{name}: {ms[0]:.2f} ms, main thread {ms[1]:.2f} ms")
 
 
 if __name__ == "__main__":
