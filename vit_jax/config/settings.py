@@ -215,6 +215,7 @@ class Settings:
         for other, is_set in {
             "model.keep_tokens_until": self.model.keep_tokens_until is not None,
             "data.order": self.data.order == "chunk",
+            "data.pack": self.data.pack is not None,
         }.items():
             if is_set:
                 raise InputError(
