@@ -148,6 +148,14 @@ def test_evaluators_may_change_on_resume(config):
     assert "evals." in FREE_ON_RESUME
 
 
+def test_a_file_of_records_may_move_on_resume(config):
+    new = from_json(to_json(config))
+    config.data.subset, new.data.subset = "runs/kept.npz", "elsewhere/kept.npz"
+    assert changed_keys(config, new) == {}
+    new.data.subset = "1000"
+    assert changed_keys(config, new) == {"data.subset": ("runs/kept.npz", "1000")}
+
+
 def test_several_changes_on_resume(config):
     new = from_json(to_json(config))
     new.seed, new.model.scan, new.mesh.fsdp = 1, False, 4

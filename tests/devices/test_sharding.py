@@ -473,6 +473,7 @@ def test_what_cannot_be_split_is_named_once_and_replicated(caplog):
         "down": {"kernel": jnp.zeros((8, 8))},
         "stranger": jnp.zeros((16, 16)),
         "number": jnp.zeros(()),
+        "placeholder": jnp.zeros(1),  # Adafactor's, of the scale of logits
     }
     shardings = state_shardings(state, mesh_of("data 2, fsdp 2, tensor 2"))
     assert shardings["up"]["kernel"].spec == P("fsdp")

@@ -62,6 +62,8 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
     }
+    if all(str(ids).endswith(".npz") for ids in changed.get("data.subset", "?")):
+        changed.pop("data.subset")  # a file of record ids that moved, as of `data.exclude`
     if {*old.plugins} <= {*new.plugins}:
         changed.pop("plugins", None)
     return changed

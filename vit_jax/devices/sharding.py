@@ -82,7 +82,7 @@ def state_shardings(state: tree.PyTree, mesh: Mesh, splits_params: bool = False)
             param = named[f"params/{factored['param']}"]
             axes = _axes_left(axes, param.shape, leaf.shape, factored["moment"])
         if axes is None:
-            if leaf.ndim:
+            if math.prod(leaf.shape) > 1:
                 replicated.append(f"{name} {leaf.shape}: no rule")
             return NamedSharding(mesh, P())
         spec = [None] * (leaf.ndim - len(axes)) + list(axes)

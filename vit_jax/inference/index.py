@@ -89,6 +89,6 @@ def _read(path: epath.Path) -> dict[str, np.ndarray]:
             return dict(zip(kept["stamps"].tolist(), kept["x_ND"], strict=True))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as e:
         logger.warning("%s: not readable (%s); made anew", path, e)
         return {}
