@@ -264,23 +264,6 @@ def test_a_text_tower_comes_from_another_source_without_its_projection(golden, r
         begin("scratch", tmp_path / "none", **images)
 
 
-@pytest.mark.slow
-def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
-    keys = {"loss": "softmax", "causal": True, "common_width": 16}
-    changes = {f"objective.{key}": value for key, value in keys.items()}
-    vit_jax.train("siglip:debug", tmp_path / "run", {"duration": "5 steps", **changes})
-    capsys.readouterr()
-    words = [f"--workdir={tmp_path}/run", "--format=hf_pair", f"--output={tmp_path}/pair"]
-    assert main(["export", *words]) == 2
-    assert capsys.readouterr().err == (
-        "error: --format=hf_pair cannot hold this model: 3 faults\n"
-        "  objective.causal=True: the text tower of a SiglipModel needs False\n"
-        "  objective.common_width: a SiglipModel has no projection of images; set it to None\n"
-        "  objective.loss='softmax': a SiglipModel needs 'sigmoid'\n"
-    )
-    assert not (tmp_path / "pair").exists()
-
-
 SPLIT = {"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)
 IN_BFLOAT16 = {"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)
 
