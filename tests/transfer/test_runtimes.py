@@ -77,11 +77,9 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
 
 
 @pytest.mark.parametrize(
-    "precision",
-    [pytest.param(name, marks=() if name == "float32" else SLOW)
-     for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
-)  # fmt: skip
-@pytest.mark.parametrize("format", [param("onnx")])
+    ("format", "precision"),
+    [param("onnx", name, slow=name != "float32") for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
+)
 def test_arrays_above_the_limit_of_a_file_are_in_a_second_one(
     format, precision, golden, tmp_path, monkeypatch
 ):
