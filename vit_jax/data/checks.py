@@ -86,7 +86,7 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         faults.need(
             not (d.exclude is not None and d.subset.endswith(SUFFIX)),
             f"data.exclude={d.exclude!r}: data.subset={d.subset!r} names records of the whole "
-            "split; leave out one",
+            "split; leave out one, or write the set without the excluded by `vit_jax prepare`",
         )
     faults.need(
         not (d.soft_labels and d.multi_label),

@@ -271,9 +271,9 @@ def check(model: nn.Module) -> list[str]:
     return find_misfits(name, model) + oblong
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
-    return _write_folder(path, *_as_folder(path, pretrained))
+    return _write_folder(path, *_as_folder(path, pretrained), max_shard_size)
 
 
 def check_pair(model: nn.Module) -> list[str]:
@@ -284,7 +284,9 @@ def check_pair(model: nn.Module) -> list[str]:
     return ["its image tower is not CLIP's or SigLIP's, without a head"]
 
 
-def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write_pair(
+    path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None
+) -> list[str]:
     """Write a CLIPModel or a SiglipModel, with its tokenizer; return the files' names."""
     side = need_text_side(pretrained.read_text_side, pretrained.source)
     of_one_size = pretrained.model.clone(max_tokens=None)
@@ -302,7 +304,7 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
     }
     scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
     arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
-    files = _write_folder(path, config, arrays, spec)
+    files = _write_folder(path, config, arrays, spec, max_shard_size)
     for file in side.files:
         write_whole(path / file.name, file.read_bytes())
     return [*files, *(file.name for file in side.files)]
@@ -343,11 +345,16 @@ def _rule_of(name: str, model: ViT) -> PatchRule | None:
 
 
 def _write_folder(
-    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Lazy], spec: Spec
+    path: epath.Path,
+    config: dict[str, Any],
+    arrays: Mapping[str, np.ndarray | Lazy],
+    spec: Spec,
+    max_shard_size: str | None,
 ) -> list[str]:
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
-    return ["config.json", "preprocessor_config.json", *write_tensors(path / WEIGHTS, arrays)]
+    files = write_tensors(path / WEIGHTS, arrays, max_shard_size)
+    return ["config.json", "preprocessor_config.json", *files]
 
 
 def _config(name: str, model: ViT) -> dict[str, Any]:

@@ -280,13 +280,13 @@ def check(model: nn.Module) -> list[str]:
     return []
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
     Returns the files' names.
     """
     if isinstance(pretrained.model, EfficientNet):
-        return timm_efficientnet.write(path, pretrained)
+        return timm_efficientnet.write(path, pretrained, max_shard_size)
     fit.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
@@ -317,7 +317,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         **({"max_tokens": model.max_tokens} if flexible else {}),
     }
     spec = pretrained.spec.at(model.image_size).of(model.channels)
-    return timm_config.write(path, config, arrays, spec)
+    return timm_config.write(path, config, arrays, spec, max_shard_size)
 
 
 def _size_args(model: nn.Module) -> dict[str, Any]:
