@@ -195,6 +195,24 @@ def test_losses_by_row_are_those_of_the_step(accum_steps):
     assert np.isnan(losses_by(lambda mask: 1.0 * (mask > 0))).all()  # not its mean
 
 
+@pytest.mark.parametrize("key", ["features", "image"])
+def test_features_and_pictures_in_their_own_shape_have_losses_but_no_png(key):
+    x = jnp.arange(4.0)
+    pictures = Pictures(x[:, None, None, None, None], jnp.ones((4, 2), jnp.int32))
+    batch = {"features": x[:, None]} if key == "features" else {"image": pictures}
+    batch |= {"id": jnp.arange(4), "mask": jnp.ones(4)}
+
+    def loss(params, state, batch, frozen, rng):
+        (array, *_) = jax.tree.leaves(batch[key])
+        sums = (batch["mask"] * array.reshape(4)).sum()
+        return ObjectiveOutput(sums, batch["mask"].sum(), {}, {}, {})
+
+    state = TrainState(jnp.int32(0), {}, {}, {})
+    found = make_row_losses(Objective(loss), lambda batch, keys: batch, 0)(state, batch)
+    assert [*found] == ["id", "mask", "loss", "rows"]
+    np.testing.assert_allclose(found["loss"], x, rtol=1e-6)
+
+
 def test_a_stage_begins_with_no_good_steps():
     """The loss of larger images, or of all patches, is no spike beside those of smaller ones."""
 

@@ -30,7 +30,8 @@ def make_row_losses(
 
     Returns {"loss": (B,), "id": (B,), "mask": (B,), "rows": (n,), "images": (n, h, w, channels)}:
     the images, uint8, of the n <= 64 rows with the largest loss, as the host prepared them; of
-    several views the first. It takes the arguments of `make_train_step`.
+    several views the first. "images" is missing if the batch has features in their place, or
+    pictures in their own shape. It takes the arguments of `make_train_step`.
 
     The losses come from the step's own forward pass, with its batch statistics and random draws:
     a row's is the derivative of the loss by the row's mask, times the weight of the batch. 0 where
@@ -63,10 +64,11 @@ def make_row_losses(
         losses = none if objective.couples_rows else of_step(state, batch, frozen)
         # top_k takes NaN for the largest.
         _, rows = jax.lax.top_k(losses, min(_SHOWN, len(losses)))
-        views = next(batch[k] for k in ("image", "global_views", "local_views") if k in batch)
-        images = views[rows] if views.ndim == 4 else views[rows, 0]
-        kept = {name: batch[name] for name in ("id", "mask")}
-        return kept | {"loss": losses, "rows": rows, "images": images}
+        found = {name: batch[name] for name in ("id", "mask")} | {"loss": losses, "rows": rows}
+        views = [batch[k] for k in ("image", "global_views", "local_views") if k in batch]
+        if views and not isinstance(views[0], tuple):  # pictures in their own shape
+            found["images"] = views[0][rows] if views[0].ndim == 4 else views[0][rows, 0]
+        return found
 
     return row_losses
 

@@ -164,7 +164,8 @@ class Spikes:
         norms: by layer, as `log.by_layer` gives them.
         rows: id and mask of each row of the batch; losses: theirs, null: not finite,
           or there is no loss by row (`row_losses`).
-        shown: rows of the images in the PNG.
+        shown: rows of the images in the PNG; there is none of pictures in their own shape, and of
+          kept features.
         """
         e = self._run.experiment_of(step)
         with watchdog.phase("compile"):
@@ -187,7 +188,8 @@ class Spikes:
         folder = self._run.workdir / FOLDER
         folder.mkdir(exist_ok=True)
         write_whole(folder / f"{step}.json", json.dumps(evidence) + "\n")
-        write_whole(folder / f"{step}.png", as_png(rows["images"]))
+        if "images" in rows:
+            write_whole(folder / f"{step}.png", as_png(rows["images"]))
 
 
 def limit(good: Sequence[float]) -> float:
