@@ -19,6 +19,7 @@ from finished_run import final_state, rows
 from PIL import Image
 from read_settings import settings_of
 
+from vit_jax.base.pictures import Pictures
 from vit_jax.checkpoints.history import read_history
 from vit_jax.config import Settings
 from vit_jax.config.sizes import make_stages
