@@ -13,7 +13,7 @@ from vit_jax.diagnosis import doctor
 from vit_jax.run import kept_features, loop
 from vit_jax.run.kept_features import with_kept_features
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 SMALL = {"evals": {}, "data.num_examples": 64, "duration": "6 steps", "checkpoint.every": "2 steps",
          "log.every": "1 steps"}  # fmt: skip

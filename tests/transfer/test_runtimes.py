@@ -27,21 +27,26 @@ from vit_jax.transfer.program import Choice, make_program
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def param(name, *values):
+def param(name, *values, slow=False):
     """A case of a runtime, whose packages are extras; `test` has them all."""
     packages = runtimes.RUNTIMES[name].PACKAGES
     mark = pytest.mark.skipif(
         any(importlib.util.find_spec(package) is None for package in packages),
         reason=f"needs {' and '.join(packages)}: pip install -e '.[{name}]'",
     )
-    return pytest.param(name, *values, marks=mark)
+    return pytest.param(name, *values, marks=[mark, pytest.mark.slow] if slow else mark)
 
 
 INSTALLED = [param(name) for name in runtimes.RUNTIMES]
 FLOATS = [param(name, precision) for name, runtime in runtimes.RUNTIMES.items()
           for precision in ("float32", "float16") if precision in runtime.PRECISIONS]  # fmt: skip
-FAST = ("DeiT-Ti/16", "EfficientNet-B0")  # with two heads, and with batch norms
-SLOW = pytest.mark.slow
+# One with two heads, and one with batch norms.
+FAST = {("onnx", "DeiT-Ti/16"), ("litert", "EfficientNet-B0")}
+FAMILIES_OF_ALL = [
+    param(format, name, slow=(format, name) not in FAST)
+    for format in runtimes.RUNTIMES
+    for name in (FAMILIES.find(start).names[0] for start in FAMILIES)
+]
 each_runtime = pytest.mark.parametrize("format", INSTALLED)
 
 
@@ -72,11 +77,9 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
 
 
 @pytest.mark.parametrize(
-    "precision",
-    [pytest.param(name, marks=() if name == "float32" else SLOW)
-     for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
-)  # fmt: skip
-@pytest.mark.parametrize("format", [param("onnx")])
+    ("format", "precision"),
+    [param("onnx", name, slow=name != "float32") for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
+)
 def test_arrays_above_the_limit_of_a_file_are_in_a_second_one(
     format, precision, golden, tmp_path, monkeypatch
 ):
@@ -100,14 +103,7 @@ def test_a_program_of_one_file_holds_less_than_2_gib(golden, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-@each_runtime
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name := FAMILIES.find(start).names[0], marks=() if name in FAST else SLOW)
-        for start in FAMILIES
-    ],
-)
+@pytest.mark.parametrize(("format", "name"), FAMILIES_OF_ALL)
 def test_every_family_is_computed(format, name, tmp_path):
     small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32,
              "token_width": 8, "width_factor": 0.125, "depth_factor": 0.1}  # fmt: skip

@@ -26,6 +26,7 @@ from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
           "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
+          "max_tokens": "a positive int",
           **READING, "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
