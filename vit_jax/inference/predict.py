@@ -219,15 +219,17 @@ def classified(
 ) -> Iterator[dict[str, Any]]:
     """The rows of `name_rows` with their classes, see `classify`."""
     names = class_names(pretrained.spec, pretrained.model.num_classes)
-    for row, probabilities in zip(rows, probabilities_BC, strict=True):
+    known_BC = np.where(probabilities_BC >= thresholds, probabilities_BC, -1)
+    last = min(top or len(names), len(names)) - 1
+    of_last_B = -np.partition(-known_BC, last)[:, last]
+    for row, known, of_last in zip(rows, known_BC, of_last_B, strict=True):
         if "error" in row:
             yield row
             continue
-        best = np.argsort(-probabilities, kind="stable")
-        best = best[(probabilities >= thresholds)[best]][:top]
+        best = np.flatnonzero(known >= max(of_last, 0))  # to sort no more than these
+        best = best[np.argsort(-known[best], kind="stable")][:top]
         classes = [
-            {"name": names[i], "index": int(i), "probability": float(probabilities[i])}
-            for i in best
+            {"name": names[i], "index": int(i), "probability": float(known[i])} for i in best
         ]
         yield row | {"classes": classes}
 
