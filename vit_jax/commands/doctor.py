@@ -101,8 +101,9 @@ def _survey(flags: argparse.Namespace, run: "Run") -> Iterator["Finding"]:
     from vit_jax.config import train_split
     from vit_jax.curation.survey import odd_by_features, survey
     from vit_jax.diagnosis.doctor import Finding
-    from vit_jax.insight.pages import write_page
+    from vit_jax.insight.pages import environment_of_pages, write_page
 
+    environment_of_pages()  # the survey may take hours, so a missing package is found first
     key = train_split(run.settings.data)
     source, others = run.sources[key], {k: s for k, s in run.sources.items() if k != key}
     named = {f"{k.data_name} {k.split}": s for k, s in {key: source, **others}.items()}

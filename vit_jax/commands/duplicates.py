@@ -87,7 +87,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.curation.prepare import Progress, in_processes
     from vit_jax.curation.shards import open_split
     from vit_jax.data.id_files import ids_to_bytes
-    from vit_jax.insight.pages import write_page
+    from vit_jax.insight.pages import environment_of_pages, write_page
     from vit_jax.insight.tables import as_csv
 
     runner, finder = in_processes(flags.workers), found_in.pairs_here
@@ -101,18 +101,16 @@ def main(flags: argparse.Namespace) -> int:
     in_order = zip(flags.features[1:] + flags.features[:1], sources, strict=True)
     features = [found_in.read_features(*pair) for pair in in_order] if flags.features else []
     parts = found_in.parts_of(flags.output, [*zip(sets, sources, strict=True)])
+    environment_of_pages()  # hashing takes hours, so a missing package is found first
     flags.output.mkdir(parents=True, exist_ok=True)
     runner(found_in.hash_part, parts, Progress(len(parts)))
     by_hash = finder(parts, flags.distance)
     found = found_in.find(sources, by_hash, features, flags.similarity)
     out = np.flatnonzero(found.out)
-    contents = {
-        "pairs.csv": as_csv([*found_in.table_of(found, sources)]),
-        "page.html": write_page("Near duplicates", found_in.sections_of(found, sources)),
-        "exclude.npz": ids_to_bytes(out, sources[-1].fingerprint),
-    }
-    for name, content in contents.items():
-        files.write_whole(flags.output / name, content)
+    files.write_whole(flags.output / "pairs.csv", as_csv([*found_in.table_of(found, sources)]))
+    files.write_whole(flags.output / "exclude.npz", ids_to_bytes(out, sources[-1].fingerprint))
+    page = write_page("Near duplicates", found_in.sections_of(found, sources))
+    files.write_whole(flags.output / "page.html", page)
     counts = {"records": sources[-1].num_examples, "pairs": len(found.pairs), "left_out": len(out)}
     print(json.dumps({"output": os.fspath(flags.output), **counts}))
     return exit_codes.DONE

@@ -10,6 +10,7 @@ The bytes of a shard depend on its rows and on the versions of the libraries, on
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import pathlib
@@ -23,6 +24,7 @@ from etils import epath, epy
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
 from vit_jax.config.registries import SOURCES
+from vit_jax.data.class_names import places_of
 from vit_jax.data.contract import Source
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.shard_files import CLASSES
@@ -68,15 +70,23 @@ class Facts(NamedTuple):
         classes = source.class_names or ()
         if not classes and source.num_classes > 1:
             classes = tuple(map(str, range(source.num_classes)))
-        has_names = source.file_names is not None
-        return cls(classes, source.multi_label, source.captions is not None, has_names)
+        has_texts = source.captions is not None, source.file_names is not None
+        return cls(classes, source.multi_label, *has_texts)
+
+
+@functools.cache
+def _are_ambiguous(classes: tuple[str, ...]) -> bool:
+    """Whether a label that is a number may be the name of another class; see `number_labels`."""
+    places = places_of(classes)
+    return any(places.get(str(i), i) != i for i in range(len(classes)))
 
 
 class Tar:
     """Members PLACE.jpg or .png, PLACE.cls with the label, PLACE.json with captions or labels.
 
     The original name of the file follows the place, if it is known: PLACE/NAME.jpg. A picture
-    without a label has no PLACE.cls.
+    without a label has no PLACE.cls. If the label 1 may be a class named "1" elsewhere, PLACE.json
+    has the numbers of all labels, with more zeros in front than any name has.
     """
 
     reads: ClassVar[str] = "tar"
@@ -89,11 +99,11 @@ class Tar:
         return ""
 
     def write(self, path: str, rows: Iterable[Row], facts: Facts) -> None:
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT, encoding="utf-8") as tar:
             for row in rows:
                 key = f"{row.place:09}"
-                if stem := re.sub(r"[^\w-]", "_", pathlib.PurePath(row.name).stem, flags=re.ASCII):
-                    key += f"/{stem[:80]}"
+                if stem := re.sub(r"[^\w-]", "_", pathlib.PurePath(row.name).stem):
+                    key += f"/{stem.encode()[:80].decode(errors='ignore')}"
                 for extension, content in self._members(row, facts):
                     member = tarfile.TarInfo(f"{key}.{extension}")
                     member.size = len(content)
@@ -102,7 +112,10 @@ class Tar:
     def _members(self, row: Row, facts: Facts) -> Iterable[tuple[str, bytes]]:
         yield row.extension, row.image
         told: dict[str, Any] = {"caption": [*row.captions]} if facts.captions else {}
-        if facts.multi_label:
+        if _are_ambiguous(facts.classes):
+            width = 1 + max(map(len, facts.classes))
+            told["label"] = [f"{label:0{width}}" for label in row.labels if label >= 0]
+        elif facts.multi_label:
             told["label"] = [facts.classes[label] for label in row.labels]
         elif facts.classes and row.labels[0] >= 0:
             yield "cls", str(row.labels[0]).encode()
@@ -187,8 +200,8 @@ class TfRecord:
                 writer.write(_as_example(row, facts))
 
     def describe(self, output: epath.Path, facts: Facts, splits: Splits) -> None:
-        features: dict[str, Any] = {"image": tfds.features.Image()}
-        features["label"] = tfds.features.ClassLabel(names=[*facts.classes] or ["none"])
+        label = tfds.features.ClassLabel(names=[*facts.classes] or ["none"])
+        features: dict[str, Any] = {"image": tfds.features.Image(), "label": label}
         if facts.captions:
             features["caption"] = tfds.features.Sequence(tfds.features.Text())
         if facts.names:

@@ -15,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from vit_jax.base.errors import InputError, few
 from vit_jax.curation.duplicates import Found, find, near_hashes, sections_of
 from vit_jax.curation.looks import Looks, look_at, small_pictures
+from vit_jax.data.captions import as_bytes
 from vit_jax.data.contract import Source, read_labels
 from vit_jax.data.order import spread
 from vit_jax.insight.pages import Section
@@ -142,7 +143,7 @@ def _captions(source: Source) -> list[Section]:
     texts = (
         (len(text), source.record_name(i), text)
         for i, captions in enumerate(source.captions(range(source.num_examples)))
-        for text in (t.decode(errors="replace") if isinstance(t, bytes) else t for t in captions)
+        for text in (as_bytes(c).decode("utf-8-sig", "replace") for c in captions)
     )
     rows = heapq.nlargest(_LISTED, texts)
     said = f"the longest has {rows[0][0]:,} characters" if rows else "there are none"
