@@ -8,7 +8,7 @@
 
 SOURCE and --config.data.KEY name the set as in `prepare`; it is the split data.split. Pictures of
 the sets in --against stay, and of several near ones the first in SOURCE. DIR gets exclude.npz, the
-records to leave out; pairs.csv, all pairs; and page.html, some of them to look at, for which run
+records to leave out; pairs.csv, the pairs; and page.html, some of them to look at, for which run
 pip install -e '.[report]'. Pictures are near by the PDQ hash, also if one is mirrored, and with
 --features by a model too. After an interruption run the same command again.
 """
@@ -33,7 +33,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.job import exit_codes
 
-_MOST_BITS = 31  # up to here all pairs of a small set are found
+_MOST_BITS = 31  # up to here all near hashes of a small set are found
 
 if TYPE_CHECKING:
     from vit_jax.config.sections import Data

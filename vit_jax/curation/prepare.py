@@ -230,7 +230,7 @@ def in_processes(workers: int) -> Runner:
             try:
                 for job in concurrent.futures.as_completed(jobs):
                     progress.add(job.result())
-            except concurrent.futures.process.BrokenProcessPool:
+            except concurrent.futures.BrokenExecutor:
                 raise InputError(
                     f"--workers={workers}: one was killed, often for lack of memory; take fewer, "
                     "and run the command again, which keeps what is finished"
