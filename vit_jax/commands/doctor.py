@@ -27,7 +27,12 @@ from rich.text import Text
 
 from vit_jax.base import files
 from vit_jax.base.errors import InputError
-from vit_jax.commands.flags import define_config_flags, define_format_flag, load_valid_config
+from vit_jax.commands.flags import (
+    define_config_flags,
+    define_format_flag,
+    load_valid_config,
+    need_package,
+)
 from vit_jax.config import Settings
 from vit_jax.job import exit_codes
 
@@ -101,9 +106,11 @@ def _survey(flags: argparse.Namespace, run: "Run") -> Iterator["Finding"]:
     from vit_jax.config import train_split
     from vit_jax.curation.survey import odd_by_features, survey
     from vit_jax.diagnosis.doctor import Finding
-    from vit_jax.insight.pages import environment_of_pages, write_page
+    from vit_jax.insight.pages import write_page
 
-    environment_of_pages()  # the survey may take hours, so a missing package is found first
+    need_package("--output", "jinja2", "report")
+    if flags.init_from is not None:
+        need_package("--init_from", "cleanlab", "curation")
     key = train_split(run.settings.data)
     source, others = run.sources[key], {k: s for k, s in run.sources.items() if k != key}
     named = {f"{k.data_name} {k.split}": s for k, s in {key: source, **others}.items()}

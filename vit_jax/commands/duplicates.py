@@ -28,6 +28,7 @@ from vit_jax.base.errors import InputError, collect_faults
 from vit_jax.commands.flags import (
     define_data_flags,
     find_data_faults,
+    need_package,
     read_data,
     split_name,
 )
@@ -87,11 +88,12 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.curation.prepare import Progress, in_processes
     from vit_jax.curation.shards import open_split
     from vit_jax.data.id_files import ids_to_bytes
-    from vit_jax.insight.pages import environment_of_pages, write_page
+    from vit_jax.insight.pages import write_page
     from vit_jax.insight.tables import as_csv
 
     runner, finder = in_processes(flags.workers), found_in.pairs_here
     if flags.beam is not None:
+        need_package("--beam", "apache_beam", "curation")
         from vit_jax.curation.beam import on_beam, pairs_on_beam
 
         options = shlex.split(flags.beam)
@@ -101,7 +103,9 @@ def main(flags: argparse.Namespace) -> int:
     in_order = zip(flags.features[1:] + flags.features[:1], sources, strict=True)
     features = [found_in.read_features(*pair) for pair in in_order] if flags.features else []
     parts = found_in.parts_of(flags.output, [*zip(sets, sources, strict=True)])
-    environment_of_pages()  # hashing takes hours, so a missing package is found first
+    if features:
+        need_package("--features", "usearch", "curation")
+    need_package("page.html", "jinja2", "report")
     flags.output.mkdir(parents=True, exist_ok=True)
     runner(found_in.hash_part, parts, Progress(len(parts)))
     by_hash = finder(parts, flags.distance)

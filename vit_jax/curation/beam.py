@@ -26,14 +26,12 @@ _AT_ONCE = 1000  # hashes whose keys are made together
 
 
 class Beam:
-    """Pipelines with the options of Beam; raises InputError without Beam."""
+    """Pipelines with the options of Beam."""
 
     def __init__(self, options: Sequence[str]):
-        try:
-            import apache_beam
-            from apache_beam.options.pipeline_options import PipelineOptions
-        except ImportError as e:
-            raise InputError(f"--beam: {e}; run pip install -e '.[curation]'") from None
+        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
         self.beam = apache_beam
         self.pipeline = functools.partial(apache_beam.Pipeline, options=PipelineOptions([*options]))
 

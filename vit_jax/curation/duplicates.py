@@ -107,11 +107,10 @@ def _first_key(differs: np.ndarray, number: int) -> np.ndarray:
 
     differs: uint16 (p, 16), the bits in which the two hashes of a pair, which share a key, differ.
     """
-    rows = np.arange(len(differs))
     if number < _LARGE:
         band = (np.bitwise_count(differs) < 2).argmax(1)
-        bit = np.maximum(differs[rows, band], 1) - 1  # ones below the bit; equal bands share key 0
-        return band * _BITS + np.bitwise_count(bit)
+        lower = np.maximum(differs[np.arange(len(band)), band], 1) - 1  # bits below the other one
+        return band * _BITS + np.bitwise_count(lower)
     a, b = np.argsort(differs != 0, axis=1, kind="stable")[:, :2].T  # the first equal bands
     return a * (2 * _BANDS - 1 - a) // 2 + b - a - 1
 
@@ -223,7 +222,7 @@ def leave_out(pairs: np.ndarray, first_own: int, number: int) -> np.ndarray:
 def read_features(path: str, source: Source) -> np.ndarray:
     """The features of `predict --features=FILE.npz`, one row for each record of `source`.
 
-    Raises: InputError if there is no such file, it is of other records, or usearch is missing.
+    Raises: InputError if there is no such file, or it is of other records.
     """
     try:
         with np.load(path) as stored:
@@ -239,10 +238,6 @@ def read_features(path: str, source: Source) -> np.ndarray:
             f"{last + 1:,} with other names; give first the features of SOURCE, then the "
             "features of each --against"
         )
-    try:
-        import usearch  # noqa: F401 - `pairs_of_features` comes hours later
-    except ImportError as e:
-        raise InputError(f"--features: {e}; run pip install -e '.[curation]'") from None
     return x_ND.reshape(len(x_ND), -1)
 
 

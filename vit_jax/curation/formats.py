@@ -10,8 +10,8 @@ The bytes of a shard depend on its rows and on the versions of the libraries, on
 
 from __future__ import annotations
 
-import functools
 import io
+import itertools
 import json
 import pathlib
 import re
@@ -74,19 +74,19 @@ class Facts(NamedTuple):
         return cls(classes, source.multi_label, *has_texts)
 
 
-@functools.cache
-def _are_ambiguous(classes: tuple[str, ...]) -> bool:
-    """Whether a label that is a number may be the name of another class; see `number_labels`."""
+def _digits_of(classes: Sequence[str]) -> int:
+    """More digits than any name has, if the number of a class is another's name; else 0."""
     places = places_of(classes)
-    return any(places.get(str(i), i) != i for i in range(len(classes)))
+    is_name = any(places.get(str(i), i) != i for i in range(len(classes)))
+    return 1 + max(map(len, classes)) if is_name else 0
 
 
 class Tar:
     """Members PLACE.jpg or .png, PLACE.cls with the label, PLACE.json with captions or labels.
 
     The original name of the file follows the place, if it is known: PLACE/NAME.jpg. A picture
-    without a label has no PLACE.cls. If the label 1 may be a class named "1" elsewhere, PLACE.json
-    has the numbers of all labels, with more zeros in front than any name has.
+    without a label has no PLACE.cls. If the number of a class is the name of another, all labels
+    are in PLACE.json, as numbers with so many zeros in front that they are no names.
     """
 
     reads: ClassVar[str] = "tar"
@@ -99,22 +99,22 @@ class Tar:
         return ""
 
     def write(self, path: str, rows: Iterable[Row], facts: Facts) -> None:
+        digits = _digits_of(facts.classes)
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT, encoding="utf-8") as tar:
             for row in rows:
                 key = f"{row.place:09}"
                 if stem := re.sub(r"[^\w-]", "_", pathlib.PurePath(row.name).stem):
                     key += f"/{stem.encode()[:80].decode(errors='ignore')}"
-                for extension, content in self._members(row, facts):
+                for extension, content in self._members(row, facts, digits):
                     member = tarfile.TarInfo(f"{key}.{extension}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
 
-    def _members(self, row: Row, facts: Facts) -> Iterable[tuple[str, bytes]]:
+    def _members(self, row: Row, facts: Facts, digits: int) -> Iterable[tuple[str, bytes]]:
         yield row.extension, row.image
         told: dict[str, Any] = {"caption": [*row.captions]} if facts.captions else {}
-        if _are_ambiguous(facts.classes):
-            width = 1 + max(map(len, facts.classes))
-            told["label"] = [f"{label:0{width}}" for label in row.labels if label >= 0]
+        if digits:  # a reader would take some labels for names; see `number_labels`
+            told["label"] = [f"{label:0{digits}}" for label in row.labels if label >= 0]
         elif facts.multi_label:
             told["label"] = [facts.classes[label] for label in row.labels]
         elif facts.classes and row.labels[0] >= 0:
@@ -141,19 +141,17 @@ class Parquet:
 
     def write(self, path: str, rows: Iterable[Row], facts: Facts) -> None:
         schema = self._schema(facts)
+        values = (self._values(row, facts) for row in rows)
         with pq.ParquetWriter(path, schema) as writer:
-            group: list[dict[str, Any]] = []
-            for row in rows:
-                name = row.name.encode(errors="surrogateescape").decode(errors="replace")
-                image = {"bytes": row.image, "path": name or f"{row.place:09}.{row.extension}"}
-                label = [*row.labels] if facts.multi_label else next(iter(row.labels), None)
-                values = {"image": image, "label": label, "caption": [*row.captions]}
-                group.append({name: values[name] for name in schema.names})
-                if len(group) == _ROWS_OF_GROUP:
-                    writer.write_table(pa.Table.from_pylist(group, schema))
-                    group.clear()
-            if group:
+            while group := [*itertools.islice(values, _ROWS_OF_GROUP)]:
                 writer.write_table(pa.Table.from_pylist(group, schema))
+
+    def _values(self, row: Row, facts: Facts) -> dict[str, Any]:
+        """Values of a row by column; the schema may lack the last two."""
+        name = row.name.encode(errors="surrogateescape").decode(errors="replace")
+        image = {"bytes": row.image, "path": name or f"{row.place:09}.{row.extension}"}
+        label = [*row.labels] if facts.multi_label else next(iter(row.labels), None)
+        return {"image": image, "label": label, "caption": [*row.captions]}
 
     def _schema(self, facts: Facts) -> pa.Schema:
         image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -144,8 +144,7 @@ def _read(
     files = source.record_files
 
     def is_named_jpeg(record: int) -> np.ndarray:
-        names = source.file_names
-        name = names(int(record), int(record) + 1)[0] if names else ""
+        name = source.file_names(record, record + 1)[0] if source.file_names else ""
         return np.array(name.lower().endswith((".jpg", ".jpeg")))
 
     def value(stored: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:

@@ -231,10 +231,8 @@ def in_processes(workers: int) -> Runner:
                 for job in concurrent.futures.as_completed(jobs):
                     progress.add(job.result())
             except concurrent.futures.BrokenExecutor:
-                raise InputError(
-                    f"--workers={workers}: one was killed, often for lack of memory; take fewer, "
-                    "and run the command again, which keeps what is finished"
-                ) from None
+                said = "one was killed, often for lack of memory; take fewer, and run it again"
+                raise InputError(f"--workers={workers}: {said}") from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -266,8 +264,7 @@ def verify(output: epath.Path) -> list[str]:
         for file, expected in manifest["files"].items()
         if (fault := _fault_of(output / file, expected))
     ]
-    stored = manifest["settings"].items()
-    keys: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored}
+    keys = {k: tuple(v) if isinstance(v, list) else v for k, v in manifest["settings"].items()}
     keys |= reading_of(output, keys.pop("format"))
     data = Data(**keys)
     return faults or [

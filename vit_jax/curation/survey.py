@@ -133,8 +133,7 @@ def _duplicates(sources: Mapping[str, Source], looks: Mapping[str, Looks]) -> Se
     said += f"; {leaked:,} of them near one of {', '.join(in_order[:-1])}" * (len(sources) > 1)
     remedy = "`vit_jax duplicates` lists them for data.exclude" * bool(found.out.any())
     pictures = sections_of(found, ordered, _LISTED)[0].pictures
-    state = "warning" if leaked else "ok"
-    return Section("duplicates", state, said, remedy, pictures=pictures)
+    return Section("duplicates", "warning" if leaked else "ok", said, remedy, pictures=pictures)
 
 
 def _captions(source: Source) -> list[Section]:
@@ -176,13 +175,9 @@ def odd_by_features(source: Source, records: np.ndarray, x_ND: np.ndarray) -> li
     A linear probe, cross-validated, judges the labels by confident learning (Northcutt et al. 2021,
     arXiv:1911.00068). An outlier is far from its nearest neighbours (Kuan and Mueller 2022,
     arXiv:2207.03061).
-
-    Raises: InputError without cleanlab.
     """
-    try:
-        from cleanlab.outlier import OutOfDistribution
-    except ImportError as e:
-        raise InputError(f"--init_from: {e}; run pip install -e '.[curation]'") from None
+    from cleanlab.outlier import OutOfDistribution
+
     valid = np.isfinite(x_ND).all(1)
     records, x_ND = records[valid], x_ND[valid]
     typical = OutOfDistribution().fit_score(features=x_ND, verbose=False)
