@@ -10,6 +10,7 @@ A few seconds: --config=configs/folder.py:debug
 The word list reads a list of files and labels instead of a folder; multilabel reads a list with
 several labels per file: --config=configs/folder.py:multilabel --config.data.data_dir=LIST.csv
 With the word native pictures keep their shape: --config=configs/folder.py:ViT-S/16,native
+With packed they also have several sizes, four pictures in a row of tokens
 If some classes are rare: --config.loss.class_weights=balanced
 """
 
@@ -24,6 +25,8 @@ WORDS = {
     "list": "a list of files and labels, CSV or JSON lines, in place of a folder",
     "multilabel": "a list with several labels for each file",
     "native": "pictures keep their shape, with as many patches as a square would have",
+    "packed": "native, and a row of tokens holds four pictures in training: one with all patches, "
+    "one with half of them, two with a quarter",
     "debug": "20 steps of a tiny model",
 }
 
@@ -66,9 +69,10 @@ def get_config(arg=""):
         c.data.image_size = make_tiny(c.model, c.model.name)
         set_length(c, 32, "20 steps", "2 steps", save="10 steps", log="5 steps")
         c.evals.val.every = c.evals.test.every = "10 steps"
-    if "native" in chosen:
-        c.data.max_tokens = math.prod(
+    if chosen & {"native", "packed"}:
+        c.data.max_tokens = most = math.prod(
             c.data.image_size // side for side in token_stride(c.model.name)
         )
+        c.data.pack = (most, most // 2, most // 4, most // 4) if "packed" in chosen else None
         c.data.ops, c.evals.val.ops, c.evals.test.ops = "decode|flip", "decode", "decode"
     return c

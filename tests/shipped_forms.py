@@ -15,8 +15,8 @@ FORMS = {
     "ViT-B/16,jft=mine,fewshot,debug BiT-R152x2,jft=mine,debug R50+ViT-L/32,jft=mine,debug",
     "cifar10": "- small 5k 5k,medium1 fast fast,held_out debug small,debug 5k,strong2,debug "
     "fast,held_out,debug",
-    "folder": "- ViT-S/16 BiT-R50x1 ViT-S/16,native debug ViT-S/16,debug BiT-R50x1,debug "
-    "native,debug",
+    "folder": "- ViT-S/16 BiT-R50x1 ViT-S/16,native ViT-S/16,packed debug ViT-S/16,debug "
+    "BiT-R50x1,debug packed,debug",
     "noisy_student": "- L2,my_images debug",
     "distillation": "bit large bit=runs/bit,large=runs/large debug bit,debug",
     "siglip": "ViT-B/16 ViT-B/16,naflex ViT-L/16,debug debug ViT-B/16,naflex,debug",

@@ -193,7 +193,7 @@ def test_wrong_arguments_are_named(source, key):
         predict(np.zeros((8, 8, 2), np.uint8), source)
 
 
-@pytest.mark.usefixtures("experiments_made_once")
+@pytest.mark.usefixtures("experiments_made_once", "without_checks")
 def test_train_evaluate_predict(tmp_path, monkeypatch, capsys):
     digits, labels = load_digits(return_X_y=True)
     digits = np.uint8(np.rint(digits.reshape(-1, 8, 8) * (255 / 16)))

@@ -3,8 +3,8 @@
 python tools/export_formats.py [--only=WORD]   # the rows that the table lacks
 python docs/hooks.py                           # puts the table into docs/how_to/deploy.md
 
-The models are in tests/golden: random weights of a few layers. Floats are compared on parts
-of two photographs. int8 is compared on pictures in folders of the class that the model gives them,
+The models have random weights and a few layers; most are in tests/golden. Floats are compared on
+parts of two photographs. int8 is compared on pictures in folders of the class that the model gives,
 so its top-1 is the share of pictures with the same class; other pictures calibrate it.
 """
 
@@ -24,10 +24,12 @@ import vit_jax
 from vit_jax.base.errors import InputError
 from vit_jax.base.files import write_whole
 from vit_jax.insight.tables import as_csv
+from vit_jax.models import create_model
 from vit_jax.transfer import read_pretrained, with_image_size
-from vit_jax.transfer.pretrained import Pretrained, class_names
+from vit_jax.transfer.pretrained import Pretrained, Spec, class_names
 from vit_jax.transfer.program import GIVES, Choice
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, sample_pictures
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/how_to/exports.csv"
@@ -43,10 +45,12 @@ MODELS = {  # {kind: file of tests/golden}
     "DeiT III": "timm_deit3.safetensors",
     "DINOv2, no head": "timm_dinov2.safetensors",
     "DINOv2, SwiGLU": "hf_dinov2_swiglu",
+    "DINOv2, registers": "hf_dinov2_with_registers_classifier",
     "DINOv3, rotary": "timm_dinov3.safetensors",
     "DINOv3, no head": "hf_dinov3",
     "SigLIP, no head": "timm_siglip.safetensors",
     "SigLIP, mean of patches": "timm_siglip_gap.safetensors",
+    "SigLIP 2, at one size": "hf_siglip2",
     "image tower of SigLIP": "hf_siglip_pair",
     "image tower of CLIP": "hf_clip_pair",
     "CLIP": "timm_clip.safetensors",
@@ -59,15 +63,33 @@ MODELS = {  # {kind: file of tests/golden}
     "T2T, transformer": "t2t_transformer.safetensors",
     "T2T, performer": "t2t_performer.safetensors",
 }
+BUILT = {  # {kind: name and fields}
+    "ViT, relative positions": ("ViT-Ti/16", {"pos_embed": "relative"}),
+    "ViTC, convolutional stem": ("ViTC-1GF", {}),
+    "Axial-ViT": ("Axial-ViT-B/16", {}),
+}
 
 
 def read_model(kind: str) -> Pretrained:
     """The model, at 48 pixels if it takes any size; with labels of their own by the sigmoid."""
+    if kind in BUILT:
+        return build_model(*BUILT[kind])
     pretrained = read_pretrained(ROOT / "tests/golden" / MODELS[kind])
     if pretrained.spec.image_size is None:
         pretrained = with_image_size(pretrained, 48)
     loss = "sigmoid" if "several" in kind else pretrained.spec.loss
     return pretrained._replace(spec=pretrained.spec._replace(loss=loss))
+
+
+def build_model(name: str, fields: dict[str, object]) -> Pretrained:
+    """A model for 64 pixels and 7 classes whose random parameters are all other than 0."""
+    fields = {"width": 64, "depth": 2, "mlp_dim": 96, "num_heads": 2} | fields
+    model, spec = create_model(name, 7, 64, **fields), Spec((64, 64), "antialiased")
+    rng, shapes = np.random.default_rng(0), abstract_params(model)
+    params = {key: rng.normal(0, 0.2, x.shape).astype(np.float32) for key, x in shapes.items()}
+    state = abstract_model_state(model)
+    found = {key: rng.uniform(0.5, 1, x.shape).astype(np.float32) for key, x in state.items()}
+    return Pretrained(name, model, params, spec, model_state=found)
 
 
 def write_pictures(pretrained: Pretrained, folder: str) -> dict[str, epath.PathLike]:
@@ -101,7 +123,8 @@ def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> d
                     where = write_pictures(pretrained, folder)
                 choice = choice._replace(max_drop=0.99, **where)
             choice.check(format, RUNTIMES[format].PRECISIONS)
-            found = export_program(epath.Path(folder) / f"m.{format}", pretrained, format, choice)
+            path = epath.Path(folder) / f"m.{format}"
+            _, found = export_program(path, pretrained, format, choice)
         except (InputError, RuntimeError) as e:
             return {"refused": " ".join(str(e).split())}
     one = GIVES[gives]
@@ -113,7 +136,7 @@ def measure(pretrained: Pretrained, kind: str, format: str, precision: str) -> d
 
 
 def rows_to_make(only: str) -> Iterator[tuple[str, str, str]]:
-    for kind in MODELS:
+    for kind in (*MODELS, *BUILT):
         for format, runtime in RUNTIMES.items():
             for precision in runtime.PRECISIONS:
                 if only in f"{kind} {format} {precision}":

@@ -20,6 +20,7 @@ from vit_jax.config import (
     step_range,
     train_split,
 )
+from vit_jax.config.node import WrongTypeError
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides
 
@@ -260,3 +261,15 @@ def test_a_copy_looks_for_no_nearest_key(monkeypatch):
     config = base_config()
     monkeypatch.setattr("vit_jax.config.node.nearest_key", None)
     assert copy.deepcopy(config) == config
+
+
+def test_a_copy_has_typed_places_of_its_own():
+    """And a key that follows another one follows the copied one."""
+    config = base_config()
+    config.model.depth, config.plugins = config.model.get_ref("width"), ("one",)
+    copied = copy.deepcopy(config)
+    copied.model.width, copied.plugins = 3, ()
+    assert (copied.model.depth, config.model.depth, config.plugins) == (3, None, ("one",))
+    assert copied.is_locked and not copied.evals.is_locked
+    with pytest.raises(WrongTypeError, match="width='wide': needs a value of type int"):
+        copied.model.width = "wide"

@@ -10,7 +10,7 @@ from read_settings import decided
 from test_base import make_config, set_keys, type_of
 
 from vit_jax.base.errors import InputError, nearest
-from vit_jax.config import evals, flatten
+from vit_jax.config import base, evals, flatten
 from vit_jax.config.base import with_values
 from vit_jax.config.parts import Key
 from vit_jax.config.sections import Log
@@ -269,6 +269,7 @@ def test_a_key_that_a_stored_config_lacks_takes_what_it_meant_before(config, mon
                     "later_too": Key(int, 5, "added", "", (), "", ..., False, None)}  # fmt: skip
         declared |= class_.declared()
         monkeypatch.setattr(class_, "declared", lambda declared=declared: declared)
+    monkeypatch.setattr(base, "_own_config", base._own_config.__wrapped__)  # made once otherwise
     content = json.loads(config_json(config))
     read = parse_stored(json.dumps(content), epath.Path(tmp_path))
     found = flatten(read.resolved)

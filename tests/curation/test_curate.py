@@ -1,21 +1,26 @@
 """Curated parts: equally many records of each cluster, or those most like another set."""
 
+import argparse
 import dataclasses
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
-from prepared_sets import plan_of
+from prepared_sets import encoded, plan_of
 
 from vit_jax.base.errors import InputError
+from vit_jax.commands.flags import open_source
 from vit_jax.config.sections import Data
 from vit_jax.curation import nearest
 from vit_jax.curation.clusters import find_clusters, sample_balanced, split_evenly
 from vit_jax.curation.features import Features
 from vit_jax.curation.nearest import find_nearest
 from vit_jax.curation.shards import open_splits
-from vit_jax.data import make_source
+from vit_jax.data import Division, make_source
 from vit_jax.data.id_files import ids_to_bytes, read_ids
+from vit_jax.data.images.formats import Reading
 from vit_jax.main import main
 
 SIZES = 1000, 400, 29, 8  # of four heaps of features, one for each digit of the training split
@@ -161,3 +166,28 @@ def test_files_of_ids_that_are_refused(tmp_path):
     for ids, of in (([1, 2], "other data"), ([-1, 2], whole), ([1, 1437], whole)):
         path.write_bytes(ids_to_bytes(np.array(ids), of))
         assert "digits train is not the data of this file" in refusal()
+
+
+def test_features_for_a_new_run_are_of_its_records(tmp_path):
+    """The classes, the division and the captions are the new run's, not the model's."""
+    for i, name in enumerate(["ant", "yak", "zebra"] * 4):
+        path = tmp_path / "images" / name / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(np.full((8, 8, 3), i, np.uint8), "PNG"))
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for i in range(3):
+            for kind, content in {"png": encoded(np.zeros((8, 8, 3), np.uint8), "PNG"),
+                                  "txt": f"a dog and {i}".encode()}.items():  # fmt: skip
+                member = tarfile.TarInfo(f"{i}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    spec = argparse.Namespace(
+        image_size=(8, 8), reading=Reading(), class_names=("yak", "zebra")
+    )  # fmt: skip
+    model = argparse.Namespace(spec=spec, division=Division(), source="model")
+    for name, where, read_as in (("folder", "images", "labels"), ("tar", "", "captions")):
+        how = {"split": "train", "image_size": (8, 8), "data_dir": str(tmp_path / where)}
+        flags = argparse.Namespace(data=f"{name}:train", data_dir=how["data_dir"])
+        of_run = make_source(name, captions=read_as == "captions", **how).fingerprint
+        assert open_source(flags, model, (), read_as).fingerprint == of_run
+        assert open_source(flags, model, ()).fingerprint != of_run

@@ -106,20 +106,28 @@ def test_a_model_finds_wrong_labels_and_outliers(tmp_path):
 
 
 def test_the_command_adds_rows_and_writes_the_page(sources, sections, tmp_path, monkeypatch):
-    from vit_jax.config import SplitKey
+    """The training data come first, and splits that overlap them are left out."""
+    from vit_jax.config import SplitKey, train_split
+    from vit_jax.config.sections import Data
 
-    keys = [SplitKey("folder", split, "x") for split in sources]
+    data, seen = Data(name="folder", split="train", data_dir="x", subset="50%"), {}
+    keys = [SplitKey("folder", "train", "x"), SplitKey("folder", "val", "x"), train_split(data),
+            SplitKey("folder", "val", "y")]  # fmt: skip
+    whole, val, part = sources["train"], sources["val"], object()
     run = argparse.Namespace(
-        sources=dict(zip(keys, sources.values(), strict=True)),
-        settings=argparse.Namespace(
-            data=argparse.Namespace(
-                name="folder", split="train", data_dir="x", classes=None, subset=None,
-                exclude=None, mix="", max_tokens=None,
-            )
-        ),
-    )  # fmt: skip
+        sources=dict(zip(keys, (whole, val, part, whole), strict=True)),
+        settings=argparse.Namespace(data=data),
+    )
     flags = argparse.Namespace(output=tmp_path / "seen", init_from=None)
-    monkeypatch.setattr("vit_jax.curation.survey.survey", lambda named, keeps_shape: sections)
+
+    def survey(named, keeps_shape):
+        seen.update(named)
+        return sections
+
+    monkeypatch.setattr("vit_jax.curation.survey.survey", survey)
     rows = [*doctor._survey(flags, run)]
+    assert [*seen.items()] == [
+        ("folder train", part), ("folder val", val), ("folder val of y", whole)
+    ]  # fmt: skip
     assert [row.subject for row in rows][-1] == "page" and len(rows) == 8
     assert (tmp_path / "seen/page.html").read_text().startswith("<!DOCTYPE html>")

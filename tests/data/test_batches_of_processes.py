@@ -34,14 +34,15 @@ for order_of_devices, shape in [([0, 2, 1, 3], (4, 1)), ([0, 1, 2, 3], (2, 2))]:
         train_batches(digits, spec, **train, sharding=sharding), alone, strict=True
     ):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(everywhere(batch)), expected)
-    small = image_batch(16, (8, 8), rule=PatchRule((4, 4), 6))
-    parts = list(pipeline.host_batches(digits, small, **train, rows=np.arange(16)))
-    for batch, expected in zip(
-        train_batches(digits, small, **train, sharding=sharding), parts, strict=True
-    ):
-        found = jax.device_get(everywhere(batch["image"]))
-        np.testing.assert_array_equal(found.patches, expected["image"])
-        np.testing.assert_array_equal(found.grid, expected["grid"])
+    for pack in ((), (1, 6)):
+        small = image_batch(16, (8, 8), rule=PatchRule((4, 4), 6, pack))
+        parts = list(pipeline.host_batches(digits, small, **train, rows=np.arange(16)))
+        for batch, expected in zip(
+            train_batches(digits, small, **train, sharding=sharding), parts, strict=True
+        ):
+            found = jax.device_get(everywhere(batch["image"]))
+            np.testing.assert_array_equal(found.patches, expected["image"])
+            np.testing.assert_array_equal(found.grid, expected["grid"])
     masks = [everywhere(b["mask"]) for b in eval_batches(test, spec, sharding=sharding)]
     assert np.sum(jax.device_get(masks)) == 360
 """

@@ -9,7 +9,14 @@ from at_fault import at_fault
 
 from vit_jax.base.pictures import Pictures
 from vit_jax.config import Settings, base_config
-from vit_jax.data import host_batches, host_eval_batches, image_batch, make_source, to_value_range
+from vit_jax.data import (
+    host_batches,
+    host_eval_batches,
+    image_batch,
+    make_source,
+    order,
+    to_value_range,
+)
 from vit_jax.data.device_ops import make_device_transform
 from vit_jax.data.host_tf import tf
 from vit_jax.data.native import PatchRule, mirror
@@ -41,7 +48,8 @@ def test_pixels_are_those_of_transformers(golden):
     with np.load(golden / "naflex_images.npz") as expected:
         patch, most = (int(expected[key]) for key in ("patch_size", "max_num_patches"))
         for i in range(3):
-            found = PatchRule((patch, patch), most).cut(tf.constant(expected[f"image_{i}"]))
+            image, rule = tf.constant(expected[f"image_{i}"]), PatchRule((patch, patch), most)
+            found = rule.cut(image, tf.zeros([2], tf.int64))
             assert [*found["grid"].numpy()] == [*expected["spatial_shapes"][i]]
             count = int(expected["pixel_attention_mask"][i].sum())
             pixels = (expected["pixel_values"][i] + 1) * 127.5
@@ -110,6 +118,37 @@ def test_a_row_of_training_depends_on_seed_and_position_only(pictures):
     part = [*host_batches(source, spec, steps=range(2, 3), seed=3, rows=np.arange(1, 3))]
     for key, rows in part[0].items():
         np.testing.assert_array_equal(rows, whole[2][key][1:3], key)
+
+
+def test_a_packed_picture_has_the_patches_of_its_place(pictures):
+    source = make_source("folder", split="train", image_size=(8, 8), data_dir=pictures)
+    rule = RULE._replace(pack=(1, 2, 6))
+    spec = image_batch(6, (8, 8), parse_ops("decode", (8, 8))[0], rule=rule)
+    whole = [*host_batches(source, spec, steps=range(0, 5), seed=3, rows=np.arange(6))]
+    part = [*host_batches(source, spec, steps=range(2, 3), seed=3, rows=np.arange(3, 6))]
+    for key, rows in part[0].items():
+        np.testing.assert_array_equal(rows, whole[2][key][3:], key)
+    grids, ids, mask = (np.concatenate([b[key] for b in whole]) for key in ("grid", "id", "mask"))
+    times = np.bincount(ids)  # each picture once in each epoch
+    assert len(times) == source.num_examples
+    assert times.max() - times.min() <= 1
+    sides = {0: (40, 10), 1: (9, 30), 2: (16, 16), 3: (1, 1)}
+    for i, (grid, record) in enumerate(zip(grids, ids, strict=True)):
+        most = rule.pack[i % 3]
+        expected = rule.grid_of(tf.constant(sides[record]), most) if mask[i] else (1, 1)
+        assert [*grid] == [*np.asarray(expected)]
+    assert all(len({*np.flatnonzero(ids == record) % 3}) > 1 for record in {*ids})
+
+
+def test_rows_are_turned_by_seed_and_row():
+    positions = tf.range(4 * 10**6, 4 * 10**6 + 400, dtype=tf.int64)
+    turned = order.turn_rows(positions, 4, seed=5)
+    assert (tf.sort(turned) == positions).numpy().all()
+    assert (turned // 4 == positions // 4).numpy().all()
+    np.testing.assert_array_equal(order.place_in_row(turned, 4, tf.constant(5)), positions % 4)
+    counts = np.bincount((turned % 4).numpy()[::4], minlength=4)  # of the first places
+    assert counts.min() > 10
+    assert (turned != order.turn_rows(positions, 4, seed=6)).numpy().any()
 
 
 def test_images_in_memory_become_pictures_too():

@@ -51,6 +51,13 @@ def test_equal_features_have_the_recall_of_chance():
     })  # fmt: skip
 
 
+@pytest.mark.parametrize("of_images", [True, False])
+def test_features_that_are_not_numbers_find_nothing(of_images):
+    x_NE, nan = unit(RNG.standard_normal((20, 8))), np.full((20, 8), np.nan)
+    found = recalls(*((nan, x_NE) if of_images else (x_NE, nan)), np.arange(20))
+    assert {*found.values()} == {0.0}
+
+
 def data_of(captions):
     pixels = RNG.integers(0, 256, (len(captions), 64, 64, 3), np.uint8)
     return {"test": {"image": pixels, "caption": captions}}

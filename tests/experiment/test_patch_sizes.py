@@ -68,14 +68,16 @@ def test_kernels_are_resized_as_published(golden):
         np.testing.assert_allclose(found.reshape(golden[name].shape), golden[name], atol=1e-5)
 
 
-@pytest.mark.parametrize("patches", [3, 5, 6, 8, 12])
+@pytest.mark.parametrize(
+    "patches", [3, 5, *(pytest.param(each, marks=pytest.mark.slow) for each in (6, 8, 12))]
+)
 def test_a_released_model_gives_its_logits_at_every_patch_size(golden, published, patches):
     side = 96 // patches
     images = golden["image"][:, : patches * side, : patches * side]
     model = published.model.clone(image_size=images.shape[1:3], patch_size=(side, side))
     check_architecture(published, model)
     params, _ = fit(published, model, reset_head=False, resize="linear_antialiased")
-    logits = model.apply({"params": unflatten_names(params)}, images)
+    logits = jax.jit(model.apply)({"params": unflatten_names(params)}, images)
     np.testing.assert_allclose(logits, golden[f"logits_seqhw{patches}"], atol=2e-5)
 
 

@@ -176,6 +176,9 @@ def test_the_nearest_pictures_of_a_folder(golden, images, tmp_path, capsys):
     sheet = tmp_path / "sheet.png"
     shown = predict(capsys, *words, "--format=json", "--top=5", f"--sheet={sheet}", code=1)
     row, broken = map(json.loads, shown.splitlines())
+    unread = ["predict", *words[:2], str(asked[1])]
+    assert main([*unread, f"--sheet={tmp_path / 'none.png'}"]) == 2
+    assert "nothing to draw" in capsys.readouterr().err
     paths = [images / name for name in ("a.png", "b.JPG", "more/c.jpeg")]
     x = vit_jax.predict(paths, source, output="features")
     x /= np.linalg.norm(x, axis=1, keepdims=True)

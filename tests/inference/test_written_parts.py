@@ -110,11 +110,15 @@ def test_a_folder_belongs_to_one_model_and_one_data_set(write, tmp_path):
     write(tmp_path)
     params = {**write.pretrained.params}
     params["head/bias"] = params["head/bias"] + 1
+    model = write.pretrained.model
+    same = model.clone(head_bias=0, dtype="float32")  # for 0.0 and jnp.float32
+    assert write(tmp_path, pretrained=write.pretrained._replace(model=same))["rows"] == 72
     for key, other in (
         ("weights", {"pretrained": write.pretrained._replace(params=params)}),
         ("fingerprint", {"source": make_source("digits", split="train", image_size=(8, 8))}),
         ("top", {"top": 3, "thresholds": 0.1}),
         ("what", {"what": "dense"}),
+        ("fields", {"pretrained": write.pretrained._replace(model=model.clone(norm_eps=1e-5))}),
     ):
         with pytest.raises(InputError, match=f"holds predictions with another {key}: "):
             write(tmp_path, **other)

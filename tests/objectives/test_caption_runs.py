@@ -21,7 +21,7 @@ from vit_jax.models.contract import with_known
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.run import loop
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 
 @pytest.mark.parametrize(

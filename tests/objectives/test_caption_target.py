@@ -98,11 +98,12 @@ def test_values_and_gradients_are_those_of_the_published_code(cappa, kind):
     share = float(kind == "parallel")
     objective, part, model, params, batch = of_golden(cappa, parallel_share=share)
     smooth = of_golden(cappa, parallel_share=share, smoothing=0.1)[0]
-    tokens = model.apply({"params": params}, batch["image"], method="tokens")
+    read = jax.jit(functools.partial(model.apply, method="tokens"))
+    tokens = read({"params": params}, batch["image"])
     close(tokens, cappa["encoded"])
     captioner = part.make_captioner(model, TextFacts(60, 9, 1, 0))
     own = {"params": params["objective"]["decoder"]}
-    logits = captioner.apply(own, tokens, batch["text"], np.full(3, bool(share)))
+    logits = jax.jit(captioner.apply)(own, tokens, batch["text"], np.full(3, bool(share)))
     close(logits, cappa[f"logits_{kind}"])
 
     def of(objective, mask=batch["mask"]):
@@ -139,9 +140,14 @@ BATCH = {
 SMALL = {"width": 16, "depth": 1, "mlp_dim": 16, "patch_size": 8}
 
 
+def without_params(fields=(), **keys):
+    """(objective, its part, model) of one layer each."""
+    return bound(FACTS, 16, SMALL | dict(fields), decoder_depth=1, **keys)
+
+
 def small(fields=(), **keys):
     """(objective, its part, model, parameters) of one layer each."""
-    objective, part, model = bound(FACTS, 16, SMALL | dict(fields), decoder_depth=1, **keys)
+    objective, part, model = without_params(fields, **keys)
     params = jax.jit(model.init)(jax.random.key(0), BATCH["image"][:1])["params"]
     own, _ = jax.jit(objective.init)(jax.random.key(1))
     return objective, part, model, params | {"objective": own}
@@ -167,7 +173,8 @@ def test_rows_that_do_not_count_change_nothing():
     other["text"][0, 3] = 9
     assert output(objective, params, other).loss != pytest.approx(float(out.loss), rel=1e-4)
     row = {**BATCH, "mask": np.eye(8, dtype=np.float32)[1]}
-    whole = [float(output(small(parallel_share=s)[0], params, row).loss) for s in (0.0, 1.0)]
+    forms = [without_params(parallel_share=share)[0] for share in (0.0, 1.0)]
+    whole = [float(output(form, params, row).loss) for form in forms]
     mixed = [float(output(objective, params, row, key).loss) for key in range(8)]
     near = np.isclose(np.array(mixed)[:, None], np.array(whole)[None], rtol=1e-6)
     assert (near.sum(axis=1) == 1).all() and near.any(axis=0).all()  # one form or the other
@@ -191,14 +198,14 @@ def test_a_part_of_the_patches_is_read():
 def test_the_contrastive_loss_is_added_with_its_weight():
     sizes = {"text_width": 8, "text_depth": 1, "text_heads": 2, "text_mlp_dim": 8}
     both, part, model, params = small(parallel_share=1.0, contrastive_weight=0.5, **sizes)
-    captions = output(small(parallel_share=1.0)[0], params)
+    captions = output(without_params(parallel_share=1.0)[0], params)
     pairs = OBJECTIVES.make({"name": "contrastive", **sizes})
     assert pairs.learns_texts and part.learns_texts and part.writes_captions
     pairs = output(pairs.bind(model, None, RunFacts((), (), text=FACTS)), params)
     out = output(both, params)
     assert out.loss == pytest.approx(float(captions.loss + pairs.loss / 2), rel=1e-5)
     assert out.metrics["image_to_text"] == pairs.metrics["image_to_text"]
-    assert both.couples_rows and not small()[0].couples_rows
+    assert both.couples_rows and not without_params()[0].couples_rows
 
 
 @pytest.mark.slow
@@ -243,8 +250,9 @@ def test_the_search_finds_the_most_probable_captions():
     ids, found = search(captioner, own, tokens, end_id=1, beams=125, top=3)
     first, greedy = search(captioner, own, tokens, end_id=1, beams=1, top=1)
     every = np.array([*itertools.product(range(5), repeat=4)], np.int32)
+    compute = jax.jit(captioner.apply)
     for i, image in enumerate(tokens):
-        logits = captioner.apply(own, np.repeat(image[None], len(every), axis=0), every)
+        logits = compute(own, np.repeat(image[None], len(every), axis=0), every)
         logs = np.asarray(jax.nn.log_softmax(logits))
         each = np.take_along_axis(logs, every[:, :, None], 2)[..., 0]
         captions = [*map(until_end, every.tolist())]

@@ -41,7 +41,7 @@ from vit_jax.run.setup.validation import find_faults
 from vit_jax.run.train import start_state
 from vit_jax.transfer import read_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 RNG = np.random.default_rng(0)
 FACTS = RunFacts((), (), text=TextFacts(20, 6))
@@ -264,28 +264,6 @@ def test_a_text_tower_comes_from_another_source_without_its_projection(golden, r
         begin("scratch", tmp_path / "none", **images)
 
 
-def test_a_tower_that_no_published_pair_has_is_refused(tmp_path):
-    vit_jax.train("siglip:debug", tmp_path / "run", {"model.pool": "gap"})
-    with pytest.raises(InputError, match="its image tower is not CLIP's or SigLIP's"):
-        vit_jax.export(tmp_path / "run", tmp_path / "pair", "hf_pair")
-
-
-def test_a_text_tower_that_no_published_pair_has_is_refused(tmp_path, capsys):
-    keys = {"loss": "softmax", "causal": True, "common_width": 16}
-    changes = {f"objective.{key}": value for key, value in keys.items()}
-    vit_jax.train("siglip:debug", tmp_path / "run", {"duration": "5 steps", **changes})
-    capsys.readouterr()
-    words = [f"--workdir={tmp_path}/run", "--format=hf_pair", f"--output={tmp_path}/pair"]
-    assert main(["export", *words]) == 2
-    assert capsys.readouterr().err == (
-        "error: --format=hf_pair cannot hold this model: 3 faults\n"
-        "  objective.causal=True: the text tower of a SiglipModel needs False\n"
-        "  objective.common_width: a SiglipModel has no projection of images; set it to None\n"
-        "  objective.loss='softmax': a SiglipModel needs 'sigmoid'\n"
-    )
-    assert not (tmp_path / "pair").exists()
-
-
 SPLIT = {"mesh.tensor": 2, "mesh.fsdp": 2}, (5e-6, 1e-5)
 IN_BFLOAT16 = {"mesh.fsdp": 2, "model.dtype": "bfloat16"}, (5e-3, 5e-2)
 
@@ -360,6 +338,7 @@ def train_on(workdir, devices, *, until=None, **mesh):
     return state
 
 
+@pytest.mark.slow
 def test_restarts_give_the_same_bits_and_other_devices_the_same_run(one_device, tmp_path):
     mesh = {"replica": 2, "data": 2, "fsdp": 2}
     unbroken = train_on(tmp_path / "unbroken", one_device, **mesh)

@@ -125,7 +125,11 @@ def loss_of(name, keep_tokens, batch=BATCH, num_classes=5):
     return loss, params
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("lejepa", "self_distillation") else ())
+     for name in TASKS],
+)  # fmt: skip
 def test_a_share_that_keeps_every_patch_changes_no_loss(name):
     """23.9 of 24 patches are 24: all go the way of patches that are chosen."""
     (found, params), (wanted, _) = (loss_of(name, share) for share in (0.996, 1.0))
@@ -136,7 +140,10 @@ def test_a_share_that_keeps_every_patch_changes_no_loss(name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), *each)
 
 
-@pytest.mark.parametrize("name", ["supervised", "masked_patches", "self_distillation"])
+@pytest.mark.parametrize(
+    "name",
+    ["supervised", "masked_patches", pytest.param("self_distillation", marks=pytest.mark.slow)],
+)
 def test_a_patch_that_is_left_out_counts_nowhere(name, monkeypatch):
     """No gradient reaches its pixels; where a corrupted patch becomes another, that is seen."""
     kept = jnp.asarray([0, 3, 5, 8, 9, 14, 20, 22])

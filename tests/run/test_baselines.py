@@ -18,7 +18,7 @@ CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/mae.py") + ":debug"
 SPLITS = {"train_split": "train", "test_split": "test"}
 
 
-@pytest.mark.usefixtures("one_device")
+@pytest.mark.usefixtures("one_device", "never_with_checks")
 def test_a_run_that_learns_nothing_says_so_beside_step_0_and_the_pixels(tmp_path, caplog):
     """Its rate is so small that no weight moves; it has an average, which row 0 leaves out."""
     c, heard = load_config(CONFIG), []

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from finished_run import final_state, rows
 
-import vit_jax
+import vit_jax.data
 from vit_jax.base.errors import InputError
 from vit_jax.config.text import load_config
+from vit_jax.diagnosis import doctor
 from vit_jax.run import kept_features, loop
 from vit_jax.run.kept_features import with_kept_features
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 SMALL = {"evals": {}, "data.num_examples": 64, "duration": "6 steps", "checkpoint.every": "2 steps",
          "log.every": "1 steps"}  # fmt: skip
@@ -61,6 +62,13 @@ def test_a_step_reads_kept_features_instead_of_images(tmp_path, monkeypatch):
             with_kept_features(asked_for, state)
     assert again["mask"][0] == 0 and again["mask"][1:].all()
     assert not np.isnan(again["features"]).any()
+    specs = []
+    monkeypatch.setattr(
+        vit_jax.data, "host_eval_batches", lambda _, spec, rows: specs.append(spec) or ()
+    )
+    doctor.check_images(asked_for)
+    assert [[*spec.crops] for spec in specs] == [["image"]]  # which the batches do not hold
+    assert "no estimate" in doctor.estimate_time(asked_for).found
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Runs on pictures in their own shape."""
 
+import json
+
 import jax
 import numpy as np
 import PIL.Image
@@ -8,6 +10,7 @@ from asked import evaluate_model, prepare, train_and_evaluate, train_with_stops
 from at_fault import at_fault
 from finished_run import check_same_end
 
+from vit_jax.base.errors import InputError
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.images.given import open_images
@@ -36,6 +39,7 @@ WORDS = {
     "data.max_tokens": "8@0.5, 16@0.5",
     "data.ops": "decode|flip",
 }
+PACKED = {"data__max_tokens": "16", "data__pack": "4,4,8,16"}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,38 @@ def evaluated(model, folder, words="classification", **overrides):
     assert not apply_overrides(config, list(words.items()))
     assert not find_faults(config, REQUIRED_TO_EVALUATE)
     return evaluate_model(config, model, by_user=words)
+
+
+def test_a_row_stays_on_one_device(make_config, tmp_path):
+    config = make_config(**PACKED | {"data__pack": "8,16"})
+    with pytest.raises(InputError, match=r"data.pack=.*_batch_size=8 must be a multiple of 16; t"):
+        prepare(config, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [{}, PACKED | {"global_batch_size": "32"}])
+def test_eight_devices_compute_as_one(make_config, tmp_path, overrides):
+    settings = prepare(make_config(**overrides), tmp_path).settings
+    run = prepare(make_config(**overrides), tmp_path / "again")
+    batches = [jax.device_get(batch) for batch in run.batches(range(3))]
+
+    def take_steps(mesh):
+        last = make_experiment(settings.by_stage[-1], mesh)
+        with jax.set_mesh(mesh):
+            few = last if overrides else make_stage(settings.by_stage[0], mesh, (), last)
+            state, losses = last.init(), []
+            for step, batch in enumerate(batches):
+                each = last if overrides else (few, last)[settings.stages.find(step)]
+                put = jax.device_put(batch, each.in_shardings[1])
+                state, metrics = each.train_step(state, put)
+                losses.append(float(metrics["loss"]))
+            return losses, jax.device_get(state.params)
+
+    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
+    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
+    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
+    np.testing.assert_allclose(losses, losses_of_eight, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -118,26 +154,24 @@ def test_a_run_goes_on_within_each_number_of_tokens(make_config, folder, tmp_pat
     np.testing.assert_allclose(found, loss, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_eight_devices_compute_as_one(make_config, tmp_path):
-    settings = prepare(make_config(), tmp_path).settings
-    run = prepare(make_config(), tmp_path / "again")
-    batches = [jax.device_get(batch) for batch in run.batches(range(3))]
-
-    def take_steps(mesh):
-        last = make_experiment(settings.by_stage[-1], mesh)
-        with jax.set_mesh(mesh):
-            few = make_stage(settings.by_stage[0], mesh, (), last)
-            state, losses = last.init(), []
-            for step, batch in enumerate(batches):
-                each = (few, last)[settings.stages.find(step)]
-                put = jax.device_put(batch, each.in_shardings[1])
-                state, metrics = each.train_step(state, put)
-                losses.append(float(metrics["loss"]))
-            return losses, jax.device_get(state.params)
-
-    axes = {"replica": 1, "data": -1, "fsdp": 1, "tensor": 1}
-    losses, params = take_steps(make_mesh(**axes, devices=jax.devices()[:1]))
-    losses_of_eight, params_of_eight = take_steps(make_mesh(**axes))
-    np.testing.assert_allclose(losses, losses_of_eight, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, params_of_eight)
+@pytest.mark.usefixtures("one_device")
+def test_a_packed_run_goes_on(make_config, tmp_path, monkeypatch, caplog):
+    config = make_config(**PACKED, duration="6 steps", evals__val__every="6 steps")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    with caplog.at_level("INFO"):
+        assert train_and_evaluate(config, whole)["images_seen"] == 48
+    packed = "training packs 4 into each row of 32 patches: 4, 4, 8, 16; of pictures 3:4, 18.8% is"
+    assert packed in caplog.text
+    train_with_stops(config, parts, [3], monkeypatch)
+    check_same_end(parts, whole)
+    run = prepare(config, whole)
+    assert run.settings.optimizer.accum_steps == 1
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for batch, row in zip(run.batches(range(6)), rows, strict=False):
+        counts = np.asarray(batch["image"].counts)
+        assert (counts.reshape(2, 4) <= (4, 4, 8, 16)).all()
+        np.testing.assert_allclose(row["train/padding"], 1 - counts.sum() / 64, rtol=1e-5)
+    with at_fault("data.pack"):
+        prepare(make_config(**PACKED | {"data__pack": "4,4,16,8"}), whole)
+    with at_fault("optimizer.accum_steps"):
+        prepare(make_config(**PACKED, optimizer__accum_steps="2"), tmp_path / "other")

@@ -26,6 +26,7 @@ from vit_jax.transfer import (
     save_pretrained,
     with_image_size,
 )
+from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec, load_image
 
 pytestmark = pytest.mark.interop
@@ -252,6 +253,42 @@ def test_timm_takes_the_arguments_and_the_arrays(tmp_path, name, fields):
     theirs.load_state_dict(arrays)
     with torch.no_grad():
         assert_close(theirs.eval()(torch.from_numpy(images)).numpy(), ours)
+
+
+def naflex_of(path, most, output, format):
+    """A golden model, exported for pictures in their own shape."""
+    source = read_pretrained(path)
+    export(source._replace(model=source.model.clone(max_tokens=most)), output, format)
+
+
+def test_transformers_opens_a_siglip_2(golden, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    naflex_of(golden / "hf_siglip2", 18, tmp_path / "out", "hf")
+    theirs = transformers.Siglip2VisionModel.from_pretrained(tmp_path / "out").eval()
+    with np.load(golden / "hf_siglip2/io.npz") as io, torch.no_grad():
+        names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+        found = theirs(**{name: torch.from_numpy(io[name]) for name in names})
+        assert_close(found.pooler_output.numpy(), io["features"])
+    processor = transformers.Siglip2ImageProcessor.from_pretrained(tmp_path / "out")
+    assert (processor.patch_size, processor.max_num_patches) == (16, 18)
+
+
+@pytest.mark.parametrize("name", ["timm_naflex", "timm_naflex_siglip"])
+def test_timm_takes_a_naflexvit(golden, tmp_path, name):
+    torch = pytest.importorskip("torch")
+    timm = pytest.importorskip("timm")
+    naflex_of(golden / f"{name}.safetensors", 40, tmp_path / "out", "timm")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    theirs = timm.create_model(
+        config["architecture"], num_classes=config["num_classes"], **config["model_args"]
+    )
+    arrays = load_file(tmp_path / "out/model.safetensors")
+    theirs.load_state_dict({key: torch.from_numpy(array) for key, array in arrays.items()})
+    with np.load(golden / f"{name}.io.npz") as io, torch.no_grad():
+        names = ("patches", "patch_coord", "patch_valid")
+        found = theirs.eval()({key: torch.from_numpy(io[key]) for key in names})
+        assert_close(found.numpy(), io["logits"])
 
 
 def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):

@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from vit_jax import create_model
 from vit_jax.base.errors import InputError
 from vit_jax.base.pictures import Pictures
-from vit_jax.transfer import load_pretrained
+from vit_jax.base.tree import flatten_names
+from vit_jax.data.native import PatchRule
+from vit_jax.transfer import load_pretrained, read_pretrained
+from vit_jax.transfer.export import export
+from vit_jax.transfer.pretrained import Pretrained, Spec, preparation
 
 TOLERANCE = 2e-5  # of the largest value
 
@@ -55,6 +61,71 @@ def test_parity_with_siglip_2(golden):
         own = expected["pixel_attention_mask"] > 0
         assert_parity(np.asarray(tokens)[own], expected["tokens"][own])
         assert_parity(features, expected["features"])
+
+
+def exported(path, most, output, format):
+    """The folder of a model with `max_tokens`, its arrays and the model that they give."""
+    source = read_pretrained(path)
+    source = source._replace(model=source.model.clone(max_tokens=most))
+    assert export(source, output, format)["read_back"]["largest_logit_difference"] == 0
+    found = read_pretrained(output)
+    assert found.model == source.model
+    assert found.spec.rule == PatchRule((16, 16), most)
+    assert preparation(found.spec, None) == ("decode", found.spec.rule)
+    return load_file(output / "model.safetensors"), found
+
+
+def test_transformers_gets_a_siglip_2(golden, tmp_path):
+    """The arrays and the keys that it saved; tests of others show its outputs of these."""
+    path, output = golden / "hf_siglip2", tmp_path / "out"
+    arrays, _ = exported(path, 18, output, "hf")
+    expected = load_file(path / "model.safetensors")
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(arrays[name], array, name)
+    theirs, ours = (json.loads((p / "config.json").read_text()) for p in (path, output))
+    ours |= {"attention_dropout": 0.0, "transformers_version": theirs["transformers_version"]}
+    assert ours == theirs
+    pixels = json.loads((output / "preprocessor_config.json").read_text())
+    assert pixels["image_processor_type"] == "Siglip2ImageProcessor"
+    assert (pixels["patch_size"], pixels["max_num_patches"]) == (16, 18)
+
+
+@pytest.mark.parametrize("name", ["timm_naflex", "timm_naflex_siglip"])
+def test_timm_gets_a_naflexvit(golden, tmp_path, name):
+    arrays, _ = exported(golden / f"{name}.safetensors", 40, tmp_path / "out", "timm")
+    expected = load_file(golden / f"{name}.safetensors")
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(arrays[key], array, key)
+    theirs = json.loads((golden / f"{name}.json").read_text())
+    ours = json.loads((tmp_path / "out/config.json").read_text())
+    assert ours["architecture"] == theirs["architecture"]
+    args = {key: ours["model_args"].get(key) for key in theirs["model_args"]}
+    assert args == theirs["model_args"] | {"num_classes": args["num_classes"]}
+    assert ours["num_classes"] == theirs["num_classes"]
+
+
+@pytest.mark.slow
+def test_timm_gets_a_class_token_without_a_position(tmp_path):
+    sizes = {"width": 32, "depth": 1, "mlp_dim": 48, "num_heads": 2, "patch_size": 4}
+    model = create_model("ViT-Ti/4", 5, (12, 16), **sizes, max_tokens=9, gelu="exact", registers=2)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 12, 16, 3)))["params"]
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    drawn = [x + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    params = flatten_names(jax.tree.unflatten(tree, drawn))
+    spec = Spec((12, 16), "antialiased", ops="decode", rule=PatchRule((4, 4), 9))
+    source = Pretrained("mine", model, params, spec)
+    export(source, tmp_path / "out", "timm")
+    found = read_pretrained(tmp_path / "out")
+    assert found.model.max_tokens == 9
+    patches = np.random.default_rng(0).normal(size=(2, 9, 4, 4, 3)).astype(np.float32)
+    pictures = Pictures(jnp.asarray(patches), jnp.asarray([[2, 4], [3, 1]], jnp.int32))
+    assert_parity(
+        found.model.apply(found.variables, pictures),
+        np.asarray(model.apply(source.variables, pictures)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, constants
 
 from vit_jax.base.errors import InputError
 from vit_jax.main import main
-from vit_jax.transfer import load_pretrained, tensors
+from vit_jax.transfer import load_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -30,11 +30,10 @@ def equal_logits(sources):
 
 
 @pytest.mark.parametrize("format", ["timm", "hf"])
-def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, monkeypatch, format):
-    if format == "timm":
-        monkeypatch.setattr(tensors, "SHARD_BYTES", 20_000)
+def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, format):
     source = golden / ("timm_vit.safetensors" if format == "timm" else "hf_vit")
     words = ["push", str(source), "me/mine", f"--format={format}"]
+    words += ["--max_shard_size=20KB"] * (format == "timm")
     assert main([*words, "--dry_run", "--license=mit"]) == 0
     out = capsys.readouterr().out
     assert not hub.repositories
@@ -43,6 +42,7 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, monkeypatch, f
     said = json.loads(capsys.readouterr().out)
     files = hub.repositories["me/mine", COMMITS["main"]]
     assert {name: len(content) for name, content in files.items()} == said["files"]
+    assert ("model.safetensors.index.json" in files) == (format == "timm")
     assert out.endswith(files["README.md"].decode() + "\n")
     card = ModelCard(files["README.md"].decode()).data
     assert (card.license, card.pipeline_tag) == ("mit", "image-classification")
@@ -50,12 +50,11 @@ def test_what_is_pushed_is_read_back(hub, golden, capsys, caplog, monkeypatch, f
     equal_logits([source, "hf:me/mine@main"])
 
 
-def test_shards_replace_the_whole_file_of_an_earlier_push(hub, golden, monkeypatch):
+def test_shards_replace_the_whole_file_of_an_earlier_push(hub, golden):
     """A new model in shards is not read as the old one in a file."""
     assert main(["push", str(golden / "timm_vit.safetensors"), "me/mine"]) == 0
-    monkeypatch.setattr(tensors, "SHARD_BYTES", 20_000)
     source = golden / "hf_vit"
-    assert main(["push", str(source), "me/mine", "--format=hf"]) == 0
+    assert main(["push", str(source), "me/mine", "--format=hf", "--max_shard_size=20KB"]) == 0
     files = hub.repositories["me/mine", COMMITS["main"]]
     assert "model.safetensors" not in files and "model.safetensors.index.json" in files
     equal_logits([source, "hf:me/mine"])

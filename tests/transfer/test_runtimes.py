@@ -5,9 +5,11 @@ import json
 import re
 import unicodedata
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
+from etils import epath
 from numpy_vit import random_variables
 
 import vit_jax
@@ -25,21 +27,26 @@ from vit_jax.transfer.program import Choice, make_program
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def param(name, *values):
+def param(name, *values, slow=False):
     """A case of a runtime, whose packages are extras; `test` has them all."""
     packages = runtimes.RUNTIMES[name].PACKAGES
     mark = pytest.mark.skipif(
         any(importlib.util.find_spec(package) is None for package in packages),
         reason=f"needs {' and '.join(packages)}: pip install -e '.[{name}]'",
     )
-    return pytest.param(name, *values, marks=mark)
+    return pytest.param(name, *values, marks=[mark, pytest.mark.slow] if slow else mark)
 
 
 INSTALLED = [param(name) for name in runtimes.RUNTIMES]
 FLOATS = [param(name, precision) for name, runtime in runtimes.RUNTIMES.items()
           for precision in ("float32", "float16") if precision in runtime.PRECISIONS]  # fmt: skip
-FAST = ("DeiT-Ti/16", "EfficientNet-B0")  # with two heads, and with batch norms
-SLOW = pytest.mark.slow
+# One with two heads, and one with batch norms.
+FAST = {("onnx", "DeiT-Ti/16"), ("litert", "EfficientNet-B0")}
+FAMILIES_OF_ALL = [
+    param(format, name, slow=(format, name) not in FAST)
+    for format in runtimes.RUNTIMES
+    for name in (FAMILIES.find(start).names[0] for start in FAMILIES)
+]
 each_runtime = pytest.mark.parametrize("format", INSTALLED)
 
 
@@ -69,14 +76,32 @@ def test_bytes_in_and_probabilities_out_as_predict_gives_them(
     assert "probabilities = " in card and re.search(r"uint8 \([b1], 32, 32, 3\)", card)
 
 
-@each_runtime
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name := FAMILIES.find(start).names[0], marks=() if name in FAST else SLOW)
-        for start in FAMILIES
-    ],
+    ("format", "precision"),
+    [param("onnx", name, slow=name != "float32") for name in runtimes.RUNTIMES["onnx"].PRECISIONS],
 )
+def test_arrays_above_the_limit_of_a_file_are_in_a_second_one(
+    format, precision, golden, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runtimes.RUNTIMES[format], "MOST_BYTES", 10_000)
+    program = runtimes._make_program(read_pretrained(golden / "timm_vit.safetensors"), format)
+    samples = np.random.default_rng(0).uniform(-1, 1, (4, *program.shape)).astype(np.float32)
+    program = program._replace(precision=precision, samples=samples)
+    files, _ = runtimes.RUNTIMES[format].convert(epath.Path(tmp_path) / "m.onnx", program)
+    assert files == sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+    found = runtimes.RUNTIMES[format].load(epath.Path(tmp_path) / "m.onnx")(samples)
+    expected = np.asarray(jax.jit(program.call)(samples))
+    assert runtimes._cosines(found, expected).min() > (0.95 if precision == "int8" else 0.99999)
+
+
+def test_a_program_of_one_file_holds_less_than_2_gib(golden, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtimes, "MOST_BYTES", 1000)
+    with pytest.raises(InputError, match=r"the file holds at most 2; export as onnx, timm, hf or"):
+        vit_jax.export(golden / "hf_vit", tmp_path / "m.stablehlo", "stablehlo")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("format", "name"), FAMILIES_OF_ALL)
 def test_every_family_is_computed(format, name, tmp_path):
     small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32,
              "token_width": 8, "width_factor": 0.125, "depth_factor": 0.1}  # fmt: skip
@@ -220,7 +245,7 @@ def test_a_model_without_classes_gives_features(golden, tmp_path):
     receipt = vit_jax.export(source, tmp_path / "m.stablehlo", "stablehlo")
     assert receipt["gives"] == "features" and receipt["read_back"]["largest_feature"] > 0
     with pytest.raises(InputError, match="is tested by top-1, and"):
-        make_program(source, "onnx", Choice(precision="int8"))
+        make_program(source, Choice(precision="int8"))
 
 
 @each_runtime

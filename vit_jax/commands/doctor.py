@@ -105,15 +105,19 @@ def _survey(flags: argparse.Namespace, run: "Run") -> Iterator["Finding"]:
     """Write the page about the data of a run, and give what it says."""
     from vit_jax.config import train_split
     from vit_jax.curation.survey import odd_by_features, survey
+    from vit_jax.data import mixed_keys, share_images
     from vit_jax.diagnosis.doctor import Finding
     from vit_jax.insight.pages import write_page
 
     need_package("--output", "jinja2", "report")
     if flags.init_from is not None:
         need_package("--init_from", "cleanlab", "curation")
-    key = train_split(run.settings.data)
-    source, others = run.sources[key], {k: s for k, s in run.sources.items() if k != key}
-    named = {f"{k.data_name} {k.split}": s for k, s in {key: source, **others}.items()}
+    trained = mixed_keys(run.settings.data)
+    source, named = run.sources[key := train_split(run.settings.data)], {}
+    for k, found in {key: source, **run.sources}.items():
+        if k == key or not any(share_images(k, part) for part in trained):
+            name = f"{k.data_name} {k.split}"
+            named[name if name not in named else f"{name} of {k.data_dir}"] = found
     sections = survey(named, run.settings.data.max_tokens is not None)
     if flags.init_from is not None:
         records, x_ND = _features(flags.init_from, source)

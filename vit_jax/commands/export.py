@@ -33,6 +33,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", help="npz, npz_v2, hf, hf_pair, timm, t2t, stablehlo, onnx or litert"
     )
+    parser.add_argument(
+        "--max_shard_size", metavar="SIZE", help="of each file of weights in a folder; default: 5GB"
+    )
     of_program = parser.add_argument_group("programs")
     of_program.add_argument(
         "--takes", default="floats", help="floats in the model's value range, or bytes, the pixels"
@@ -69,8 +72,9 @@ def main(flags: argparse.Namespace) -> int:
 
     try:
         choice = {name: getattr(flags, name) for name in Choice._fields}
-        check_choice(flags.format, Choice(**choice))
-        receipt = export(read_source(flags), flags.output, flags.format, **choice)
+        check_choice(flags.format, Choice(**choice), flags.output, size := flags.max_shard_size)
+        source = read_source(flags)
+        receipt = export(source, flags.output, flags.format, max_shard_size=size, **choice)
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED

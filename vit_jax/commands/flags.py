@@ -270,9 +270,14 @@ def split_name(text: str) -> tuple[str, str]:
 
 
 def open_source(
-    flags: argparse.Namespace, pretrained: "Pretrained", paths: Sequence[str]
+    flags: argparse.Namespace,
+    pretrained: "Pretrained",
+    paths: Sequence[str],
+    read_as: str | None = None,
 ) -> "Source":
     """The source of --data, or of the files `paths`, read as the model's own data were.
+
+    read_as: `labels` or `captions` numbers and divides the data as a new run on these does.
 
     Raises:
       InputError: names the flag.
@@ -286,7 +291,9 @@ def open_source(
     name, split = split_name(flags.data)
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"multi_label": None, **spec.reading._asdict()}
-    if name in ("folder", "list"):
+    if read_as == "captions":
+        where |= {"captions": True, "multi_label": False}
+    if name in ("folder", "list") and read_as is None:
         where["divider"] = data.Divider(
             pretrained.division, pretrained.source, class_names=spec.class_names
         )

@@ -84,6 +84,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="pooled", choices=("pooled", "patches"), help="features to save"
     )
+    parser.add_argument(
+        "--read_as", choices=("labels", "captions"),
+        help="reads --data for --features as a new run on labels or captions does, whose records "
+        "`curate` chooses; default: with the classes and the division of the model",
+    )  # fmt: skip
     parser.add_argument("--captions", action="store_true", help="write captions")
     parser.add_argument(
         "--beams", type=positive_int, default=1, help="of the search for captions; 1: greedy"
@@ -166,7 +171,7 @@ def _read_inputs(
 
 
 def _save_features(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
-    source = open_source(flags, pretrained, given.paths)
+    source = open_source(flags, pretrained, given.paths, flags.read_as)
     what = {"pooled": "features", "patches": "dense"}[flags.tokens]
     return _write(flags, pretrained, source, given, what)
 
@@ -177,9 +182,10 @@ def _search(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) 
     top, asked = flags.top or 5, (flags.neighbours, flags.text, given.paths)
     rows = neighbours.nearest(pretrained, *asked, top=top, batch_size=flags.batch_size)
     rows = [*rows, *given.absent]
+    code = _print_rows(rows, flags.format, top, _NEIGHBOURS)
     if flags.sheet:
         neighbours.write_sheet(flags.sheet, rows, pretrained.spec.reading)
-    return _print_rows(rows, flags.format, top, _NEIGHBOURS)
+    return code
 
 
 def _caption(flags: argparse.Namespace, pretrained: "Pretrained", given: _Given) -> int:
@@ -289,6 +295,14 @@ def _check_flags(flags: argparse.Namespace) -> str:
         not flags.data or flags.features or flags.output,
         "--data: needs --output=DIR or --features=FILE.npz; to score a data set, use evaluate",
     )
+    faults.need(
+        task != "captions" or (flags.top or 1) <= flags.beams,
+        f"--top={flags.top}: the search keeps as many captions as --beams; set --beams={flags.top}",
+    )
+    faults.need(
+        flags.read_as is None or flags.data or task != "features",
+        "--read_as: needs --data=NAME:SPLIT; files have no labels",
+    )
     collect_faults(faults)
     return task
 
@@ -363,7 +377,7 @@ class _Task(NamedTuple):
 
 _TASKS = {  # {task: what does it, and the flags that not all tasks use}
     "classes": _Task(_classify, ("labels", "prompts", "output", "top", "thresholds")),
-    "features": _Task(_save_features, ("tokens",)),
+    "features": _Task(_save_features, ("tokens", "read_as")),
     "neighbours": _Task(_search, ("text", "sheet", "top")),
     "captions": _Task(_caption, ("beams", "top")),
 }

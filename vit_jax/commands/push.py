@@ -36,6 +36,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--license", metavar="NAME", help="such as apache-2.0; default: as the source's at the Hub"
     )
+    parser.add_argument("--max_shard_size", metavar="SIZE", help="of each file; default: 5GB")
     parser.add_argument("--dry_run", action="store_true", help="show all, send nothing")
 
 
@@ -51,7 +52,7 @@ def main(flags: argparse.Namespace) -> int:
 
     pretrained = read_pretrained(flags.source, best=flags.best)
     how = {name: getattr(flags, name) for name in
-           ("revision", "pull_request", "license", "dry_run")}  # fmt: skip
+           ("revision", "pull_request", "license", "dry_run", "max_shard_size")}  # fmt: skip
     try:
         said = push(pretrained, flags.repository, flags.format, **how)
     except RuntimeError as e:

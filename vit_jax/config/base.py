@@ -44,6 +44,14 @@ def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
 
 def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a `base_config`; `plugins`: names, as in `config.plugins`, of imported plug-ins."""
+    c = copy.deepcopy(_own_config())
+    add_plugins(c, plugins)
+    return c
+
+
+@functools.cache
+def _own_config() -> ConfigDict:
+    """A config with the keys of this package."""
     c = Node()
     for name, section in SECTIONS.items():
         if name:
@@ -53,7 +61,6 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
         add_keys(c[registry.section], registry.keys_of_parts("vit_jax"))
     c.evals = Node()
     _lock(c)
-    add_plugins(c, plugins)
     return c
 
 

@@ -199,7 +199,7 @@ class Families(Registry[Any]):
         return keys | {k: keys[k]._replace(default=size) for k, size in sizes.items() if k in keys}
 
     def keys_of(self, part: type[Any]) -> dict[str, Key]:
-        from_data = ("num_classes", "image_size", "channels", "max_tokens")
+        from_data = ("num_classes", "image_size", "channels", "max_tokens", "pack")
         keys = keys_of_fields(part)  # type: ignore[arg-type] # mypy wants a hash of types
         if hasattr(part, "pos_embeds"):  # plug-ins' positions too
             keys = keys | {"pos_embed": keys["pos_embed"]._replace(choices=part.pos_embeds())}

@@ -132,6 +132,10 @@ class Data(OpenSection):
         None, "pictures keep their shape, each sized to fill at most so many patches, or a number "
         f'drawn for each step, "{DRAWN}"; None: all have data.image_size', form="draws",
     )  # fmt: skip
+    pack: tuple[int, ...] | None = key(
+        None, "in training a row of tokens holds several pictures, sized to fill at most so many "
+        "patches each, such as 64,64,128,256; None: a row is one picture", within=POSITIVE,
+    )  # fmt: skip
     patch_size: Size | None = key(None, "of the model, set by the run with data.max_tokens")
     channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
     num_classes: int = key(None, "None: taken from the data set", within=POSITIVE, decided=True)
@@ -149,13 +153,10 @@ class Data(OpenSection):
         False, "train on probabilities of classes, as soft pseudo labels; others become 0 and 1"
     )
     num_examples: int = key(
-        None,
-        "size of the training data; a mixture counts all its data sets. One epoch has so many "
-        "examples; data.repeats and the weights in data.mix do not change that. None: taken from "
-        "the data",
-        within=POSITIVE,
-        decided=True,
-    )
+        None, "size of the training data; a mixture counts all its data sets. One epoch has so "
+        "many examples; data.repeats and the weights in data.mix do not change that. None: taken "
+        "from the data", within=POSITIVE, decided=True,
+    )  # fmt: skip
     mix: str = key(
         "",
         '"NAME=WEIGHT, NAME@SPLIT=WEIGHT", or a list of dicts with name, weight, and, where they '
@@ -168,11 +169,9 @@ class Data(OpenSection):
         decided=True,
     )
     chunk_size: int = key(
-        None,
-        "consecutive records that `chunk` reads together; None: a row group of Parquet, or 64",
-        within=POSITIVE,
-        decided=True,
-    )
+        None, "consecutive records that `chunk` reads together; None: a row group of Parquet, or "
+        "64", within=POSITIVE, decided=True,
+    )  # fmt: skip
     streams: int | None = key(
         None, "parallel streams of `chunk`; None: up to 256, by batch size and row groups",
         within=POSITIVE,

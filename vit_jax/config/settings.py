@@ -97,10 +97,10 @@ class Settings:
         found: dict[str, Any] = {}
         faults = Faults()
         for name, section in sections.SECTIONS.items():
-            values, prefix = (config[name], f"{name}.") if name else (config, "")
+            values, prefix = dict(config[name] if name else config), f"{name}." if name else ""
             own_in_steps = in_steps and _named(in_steps, prefix)
             registry, part = _CHOSEN.get(name), None  # type: Registry[Any] | None, Any
-            if registry and values.name is not None:
+            if registry and values["name"] is not None:
                 part = faults.check(registry.make, values, prefix, own_in_steps)
             if registry not in _PARTS or part is None:
                 part, wrong = section.read(values, own_in_steps)
@@ -113,7 +113,7 @@ class Settings:
         for name, entry in config.evals.items():
             prefix = f"evals.{name}."
             own_in_steps = in_steps and _named(in_steps, prefix)
-            evaluator = faults.check(EVALUATORS.make, entry, prefix, own_in_steps)
+            evaluator = faults.check(EVALUATORS.make, dict(entry), prefix, own_in_steps)
             if evaluator is not None:
                 evals[name] = evaluator
         return cls(**found, evals=evals, values=flatten(config)), list(faults)
@@ -215,6 +215,7 @@ class Settings:
         for other, is_set in {
             "model.keep_tokens_until": self.model.keep_tokens_until is not None,
             "data.order": self.data.order == "chunk",
+            "data.pack": self.data.pack is not None,
         }.items():
             if is_set:
                 raise InputError(

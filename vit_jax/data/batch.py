@@ -185,7 +185,7 @@ def make_all(
     made: dict[str, tf.Tensor] = {}
     for name, crop in crops.items():
         found = crop.make(image if crop.first_view is None else pixels, key)
-        made |= {name: found} if crop.rule is None else crop.rule.cut(found)
+        made |= {name: found} if crop.rule is None else crop.rule.cut(found, key)
     return made
 
 

@@ -70,6 +70,12 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
     )
     if d.max_tokens is not None:
         _check_pictures(d, ops or ((), ()), faults)
+    most = max(d.pack or (0,))
+    faults.need(
+        most <= (d.max_tokens or 0),
+        f"data.pack={d.pack}: needs --config.data.max_tokens={most}, the patches of pictures in "
+        "evaluation, or more",
+    )
     faults.check(check_classes, d.classes)
     if d.subset is not None:
         faults.check(subset_size, d.subset, None, "")
@@ -80,7 +86,7 @@ def check_data(data: Data, global_batch_size: int, faults: Faults) -> None:
         faults.need(
             not (d.exclude is not None and d.subset.endswith(SUFFIX)),
             f"data.exclude={d.exclude!r}: data.subset={d.subset!r} names records of the whole "
-            "split; leave out one",
+            "split; leave out one, or write the set without the excluded by `vit_jax prepare`",
         )
     faults.need(
         not (d.soft_labels and d.multi_label),

@@ -309,7 +309,7 @@ def _share(x: tf.Tensor, part: int, whole: int) -> tf.Tensor:
 
 
 def _permuted(
-    index: tf.Tensor, epochs: tf.Tensor, size: int, seed: int, salt: int = 0
+    index: tf.Tensor, epochs: tf.Tensor, size: int, seed: int | tf.Tensor, salt: int = 0
 ) -> tf.Tensor:
     """The image of each index in [0, size) under a permutation drawn by (seed, epoch, salt)."""
     seeds = [tf.fill(tf.shape(epochs), tf.cast(seed, tf.int64)), epochs, 0 * epochs + salt]
@@ -334,6 +334,25 @@ def keys(positions: tf.Tensor, seed: int) -> tf.Tensor:
       int64 (b, 2).
     """
     return tf.stack([tf.fill(tf.shape(positions), tf.cast(seed, tf.int64)), positions], -1)
+
+
+def turn_rows(positions: tf.Tensor, size: int, seed: int) -> tf.Tensor:
+    """The positions that the places of a batch get, where rows of `size` places are packed.
+
+    Each row is turned by a number that (seed, row) draws. Otherwise an order that deals positions
+    in turn, as a mixture does, would always give a data set the same places.
+    """
+    return positions // size * size + (positions + _turn(positions, size, seed)) % size
+
+
+def place_in_row(positions: tf.Tensor, size: int, seed: tf.Tensor) -> tf.Tensor:
+    """The place of each position in its row: the inverse of `turn_rows`."""
+    return (positions - _turn(positions, size, seed)) % size
+
+
+def _turn(positions: tf.Tensor, size: int, seed: int | tf.Tensor) -> tf.Tensor:
+    row = positions // size
+    return _permuted(0 * row, row, _DRAWS, seed, salt=2) % size
 
 
 def fold_in(key: tf.Tensor, index: int) -> tf.Tensor:

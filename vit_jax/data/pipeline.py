@@ -100,14 +100,22 @@ def host_batches(
     local_rows, of_steps = tf.constant(rows, tf.int64), tf.constant(firsts, tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
-    def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    rule = spec.crops["image"].rule if "image" in spec.crops else None
+
+    def positions_of(step: tf.Tensor) -> tf.Tensor:
         positions = of_steps[step - steps.start] + local_rows
+        if rule is None or not rule.pack:
+            return positions
+        return order.turn_rows(positions, len(rule.pack), seed)
+
+    def arrange(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        positions = positions_of(step)
         return data_order(positions), order.keys(positions, seed)
 
     batches = local_batches(source, spec.crops, steps, arrange, len(rows))
     if spec.features is not None:
         batches = _with_features(batches, source)
-    positions = (first + rows for first in firsts)
+    positions = (positions_of(step).numpy() for step in steps)
     return batches if spec.text is None else with_texts(batches, source, positions, seed)
 
 

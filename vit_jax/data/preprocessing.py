@@ -16,6 +16,7 @@ Source: Caron et al. 2020 (arXiv:2006.09882), section 3.3.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from vit_jax.config.sections import Data
 from vit_jax.data.batch import BatchSpec, Crops, image_batch, image_crops
 from vit_jax.data.colour_ops import ColourOp
 from vit_jax.data.device_ops import DeviceTransform, make_device_transform
+from vit_jax.data.host_tf import tf
 from vit_jax.data.native import PatchRule
 from vit_jax.data.ops import DeviceOp, HostOp, Hw, Op, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
@@ -177,6 +179,21 @@ def rule_of(data: Data) -> PatchRule | None:
     return PatchRule(data.patch_size, data.max_tokens)
 
 
+def describe_images(data: Data) -> str:
+    """The shape of a run's images, for the user; of packed ones also how a row holds them."""
+    rule, pack = rule_of(data), data.pack
+    if rule is None:
+        return "{} x {} (height x width)".format(*data.image_size)
+    said = f"in their own shape, at most {rule.most} patches"
+    if not pack:
+        return said
+    wide = [math.prod(rule.grid_of(tf.constant([1500, 2000]), n).numpy()) for n in pack]
+    return (
+        f"{said}; training packs {len(pack)} into each row of {sum(pack)} patches: "
+        f"{', '.join(map(str, pack))}; of pictures 3:4, {1 - sum(wide) / sum(pack):.1%} is padding"
+    )
+
+
 def eval_batch(data: Data, size: int, host_ops: Sequence[HostOp], key: str) -> BatchSpec:
     """A batch of `size` images as the model takes them, by other ops; `key`: see `image_batch`."""
     return image_batch(size, data.image_size, host_ops, key, rule_of(data))
@@ -192,7 +209,10 @@ def describe_batch(
     d, (host_ops, device_ops, _, views, text) = data, preprocessing
     crops = {name: kind.crops for name, kind in views.items()}
     if (host_ops or device_ops or not views) and features is None:
-        crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule_of(data))
+        rule = rule_of(data)
+        if rule is not None and data.pack:
+            rule = rule._replace(most=max(data.pack), pack=data.pack)
+        crops["image"] = image_crops("data.ops", d.image_size, host_ops, rule)
     label_size = d.num_classes if d.multi_label or d.soft_labels else None
     return BatchSpec(size, crops, d.channels, label_size, text, features)
 

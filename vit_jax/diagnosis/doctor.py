@@ -366,6 +366,9 @@ def estimate_time(run: "Run") -> Finding:
     from vit_jax.diagnosis.benchmarks.step import compile_steps
     from vit_jax.run.loop import Batches
 
+    if run.settings.data.keep_features:
+        text = "no estimate: the first start computes the features of all images"
+        return Finding("time", OK, text)
     number, device = run.experiment.total_steps, run.mesh.local_devices[0]
     with jax.set_mesh(run.mesh), Batches(run, 0) as batches:
         take_steps, _, memory = compile_steps(run.experiment, run.settings.data.num_classes)
@@ -400,6 +403,10 @@ def check_images(run: "Run") -> Finding:
 
     settings, made = run.settings, parse_preprocessing(run.settings)
     specs = {train_split(settings.data): run.experiment.batch}
+    if settings.data.keep_features:  # the batches have no images
+        specs = {
+            key: eval_batch(settings.data, _IMAGES, made.host_ops, "data.ops") for key in specs
+        }
     for name, entry in settings.evals.items():
         spec = eval_batch(settings.data, _IMAGES, made.eval_ops[name], "ops")
         specs |= {key: specs.get(key, spec) for key in eval_splits(settings.data, entry).values()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.base import tree
+from vit_jax.base.errors import InputError
 from vit_jax.config import Settings
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import DeviceTransform
@@ -25,7 +27,7 @@ from vit_jax.data.preprocessing import (
 )
 from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import program_flops
-from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.devices.sharding import gradient_shardings, state_shardings
 from vit_jax.experiment.accumulation import Sums
 from vit_jax.experiment.exchange import choose_exchange
@@ -60,6 +62,7 @@ class StepParts(NamedTuple):
     accum_steps: int
     join: Callable[[Sums], Sums] | None
     shardings: tree.PyTree
+    pack: tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +217,7 @@ def make_experiment(
       InputError: for faults that `validation.validate` cannot find.
     """
     run, data, o = settings.run, settings.data, settings.optimizer
+    _check_rows(data.pack, run.global_batch_size, o.accum_steps, mesh)
     preprocessing = preprocessing or parse_preprocessing(settings)
     model = make_model(settings.model, data, mesh)
     width = about(model).width if data.keep_features else None
@@ -248,6 +252,7 @@ def make_experiment(
         accum_steps=o.accum_steps,
         join=exchange.join and partial(exchange.join, shardings=shardings[0].params),
         shardings=gradient_shardings(shardings[0].params, mesh),
+        pack=data.pack,
     )
     train_step = make_train_step(objective, tx, ema_decay=ema_decay, **parts._asdict())
     # Every process needs the whole sums over classes.
@@ -273,6 +278,24 @@ def make_experiment(
             donate_argnums=0,
         ),
     )
+
+
+def _check_rows(pack: tuple[int, ...] | None, size: int, accum_steps: int, mesh: Mesh) -> None:
+    """Raise InputError if the devices do not get whole rows of `data.pack` of a batch of `size`."""
+    if pack is None:
+        return
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if size % (unit := len(pack) * ways):
+        raise InputError(
+            f"data.pack={pack}: a row holds {len(pack)} pictures, and the mesh splits the rows "
+            f"{ways} ways, so global_batch_size={size} must be a multiple of {unit}; try "
+            f"{max(size // unit, 1) * unit}"
+        )
+    if accum_steps > 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: a batch of data.pack={pack} is computed at "
+            "once; set it to 1"
+        )
 
 
 def with_shardings(arrays: Tree, mesh: Mesh, splits_params: bool = False) -> Tree:

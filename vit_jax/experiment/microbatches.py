@@ -40,13 +40,15 @@ def settle_microbatches(
 def choose_accum_steps(objective: ObjectivePart, model: Model, mesh: Mesh, share: int) -> int:
     """The fewest microbatches of `share` rows a device whose activations stay in its cache or VMEM.
 
-    1 on GPUs, for objectives that do not allow it, and for models whose batch statistics parts
-    would change. On TPUs also for a small batch; if parameters are split, as every part would
-    exchange their gradients; and if a part would have few rows, or `share` divides only into parts
-    of less than half the rows, in which the layers' weights would take more time than their tokens.
+    1 on GPUs, for objectives that do not allow it, and for models whose batch statistics or rows of
+    packed pictures parts would change. On TPUs also for a small batch; if parameters are split, as
+    every part would exchange their gradients; and if a part would have few rows, or `share` divides
+    only into parts of less than half the rows, in which the layers' weights would take more time
+    than their tokens.
     """
     platform = mesh.devices.flat[0].platform
-    if not objective.splits_unasked or model.block_bytes is None or model.has_batch_statistics:
+    is_whole = model.has_batch_statistics or model.pack is not None
+    if not objective.splits_unasked or model.block_bytes is None or is_whole:
         return 1
     if platform == "cpu":
         rows = max(_CPU_BYTES // model.block_bytes, 1)

@@ -37,6 +37,7 @@ def make_train_step(
     accum_steps: int = 1,
     join: Callable[[Sums], Sums] | None = None,
     shardings: PyTree = None,
+    pack: tuple[int, ...] | None = None,
 ) -> Step:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
@@ -60,6 +61,7 @@ def make_train_step(
       join: adds the sums of devices that each compute their own rows; None: the compiler decides.
       shardings: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
         decides. `sharding.gradient_shardings` makes it.
+      pack: `data.pack`; then the share of padding in the rows of tokens is a metric.
     """
 
     inputs_of = make_inputs(transform, seed)
@@ -78,6 +80,10 @@ def make_train_step(
 
         metrics = sums.metrics | {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         metrics["masked"] = (1.0 - batch["mask"]).sum()
+        if pack is not None:
+            pictures: Any = batch["image"]
+            places = len(pictures.grid) // len(pack) * sum(pack)
+            metrics["padding"] = 1 - pictures.counts.sum() / places
         averages = {}
         if ema_decay is not None:
             averages = average(state, params, sums.model_state, ema_decay(state.step, opt_state))

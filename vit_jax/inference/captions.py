@@ -39,7 +39,7 @@ def write_captions(
       InputError: the model writes no captions, or takes images of any size.
     """
     if top > beams:
-        raise InputError(f"top={top}: beams={beams} find as many captions; set beams={top}")
+        raise InputError(f"top={top}: the search keeps beams={beams} captions; set beams={top}")
     if pretrained.read_caption_side is None:
         raise InputError(
             f"captions: {pretrained.source}: the model writes none; needs a run with "

@@ -5,7 +5,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -38,7 +38,7 @@ def open_index(
     *,
     batch_size: int,
     progress: bool = True,
-    facts: Mapping[str, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Index:
     """The index of the pictures in `folder`, at any depth; or of the picture, if it is a file.
 
@@ -89,6 +89,6 @@ def _read(path: epath.Path) -> dict[str, np.ndarray]:
             return dict(zip(kept["stamps"].tolist(), kept["x_ND"], strict=True))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as e:
         logger.warning("%s: not readable (%s); made anew", path, e)
         return {}

@@ -160,9 +160,13 @@ def write_sheet(path: epath.Path, rows: Sequence[Mapping[str, Any]], reading: Re
     """Write a PNG with a line of pictures for each row of `nearest`: the one asked for, its own.
 
     `reading`: of the model.
+
+    Raises: InputError if every row is an error.
     """
     lines = [row for row in rows if "neighbours" in row]
-    columns = 1 + max((len(row["neighbours"]) for row in lines), default=0)
+    if not lines:
+        raise InputError("--sheet: there is nothing to draw, as none of the images can be read")
+    columns = 1 + max(len(row["neighbours"]) for row in lines)
     step = _SIDE + 4
     sheet = Image.new("RGB", (columns * step + 12, len(lines) * (step + _TEXT)), "white")
     for i, row in enumerate(lines):

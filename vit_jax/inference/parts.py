@@ -26,6 +26,7 @@ from vit_jax.data import Source
 from vit_jax.inference.outputs import outputs
 from vit_jax.job import processes, watchdog
 from vit_jax.models.contract import field_names
+from vit_jax.models.fields import check_fields, field_defaults
 from vit_jax.transfer.pretrained import Pretrained, preparation
 
 logger = logging.getLogger("vit_jax")
@@ -71,21 +72,24 @@ def facts_of(pretrained: Pretrained, source: Source, *, own_shape: bool = True) 
 
 def facts_of_model(
     pretrained: Pretrained, image_shape: tuple[int, ...] | None = None, *, own_shape: bool = True
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """The facts that decide a model's outputs for an image; they are the same in every process.
 
     `image_shape`, `own_shape`: as in `preparation`.
     """
-    spec, model = pretrained.spec, pretrained.model
-    fields = {name: getattr(model, name) for name in field_names(type(model))}
+    spec, family = pretrained.spec, type(pretrained.model)
+    fields = {name: getattr(pretrained.model, name) for name in field_names(family)}
+    fields, usual = check_fields(family, fields, pretrained.source), field_defaults(family)
+    fields = {name: fields[name] for name in fields if fields[name] != usual.get(name, ...)}
     ops, rule = preparation(spec, image_shape, own_shape=own_shape)
-    return {
+    facts = {
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
         "ops": ops if rule is None else f"{ops}, {rule.most} patches of {rule.patch_size}",
-        "pixels": f"{spec.image_size} {spec.mean} {spec.std}",
-        "fields": f"{fields | dict.fromkeys(('ops', 'constrain'))}",  # whose text names addresses
-        "reading": f"{spec.reading}",
+        "pixels": [spec.image_size, spec.mean, spec.std],
+        "fields": {name: fields[name] for name in fields if name not in ("ops", "constrain")},
+        "reading": spec.reading._asdict(),
     }
+    return json.loads(json.dumps(facts, default=str))  # as a manifest holds them
 
 
 def begin(

@@ -135,7 +135,7 @@ class Predictor:
     pretrained: Pretrained
 
     @functools.cached_property
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """`facts_of_model` of files; its digest of all weights takes longer than a question."""
         return facts_of_model(self.pretrained)
 

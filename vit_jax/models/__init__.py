@@ -84,7 +84,7 @@ def model_of(model: sections.Model, data: sections.Data, num_classes: int | None
     fields = {"dtype": model.dtype, "channels": data.channels, **model.own}
     image_size, most = data.image_size, data.max_tokens
     if most is not None:
-        fields["max_tokens"] = most
+        fields |= {"max_tokens": most, "pack": data.pack}
         if image_size is None:
             patch = image_hw(fields.get("patch_size") or token_stride(model.name), "patch_size")
             image_size = tuple(math.isqrt(most) * side for side in patch)

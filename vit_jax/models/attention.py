@@ -16,6 +16,7 @@ from einops import rearrange
 from vit_jax.models.block_ops import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.dense import Dense, LoraProduct, Product
 from vit_jax.models.dropout import draw_kept
+from vit_jax.models.packing import Parts, attend_apart
 from vit_jax.models.position import Relative
 from vit_jax.models.rotary import turn
 
@@ -43,7 +44,8 @@ class Attention(nn.Module):
     `turns` rotary ones; queries and tokens must then be the same. Only the first `num_keys_B`
     tokens of each image count; None: all. `scale_D` scales the output, see `layers.LayerScale`.
     `lora_rank` adds an adapter of that rank to the query and value projections (`LoraProduct`), as
-    in section 4.2 of its paper; None: none. `out_bias` gives the output a bias.
+    in section 4.2 of its paper; None: none. `out_bias` gives the output a bias. With `parts`, rows
+    of tokens hold several pictures, and each attends to itself: see `packing`.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D). The tokens may have another width than the queries.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -59,6 +61,7 @@ class Attention(nn.Module):
     key_bias: bool = True
     lora_rank: int | None = None
     out_bias: bool = True
+    parts: Parts = ()
     dtype: Any = jnp.float32
     ops: BlockOps = PLAIN
     constrain: Constrain = unconstrained
@@ -75,6 +78,15 @@ class Attention(nn.Module):
             self._split_heads(name, add_bias_plainly(*self._project(name, x, width)), turns)
             for name, x in inputs.items()
         )
+        attend = partial(self._attend_plainly, relative, train)
+        out_BNHK = attend_apart(attend, self.parts, (q_BNHK, k_BMHK, v_BMHK), num_keys_B)
+        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
+
+    @nn.nowrap
+    def _attend_plainly(
+        self, relative: Relative | None, train: bool,
+        q_BNHK: jax.Array, k_BMHK: jax.Array, v_BMHK: jax.Array, num_keys_B: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
         bias_BHNM = None
         more: dict[str, Any] = {} if num_keys_B is None else {"num_keys_B": num_keys_B}
         if relative is not None:
@@ -86,8 +98,7 @@ class Attention(nn.Module):
             key, draw = self.make_rng("dropout"), self.ops.draw_bytes
             kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
             more |= {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
-        out_BNHK = self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **more)
-        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"), scale_D)
+        return self.ops.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **more)
 
     @nn.nowrap
     def _project(
@@ -175,8 +186,15 @@ class KernelAttention(Attention):
         num_keys_B: jax.Array | None,
     ) -> jax.Array:
         assert self.ops.attention_kernel is not None
+        kernel = self.ops.attention_kernel
+
+        def attend(*arrays: Any) -> jax.Array:
+            *qkv, turns, num_keys = arrays
+            return kernel(tuple(qkv), biases, turns, num_keys)
+
         num_keys = self.num_keys if num_keys_B is None else num_keys_B
-        out_BNHK = self.ops.attention_kernel(qkv, biases, turns, num_keys)
+        arrays, multiple = (*qkv, turns), self.ops.token_multiple
+        out_BNHK = attend_apart(attend, self.parts, arrays, num_keys, multiple)
         out_BND = self._with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return self._project_out(out_BND, scale_D)
 

@@ -69,6 +69,7 @@ class Model(nn.Module):
     channels = WITHOUT["channels"]
     keep_tokens = WITHOUT["keep_tokens"]
     max_tokens = WITHOUT["max_tokens"]
+    pack = WITHOUT["pack"]
 
     # (regular expression for the end of a parameter's name, mesh axis of each of its last axes) for
     # names that no other family has; see `devices.sharding.RULES`.

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 
 from vit_jax.config import key
-from vit_jax.models.own_shapes import Images
+from vit_jax.models.picture_fields import Images
 from vit_jax.models.vit import ViT
 
 

@@ -138,7 +138,8 @@ class FastBlock(EncoderBlock):
             y_BND = self.attention_branch(y_BND, train, **of_keys)
         else:
             fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
-            attention = RowAttention(**fields, num_keys=self.num_tokens, name="attention")
+            fields |= {"num_keys": self.num_tokens, "parts": self.parts}
+            attention = RowAttention(**fields, name="attention")
             params = NormParams(self.norm, name="norm_attention")(D)
             scale_D = LayerScale(self.layer_scale, name="scale_attention")(D)
             y_BND, x_BND = attention(x_BND, params, kernel, scale_D=scale_D, **of_keys)
@@ -150,7 +151,7 @@ class FastBlock(EncoderBlock):
         if kernel is None:
             return add(x_BND, self.mlp_branch(norm(name="norm_mlp")(x_BND), train)), None
         params = NormParams(self.norm, name="norm_mlp")(D)
-        factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
+        factor_B11 = self.draw_depth(x_BND, drop_rate, train)
         scale_D = LayerScale(self.layer_scale, name="scale_mlp")(D)
         mlp = RowMlp(**self.block_fields(Mlp), gated=self.gated_mlp, name="mlp")
         return mlp(x_BND, params, kernel, factor_B11, scale_D, train), None

@@ -39,9 +39,9 @@ STOCHASTIC_DEPTH: Declaration = {
 # The behaviour of a model that lacks one of these fields.
 WITHOUT: dict[str, Any] = {
     "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
-    "keep_tokens": 1.0, "max_tokens": None,
+    "keep_tokens": 1.0, "max_tokens": None, "pack": None,
 }  # fmt: skip
-_NOT_CHOSEN = ("num_classes", "image_size", "max_tokens", "ops", "constrain")
+_NOT_CHOSEN = ("num_classes", "image_size", "max_tokens", "pack", "ops", "constrain")
 _NOTHING = object()  # equals no value
 _LISTS = {
     "stages": "the units of each stage, e.g. (3, 4, 6, 3)",

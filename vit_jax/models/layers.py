@@ -22,6 +22,7 @@ from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import field_names
 from vit_jax.models.gelu import GELU
+from vit_jax.models.packing import Parts, spread
 from vit_jax.models.position import PositionEmbedding
 
 REMAT_POLICIES = {
@@ -167,7 +168,8 @@ class EncoderBlock(BlockFields, nn.Module):
     `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
     the positions of its `context` come from tables that all blocks share. Positions are added to
     the block's input; relative positions to the attention logits. Only the first `num_tokens`
-    tokens count, the others are padding; None: all count.
+    tokens count, the others are padding; None: all count. With `parts`, a row of tokens holds
+    several pictures: see `packing`.
 
     Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -177,6 +179,7 @@ class EncoderBlock(BlockFields, nn.Module):
     stochastic_depth: bool = False
     positions: PositionEmbedding | None = None
     num_tokens: int | None = None
+    parts: Parts = ()
 
     @nn.compact
     def __call__(
@@ -210,7 +213,7 @@ class EncoderBlock(BlockFields, nn.Module):
         if self.ops.attention_kernel is not None:
             attention_class = partial(KernelAttention, num_keys=self.num_tokens)
         fields = self.block_fields(Attention) | {"dropout": self.attention_dropout}
-        attention = attention_class(**fields, name="attention")
+        attention = attention_class(**fields, parts=self.parts, name="attention")
         scale_D = LayerScale(self.layer_scale, name="scale_attention")(y_BND.shape[-1])
         y_BND = self.mix(attention, y_BND, **of_keys, scale_D=scale_D, train=train)
         dropout = Dropout(self.dropout, self.ops.draw_bytes)
@@ -238,21 +241,26 @@ class EncoderBlock(BlockFields, nn.Module):
 
     @nn.nowrap
     def draw_depth(
-        self, num_images: int, drop_rate: float | jax.Array, train: bool
+        self, x_BND: jax.Array, drop_rate: float | jax.Array, train: bool
     ) -> jax.Array | None:
-        """The factor of each image's branch by stochastic depth, (B, 1, 1); None: it is 1."""
+        """The factor of each image's branch by stochastic depth; None: it is 1.
+
+        Shapes: -> (B, 1, 1); with `parts` (R, T, 1), as a row has several images.
+        """
         if not (train and self.stochastic_depth):
             return None
         keep_rate = 1.0 - drop_rate
+        num_images = len(x_BND) * max(sum(number for number, _ in self.parts), 1)
         kept = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, (num_images, 1, 1))
-        return kept / keep_rate  # small: TPUs divide slowly
+        factor_B11 = kept / keep_rate  # small: TPUs divide slowly
+        return spread(factor_B11[..., 0], self.parts, x_BND.shape[1]) if self.parts else factor_B11
 
     @nn.nowrap
     def add(
         self, x_BND: jax.Array, branch_BND: jax.Array, drop_rate: float | jax.Array, train: bool
     ) -> jax.Array:
         """x plus its branch, by stochastic depth."""
-        factor_B11 = self.draw_depth(x_BND.shape[0], drop_rate, train)
+        factor_B11 = self.draw_depth(x_BND, drop_rate, train)
         if factor_B11 is not None:
             branch_BND = (branch_BND * factor_B11).astype(branch_BND.dtype)
         return self.constrain(x_BND + branch_BND, ("batch", None, None))
@@ -275,7 +283,8 @@ class Encoder(BlockFields, nn.Module):
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last; with `uniform_depth` it is the same
     in all. `positions`, the `context` and, unless None, the `grid` of the tokens go to every block,
-    a `block_class` or, with kernels of rows, the block of `ops.rows`.
+    a `block_class` or, with kernels of rows, the block of `ops.rows`; so do `parts`, if there are
+    any.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -297,6 +306,7 @@ class Encoder(BlockFields, nn.Module):
         *,
         grid: tuple[int, int] | None = None,
         context: Context = NO_CONTEXT,
+        parts: Parts = (),
         train: bool = False,
     ) -> jax.Array:
         num_tokens = x_BND.shape[1]
@@ -307,8 +317,8 @@ class Encoder(BlockFields, nn.Module):
             context = context._replace(turns=turns)
         fields = self.block_fields() | {"stochastic_depth": self.stochastic_depth > 0}
         fields |= {"positions": self.positions, "num_tokens": num_tokens}
-        if grid is not None:
-            fields["grid"] = grid
+        fields |= {} if grid is None else {"grid": grid}
+        fields |= {"parts": parts} if parts else {}
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
         if self.uniform_depth:
             drop_rates = jnp.full(self.depth, self.stochastic_depth)

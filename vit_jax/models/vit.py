@@ -24,8 +24,9 @@ from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import check_image_shape, find_undivided
 from vit_jax.models.layers import BlockFields, Context, Encoder, EncoderBlock, MapHead, split_blocks
-from vit_jax.models.own_shapes import Images, PictureFields, mean_of_first
-from vit_jax.models.patches import count_kept, count_kept_of, extract_patches, take_after
+from vit_jax.models.own_shapes import mean_of_first
+from vit_jax.models.patches import count_kept, extract_patches, take_after
+from vit_jax.models.picture_fields import Images, PictureFields
 from vit_jax.models.position import PLACES, PositionChoice, PositionEmbedding
 from vit_jax.models.rotary import RotaryFields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
@@ -176,19 +177,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     def tokens(self, images: Images, *, train: bool = False) -> jax.Array:
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
-        return self._encode_all(images, train)[0]
-
-    def _encode_all(self, images: Images, train: bool) -> tuple[jax.Array, jax.Array | None]:
-        """`tokens`, and the number of patches of each picture among them; None: all are."""
-        x_BND, counts_B, more = self.embed(images), None, dict[str, Any]()
-        if isinstance(images, Pictures):
-            more, counts_B = {"pictures": images}, images.counts
-        if self.image_size is None:
-            more["image_size"] = images.shape[-3:-1]  # of a picture one patch
-        keep = self.draw_keep(*x_BND.shape[:2], counts_B=counts_B, train=train)
-        if keep is not None and counts_B is not None:
-            more["counts_B"] = counts_B = count_kept_of(counts_B, x_BND.shape[1], self.keep_tokens)
-        return self.encode(x_BND, keep=keep, **more, train=train), counts_B
+        return self.encode_all(images, train)[0]
 
     def embed(self, images: Images) -> jax.Array:
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
@@ -235,6 +224,16 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
             collect_faults(self.find_keep_faults())
         image_size = self.image_size if image_size is None else image_size
         assert image_size is not None
+        x_BND, context = self.place_all(x_BND, keep, image_size, pictures, counts_B, train)
+        grid = self.grid_of(image_size) if self.needs_grid else None
+        return self.encoder(x_BND, grid=grid, context=context, train=train)
+
+    @nn.nowrap
+    def place_all(
+        self, x_BND: jax.Array, keep: jax.Array | None, image_size: tuple[int, ...],
+        pictures: Pictures | None, counts_B: jax.Array | None, train: bool,
+    ) -> tuple[jax.Array, Context]:  # fmt: skip
+        """The input of the first layer, and the context of all layers; arguments of `encode`."""
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1)
             rows = x_BND.shape[0]  # in an export, a number that is not known
@@ -264,12 +263,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
             x_BND = self.embedding_norm(x_BND)
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
-        grid = self.grid_of(image_size) if self.needs_grid else None
-        context = Context(shared, turns)
-        if pictures is not None:
-            counts_B = pictures.counts if counts_B is None else counts_B
-            context = context._replace(num_keys_B=self.num_prefix_tokens + counts_B)
-        return self.encoder(x_BND, grid=grid, context=context, train=train)
+        if pictures is None:
+            return x_BND, Context(shared, turns)
+        counts_B = pictures.counts if counts_B is None else counts_B
+        return x_BND, Context(shared, turns, self.num_prefix_tokens + counts_B)
 
     def _embed(self, images: jax.Array) -> jax.Array:
         """Embed each patch of the images as a token: the first part of Eq. 1."""
@@ -280,7 +277,7 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
         Shapes: -> (B, D); (B, 2 D) with `pool` token_gap.
         """
-        x_BND, counts_B = self._encode_all(images, train)
+        x_BND, counts_B = self.encode_all(images, train)
         return self.represent(x_BND, counts_B)
 
     def represent(self, x_BND: jax.Array, counts_B: jax.Array | None = None) -> jax.Array:
@@ -381,8 +378,10 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     @property
     def num_tokens_in_training(self) -> int:
-        """Number of tokens of one image that training encodes, prefix tokens included."""
-        return count_kept(self.num_patches, self.keep_tokens) + self.num_prefix_tokens
+        """Number of tokens of one image that training encodes, prefix included; see `pack`."""
+        sizes = self.pack or (self.num_patches,)
+        kept = sum(count_kept(number, self.keep_tokens) for number in sizes)
+        return -(-kept // len(sizes)) + self.num_prefix_tokens
 
     @property
     def attention_shape(self) -> AttentionShape | str:
@@ -407,8 +406,8 @@ class ViT(BlockFields, RotaryFields, PositionChoice, PictureFields, Model):
 
     @property
     def flops_by_sizes(self) -> int | None:
-        """See `Model` and `vit_flops`; None with relative positions."""
-        return None if self.position_class.acts_on == "logits" else count_flops(self)
+        """See `Model` and `vit_flops`; None with relative positions, or `pack`."""
+        return None if self.position_class.acts_on == "logits" or self.pack else count_flops(self)
 
     @nn.nowrap
     def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:

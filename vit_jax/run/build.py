@@ -20,6 +20,7 @@ from vit_jax.data.captions import TOKENIZER
 from vit_jax.data.device_ops import per_channel
 from vit_jax.data.images.bits import unused_bits_of
 from vit_jax.data.order import local_rows
+from vit_jax.data.preprocessing import describe_images
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.evaluators import check_metrics, check_outputs, make_evaluators
@@ -319,11 +320,8 @@ def describe(run: Run) -> None:
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     e, d = run.experiment, run.settings.data
-    shape = "{} x {} (height x width)".format(*d.image_size)
-    if d.max_tokens is not None:
-        shape = f"in their own shape, at most {d.max_tokens} patches"
     logger.info("batch: %d globally, %d per host, %d per device; images: %s",
-                size, rows, size // ways, shape)  # fmt: skip
+                size, rows, size // ways, describe_images(d))  # fmt: skip
     _describe_data(run)
     o, schedule = run.settings.optimizer, run.settings.schedule
     ends = np.minimum([schedule.start + schedule.warmup, e.total_steps - 1], e.total_steps - 1)

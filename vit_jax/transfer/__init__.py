@@ -52,7 +52,8 @@ class Format(NamedTuple):
     recognises: whether a source has this format.
     read: source -> its model and weights.
     check: model -> the reasons why the format cannot hold it.
-    write: (path, pretrained) -> the names of the written files.
+    write: (path, pretrained) -> the names of the written files; of a format that writes folders,
+      with the `max_shard_size` of `write_tensors`.
     suffixes: ends of the names that are written; "" is a folder. None: any name.
     library_ops: spec -> the preprocessing string equivalent to what the format's own library does
       with the written files; None if the library does not read preprocessing from them.
@@ -64,7 +65,7 @@ class Format(NamedTuple):
     recognises: Callable[[Source], bool] | None = None
     read: Callable[[Source], Pretrained] | None = None
     check: Callable[[nn.Module], list[str]] | None = None
-    write: Callable[[epath.Path, Pretrained], list[str]] | None = None
+    write: Callable[..., list[str]] | None = None
     suffixes: tuple[str, ...] | None = None
     library_ops: Callable[[Spec], str] | None = None
     precisions: Sequence[str] = ()

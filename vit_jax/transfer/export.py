@@ -31,7 +31,7 @@ from vit_jax.transfer.pretrained import Pretrained, ops_for
 from vit_jax.transfer.program import GIVES, Choice
 from vit_jax.transfer.runtimes import RUNTIMES, export_program, need_packages
 from vit_jax.transfer.source import to_json
-from vit_jax.transfer.tensors import share_equal
+from vit_jax.transfer.tensors import check_size, share_equal
 
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _IMAGES = 2
@@ -72,7 +72,12 @@ logger = logging.getLogger("vit_jax")
 
 
 def export(
-    source: epath.PathLike | Pretrained, output: epath.PathLike, format: str, **choice: Any
+    source: epath.PathLike | Pretrained,
+    output: epath.PathLike,
+    format: str,
+    *,
+    max_shard_size: str | None = None,
+    **choice: Any,
 ) -> dict[str, Any]:
     """Write a model in another format, with a receipt; return the receipt.
 
@@ -86,6 +91,7 @@ def export(
       output: a file or folder to write.
       format: "npz", "npz_v2", "hf", "hf_pair", "timm", "t2t", or a program: "stablehlo",
         "onnx" or "litert".
+      max_shard_size: of the files of weights in a folder, such as "500MB"; None: "5GB".
       choice: fields of `transfer.program.Choice`, of a program: what it takes and gives.
 
     Raises:
@@ -93,7 +99,7 @@ def export(
       RuntimeError: if the exported files compute something else.
     """
     output, chosen = absolute(output), Choice(**choice)
-    check_choice(format, chosen)
+    check_choice(format, chosen, output, max_shard_size)
     pretrained = read_pretrained(source)
     own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
@@ -109,9 +115,10 @@ def export(
     with _staging(output) as folder:
         staged = epath.Path(folder) / (output.name or "model")
         if writer.precisions:
-            files, back = [staged.name], _run_program(staged, pretrained, format, chosen, output)
+            files, back = _run_program(staged, pretrained, format, chosen, output)
         else:
-            files = writer.write(staged, pretrained)
+            how = {"max_shard_size": max_shard_size} if max_shard_size else {}
+            files = writer.write(staged, pretrained, **how)
             back = _read_back(staged, pretrained, side, writer, output)
         if held_out := pretrained.division.held_out():
             files = [*files, side_file(staged).name]
@@ -140,13 +147,23 @@ def export(
     return receipt
 
 
-def check_choice(format: str, choice: Choice) -> None:
+def check_choice(
+    format: str, choice: Choice, output: epath.PathLike, max_shard_size: str | None
+) -> None:
     """Check what needs no model, so that nobody waits for one to be read first.
 
     Raises:
-      InputError: if `format` is unknown, cannot do what `choice` states, or needs a package.
+      InputError: if `format` is unknown, cannot do what is asked, or needs a package.
     """
-    choice.check(format, named_writer(format, "--format=").precisions)
+    writer = named_writer(format, "--format=")
+    choice.check(format, writer.precisions)
+    if max_shard_size is not None:
+        check_size(max_shard_size, "max_shard_size")
+        if "" not in (writer.suffixes or ()) or epath.Path(output).suffix == ".safetensors":
+            raise InputError(
+                f"max_shard_size={max_shard_size}: is of weights in a folder (hf, hf_pair, timm, "
+                "t2t); leave it out"
+            )
     if format in RUNTIMES:
         need_packages(format)
 
@@ -188,14 +205,14 @@ def _without_warnings() -> Iterator[None]:
 
 def _run_program(
     staged: epath.Path, pretrained: Pretrained, format: str, choice: Choice, output: epath.Path
-) -> dict[str, Any]:
-    """Write a program and compare it; raises RuntimeError if it computes something else."""
+) -> tuple[list[str], dict[str, Any]]:
+    """`export_program`; raises RuntimeError if the program computes something else."""
     try:
-        back = export_program(staged, pretrained, format, choice)
+        files, back = export_program(staged, pretrained, format, choice)
     except RuntimeError as e:
         raise RuntimeError(f"--output={output}: {e}") from e
     _warn_of_zeros(back[f"largest_{GIVES[choice.gives]}"], output)
-    return back
+    return files, back
 
 
 def _read_back(

@@ -23,11 +23,18 @@ from vit_jax.base.errors import Faults
 from vit_jax.base.files import write_whole
 from vit_jax.base.lazy import Lazy
 from vit_jax.config import image_hw
+from vit_jax.data.native import PatchRule
+from vit_jax.models.contract import with_known
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 from vit_jax.models.zero_shot import need_text_side
 from vit_jax.transfer.fit import require_image_size, with_learned_positions
-from vit_jax.transfer.huggingface_images import read_pixels, with_pixels, write_pixels
+from vit_jax.transfer.huggingface_images import (
+    read_pixels,
+    with_patches,
+    with_pixels,
+    write_pixels,
+)
 from vit_jax.transfer.huggingface_kinds import (
     GELU,
     HIDDEN_ACT,
@@ -93,7 +100,10 @@ def read(source: Source, pixels: dict[str, Any] | None = None) -> Pretrained:
     mean_std = {f"image_{key}": list(value) for key, value in kind.pixels.items()}
     loss = LOSSES.get(stated.get("problem_type"))
     spec = Spec(model.image_size, kind.resize, *kind.pixels.values(), class_names=names, loss=loss)
-    if model.image_size is not None:
+    if name == "siglip2_vision_model" and "max_num_patches" in pixels:
+        spec = with_patches(spec, pixels, model.patch_size)
+        model = model.clone(max_tokens=pixels["max_num_patches"])
+    elif model.image_size is not None:
         processor = "DeiTImageProcessor" if name == "deit" and pixels else "ViTImageProcessor"
         spec = with_pixels(spec, pixels or mean_std, processor, str(source.path))
     assumed = {"num_attention_heads": model.num_heads, "hidden_act": HIDDEN_ACT[model.gelu],
@@ -261,22 +271,26 @@ def check(model: nn.Module) -> list[str]:
     return find_misfits(name, model) + oblong
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
-    return _write_folder(path, *_as_folder(path, pretrained))
+    return _write_folder(path, *_as_folder(path, pretrained), max_shard_size)
 
 
 def check_pair(model: nn.Module) -> list[str]:
     """The reasons why `model` cannot be the image tower of a CLIPModel or a SiglipModel."""
+    model = with_known(model, max_tokens=None)  # a pair takes images of one size
     if find_name(model) in PAIRS:
         return check(model)
     return ["its image tower is not CLIP's or SigLIP's, without a head"]
 
 
-def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write_pair(
+    path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None
+) -> list[str]:
     """Write a CLIPModel or a SiglipModel, with its tokenizer; return the files' names."""
     side = need_text_side(pretrained.read_text_side, pretrained.source)
-    tower, arrays, spec = _as_folder(path, pretrained)
+    of_one_size = pretrained.model.clone(max_tokens=None)
+    tower, arrays, spec = _as_folder(path, pretrained._replace(model=of_one_size))
     name = tower["model_type"]
     check_texts(side.matcher, name)
     text = write_text_config(side.matcher, name)
@@ -290,7 +304,7 @@ def write_pair(path: epath.Path, pretrained: Pretrained) -> list[str]:
     }
     scale = {"logit_scale": np.asarray(side.matcher.bound(side.params["logit_scale"]))}
     arrays |= write_rows(text_rows(side.matcher), {**side.params, **scale}, side.matcher)
-    files = _write_folder(path, config, arrays, spec)
+    files = _write_folder(path, config, arrays, spec, max_shard_size)
     for file in side.files:
         write_whole(path / file.name, file.read_bytes())
     return [*files, *(file.name for file in side.files)]
@@ -306,7 +320,7 @@ def _as_folder(
         pretrained = with_learned_positions(pretrained, class_token_has_one=True)
     model, architecture, prefix = pretrained.model, f"{KINDS[name].architecture}Model", ""
     if name.endswith("vision_model"):
-        prefix = "vision_model."
+        prefix = "" if name.startswith("siglip2") else "vision_model."
     elif model.num_classes is not None:
         teacher = "WithTeacher" if getattr(model, "distillation_head", False) else ""
         architecture = f"{KINDS[name].architecture}ForImageClassification{teacher}"
@@ -318,6 +332,7 @@ def _as_folder(
         shape = (1, 1, model.width) if name == "dinov3_vit" else (1, model.width)
         arrays[f"{prefix}embeddings.mask_token"] = np.zeros(shape, np.float32)
     spec = pretrained.spec.at(model.image_size).of(model.channels)
+    spec = spec._replace(rule=_rule_of(name, model))
     config = {"architectures": [architecture], **_config(name, model)}
     if name in VITS or model.num_classes is not None:
         # As in transformers, a model without classes is described with ten labels.
@@ -325,12 +340,21 @@ def _as_folder(
     return config, arrays, spec
 
 
+def _rule_of(name: str, model: ViT) -> PatchRule | None:
+    return PatchRule(model.patch_size, model.max_tokens) if name == "siglip2_vision_model" else None
+
+
 def _write_folder(
-    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Lazy], spec: Spec
+    path: epath.Path,
+    config: dict[str, Any],
+    arrays: Mapping[str, np.ndarray | Lazy],
+    spec: Spec,
+    max_shard_size: str | None,
 ) -> list[str]:
     write_json(path / "config.json", config)
     write_json(path / "preprocessor_config.json", write_pixels(spec))
-    return ["config.json", "preprocessor_config.json", *write_tensors(path / WEIGHTS, arrays)]
+    files = write_tensors(path / WEIGHTS, arrays, max_shard_size)
+    return ["config.json", "preprocessor_config.json", *files]
 
 
 def _config(name: str, model: ViT) -> dict[str, Any]:
@@ -365,6 +389,9 @@ def _config(name: str, model: ViT) -> dict[str, Any]:
                    "value_bias": model.qkv_bias, "use_gated_mlp": model.gated_mlp}  # fmt: skip
     if name in ("dinov2_with_registers", "dinov3_vit"):
         config["num_register_tokens"] = model.registers
-    if name == "siglip_vision_model":
+    if name.startswith("siglip"):
         config["vision_use_head"] = True
+    if name == "siglip2_vision_model":  # of any shape; this is the square of its positions
+        del config["image_size"]
+        config |= {"num_patches": math.prod(model.grid), "patch_size": model.patch_size[0]}
     return config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vit_jax.base.errors import Faults, InputError
+from vit_jax.data.native import PatchRule
 from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
 from vit_jax.transfer.source import READING, Source, read_json
 from vit_jax.transfer.timm_blocks import CLIP, IMAGENET
@@ -18,7 +19,7 @@ _PIXELS = {
     "do_normalize": "true or false", "do_pad": "true or false", "resample": "an int from 0",
     "rescale_factor": "a positive number", "image_mean": "numbers of channels",
     "image_std": "positive numbers of channels", "image_processor_type": "text",
-    "feature_extractor_type": "text", "ops": "text",
+    "feature_extractor_type": "text", "ops": "text", "max_num_patches": "a positive int",
     **READING,
 }  # fmt: skip
 _PROCESSOR = re.compile(
@@ -88,6 +89,13 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], default: str, source: str) -
         **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
     )
     return spec._replace(ops=None) if ops == ops_of_cut(cut, spec.image_size) else spec
+
+
+def with_patches(spec: Spec, pixels: dict[str, Any], patch_size: tuple[int, int]) -> Spec:
+    """`spec` with the values of a Siglip2ImageProcessor, which keeps the shape of pictures."""
+    mean, std = _mean_and_std(pixels)
+    rule = PatchRule(patch_size, pixels["max_num_patches"])
+    return spec._replace(mean=mean, std=std, ops="decode", rule=rule)
 
 
 def _in_size(given: dict[str, Any], image_size: tuple[int, int], source: str) -> dict[str, Any]:
@@ -166,8 +174,12 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
         "image_mean": list(spec.mean),
         "image_std": list(spec.std),
         "rescale_factor": 1 / 255,
-        **_write_cut(spec.cut or Cut(), spec.image_size),
     }
+    if spec.rule is not None:
+        of_patches = {"patch_size": spec.rule.patch_size[0], "max_num_patches": spec.rule.most}
+        kind = {"image_processor_type": "Siglip2ImageProcessor", "resample": 2}
+        return pixels | kind | of_patches | spec.stated_reading
+    pixels |= _write_cut(spec.cut or Cut(), spec.image_size)
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = spec.ops or ops_for(spec)
     return pixels | spec.stated_reading

@@ -162,7 +162,10 @@ KINDS = {
     "dinov3_vit": Kind("DINOv3ViT", _dinov3(), _OF_DINOV3, 1e-5, num_heads=6, square=()),
     "siglip_vision_model": Kind("SiglipVision", _siglip(), **_SIGLIP),
     "siglip2_vision_model": Kind(
-        "Siglip2Vision", _siglip(patches=LINEAR), resize="linear_antialiased", **_SIGLIP
+        "Siglip2Vision",
+        _siglip(patches=LINEAR),
+        resize="linear_antialiased",
+        **_SIGLIP | {"needed": _SIGLIP["needed"] | {"pos_filter": ("bilinear",)}},
     ),
     "clip_vision_model": Kind(
         "CLIPVision", _siglip(), _OF_CLIP, 1e-5, "quick_gelu", pixels=CLIP, heads=_HEADS
@@ -198,7 +201,8 @@ def find_name(model: nn.Module) -> str:
     """The key of KINDS of the tower that `model` is; vit or deit also where none can hold it."""
     if type(model) is not ViT:
         return "deit" if isinstance(model, DeiT) else "vit"
-    name = "clip_vision_model" if model.pre_norm else "siglip_vision_model"
+    name = "siglip_vision_model" if model.max_tokens is None else "siglip2_vision_model"
+    name = "clip_vision_model" if model.pre_norm else name
     if model.layer_scale and model.rotary == "normalised":
         name = "dinov3_vit"
     elif model.layer_scale and find_ratio(model):

@@ -21,10 +21,11 @@ PACKAGES = ("ai_edge_litert",)
 DEVICE = "cpu"
 _COMPOSITE = r'stablehlo\.composite "[^"]+" ([^{]*?) \{.*?decomposition = (@[\w."]+).*?\} :'
 PRECISIONS = ("float32", "float16", "int8")
+SPLITS = False
 
 
-def convert(path: epath.Path, program: Program) -> dict[str, Any]:
-    """Write the program; return facts for the receipt."""
+def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, Any]]:
+    """Write the program; return the names of the files, and facts for the receipt."""
     import tensorflow as tf
     from jax.experimental import jax2tf
     from jax.extend.mlir.dialects import stablehlo
@@ -50,7 +51,7 @@ def convert(path: epath.Path, program: Program) -> dict[str, Any]:
     if program.precision == "int8":
         converter.representative_dataset = lambda: ([image[None]] for image in program.samples)
     write_whole(path, converter.convert())
-    return {"converter": f"tensorflow {tf.__version__}"}
+    return [path.name], {"converter": f"tensorflow {tf.__version__}"}
 
 
 def load(path: epath.Path) -> Callable[[np.ndarray], np.ndarray]:

@@ -102,20 +102,14 @@ class Program(NamedTuple):
         return jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), *self.shape), self.dtype)
 
 
-def make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -> Program:
+def make_program(pretrained: Pretrained, choice: Choice = PLAIN) -> Program:
     """The program of a model.
 
     Raises:
       InputError: if `choice` needs classes and the model has none, or if the model takes images of
-        any size or has 2 GiB and more.
+        any size.
     """
     model, variables, spec = pretrained.model, pretrained.variables, pretrained.spec
-    num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
-    if num_bytes > MOST_BYTES:
-        raise InputError(
-            f"--format={format}: the parameters have {num_bytes / 2**30:.1f} GiB, but a "
-            "serialised program holds at most 2; export as timm, hf or npz"
-        )
     size = model.image_size or spec.image_size
     if size is None:
         raise InputError(

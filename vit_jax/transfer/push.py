@@ -45,6 +45,7 @@ def push(
     pull_request: bool = False,
     license: str | None = None,
     dry_run: bool = False,
+    max_shard_size: str | None = None,
 ) -> dict[str, Any]:
     """Send a model to a repository of the Hub, which is made if there is none.
 
@@ -57,6 +58,7 @@ def push(
       license: the Hub's identifier, such as apache-2.0; None: the source's, if the Hub has
         the source and its licence.
       dry_run: send nothing.
+      max_shard_size: as in `export`.
 
     Returns:
       {"repository", "files": {name: bytes}, "card"}, and {"commit", "address"} of what was sent.
@@ -71,7 +73,7 @@ def push(
     room.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=room) as work:
         folder = epath.Path(work) / repository.partition("/")[2]
-        receipt = export(pretrained, folder, format)
+        receipt = export(pretrained, folder, format, max_shard_size=max_shard_size)
         recipe, figures = _files_of_run(pretrained)
         for file in figures:
             file.copy(folder / file.name)

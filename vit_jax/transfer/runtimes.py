@@ -1,8 +1,9 @@
 """Runtimes that compute exported programs. Each has one file and one entry in RUNTIMES.
 
 The file states PACKAGES (the runtime first), DEVICE (where the runtime computes; None: where JAX
-does), PRECISIONS, `convert` (path, program -> facts for the receipt) and `load` (path -> the
-function images (b, H, W, C) -> outputs (b, n), computed by the runtime).
+does), PRECISIONS, SPLITS (whether a program may have several files, and more than 2 GiB), `convert`
+(path, program -> names of the files, facts for the receipt) and `load` (path -> the function images
+(b, H, W, C) -> outputs (b, n), computed by the runtime).
 """
 
 import importlib.metadata
@@ -23,7 +24,7 @@ from vit_jax.data.class_names import as_name, places_of
 from vit_jax.data.words import imagenet_names
 from vit_jax.transfer import litert, onnx, stablehlo
 from vit_jax.transfer.pretrained import Pretrained, Spec, class_names, load_pixels
-from vit_jax.transfer.program import GIVES, Choice, make_program
+from vit_jax.transfer.program import GIVES, MOST_BYTES, PLAIN, Choice, Program, make_program
 
 RUNTIMES: dict[str, Any] = {"stablehlo": stablehlo, "onnx": onnx, "litert": litert}
 
@@ -37,8 +38,7 @@ _TIMED = 10
 def write(path: epath.Path, pretrained: Pretrained, format: str) -> list[str]:
     """Write the plain program images -> logits; return the names of the files."""
     need_packages(format)
-    RUNTIMES[format].convert(path, make_program(pretrained, format))
-    return [path.name]
+    return RUNTIMES[format].convert(path, _make_program(pretrained, format))[0]
 
 
 def need_packages(format: str) -> None:
@@ -50,16 +50,30 @@ def need_packages(format: str) -> None:
             )
 
 
+def _make_program(pretrained: Pretrained, format: str, choice: Choice = PLAIN) -> Program:
+    """The program; raises InputError as `make_program`, or if the format cannot hold its size."""
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(pretrained.variables))
+    if num_bytes > MOST_BYTES and not RUNTIMES[format].SPLITS:
+        raise InputError(
+            f"--format={format}: the parameters have {num_bytes / 2**30:.1f} GiB, but the file "
+            "holds at most 2; export as onnx, timm, hf or npz"
+        )
+    return make_program(pretrained, choice)
+
+
 def export_program(
     path: epath.Path, pretrained: Pretrained, format: str, choice: Choice
-) -> dict[str, Any]:
-    """Write a program, run it in its runtime on pictures, and return the comparison.
+) -> tuple[list[str], dict[str, Any]]:
+    """Write a program and run it in its runtime on pictures.
+
+    Returns:
+      The names of the files, and the comparison for the receipt.
 
     Raises:
       InputError: if the model or the pictures do not suit the choice.
       RuntimeError: if the runtime computes something else.
     """
-    runtime, program = RUNTIMES[format], make_program(pretrained, format, choice)
+    runtime, program = RUNTIMES[format], _make_program(pretrained, format, choice)
     spec = pretrained.spec.at(program.shape[:2])
     if choice.calibration is not None:
         paths = _find_pictures(choice.calibration)
@@ -72,7 +86,7 @@ def export_program(
     if choice.precision == "int8" and num_classes is not None:
         labels = _labels(pictures, choice.pictures, class_names(spec, num_classes))
     try:
-        facts = runtime.convert(path, program)
+        files, facts = runtime.convert(path, program)
     except (OSError, MemoryError):
         raise
     except Exception as e:  # of any type, by a converter or a quantiser
@@ -86,7 +100,7 @@ def export_program(
     apply = partial(jax.jit(program.apply), jax.device_put(program.variables, device))
     taken = _batches(pictures, spec, choice)
     compared = _compare(apply, runtime.load(path), taken, choice, labels)
-    return {"runtime": versions, **facts, **compared}
+    return files, {"runtime": versions, **facts, **compared}
 
 
 def _find_pictures(folder: epath.PathLike) -> list[str]:

@@ -15,13 +15,14 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 PACKAGES = ("jax",)
 DEVICE = None
 PRECISIONS = ("float32",)
+SPLITS = False
 
 
-def convert(path: epath.Path, program: Program) -> dict[str, Any]:
-    """Write the program; return facts for the receipt."""
+def convert(path: epath.Path, program: Program) -> tuple[list[str], dict[str, Any]]:
+    """Write the program; return the names of the files, and facts for the receipt."""
     exported = jax.export.export(jax.jit(program.call), platforms=PLATFORMS)(program.images)
     write_whole(path, bytes(exported.serialize()))
-    return {}
+    return [path.name], {}
 
 
 def load(path: epath.Path) -> Callable[[np.ndarray], Any]:

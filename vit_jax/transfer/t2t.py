@@ -150,7 +150,7 @@ def check(model: nn.Module) -> list[str]:
     return find_unheld(model, (T2TViT,), _HELD)
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write the files of `timm_config.write`; return their names."""
     model = pretrained.model
     leaves = {**pretrained.params, **pretrained.model_state}
@@ -171,7 +171,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "num_classes": model.num_classes or 0,
         "model_args": args,
     }
-    return timm_config.write(path, config, arrays, pretrained.spec.at(model.image_size))
+    spec = pretrained.spec.at(model.image_size)
+    return timm_config.write(path, config, arrays, spec, max_shard_size)
 
 
 def _architecture(model: T2TViT) -> str:

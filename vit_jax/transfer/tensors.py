@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,14 +16,17 @@ import ml_dtypes
 import numpy as np
 import safetensors
 from etils import epath
+from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.serialization import StateDictSplit
 
+from vit_jax.base.errors import InputError
 from vit_jax.base.files import is_object, open_for_append, write_whole
 from vit_jax.base.lazy import Lazy
 
 WEIGHTS = "model.safetensors"  # in a folder
 INDEX = f"{WEIGHTS}.index.json"
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-SHARD_BYTES = 5 * 10**9  # at most in a file, as huggingface_hub has it, unless one array has more
+SHARD_SIZE = "5GB"  # at most in a file, as huggingface_hub has it, unless one array has more
 _COUNTER = ".num_batches_tracked"  # an array of each batch norm in PyTorch, without influence
 _NUMBERS = (_COUNTER, ".position_ids")  # the positions are 0, 1, 2, ...
 
@@ -88,38 +92,45 @@ def share_equal(
     return shared
 
 
-def write_tensors(path: epath.Path, arrays: Mapping[str, np.ndarray | Lazy]) -> list[str]:
+def check_size(size: str, key: str) -> None:
+    """Raise InputError, naming `key`, unless `size` is one of `write_tensors`."""
+    try:
+        _split({}, size, "")
+    except ValueError:
+        raise InputError(f"{key}={size}: needs a size such as 5GB or 500MB") from None
+
+
+def write_tensors(
+    path: epath.Path, arrays: Mapping[str, np.ndarray | Lazy], max_shard_size: str | None = None
+) -> list[str]:
     """Write arrays in PyTorch's names; return the names of the files.
 
-    A path to WEIGHTS becomes several files and an index if the arrays have more than SHARD_BYTES.
-    Files have PyTorch's mark in their metadata, which some libraries require, and batch norms the
-    counters that PyTorch expects.
+    A path to WEIGHTS becomes several files and an index if the arrays need more than
+    `max_shard_size`, such as "500MB"; None: SHARD_SIZE. Files have PyTorch's mark in their
+    metadata, which some libraries require, and batch norms the counters that PyTorch expects.
     """
     means = [name for name in arrays if name.endswith(".running_mean")]
     counters = {name.replace(".running_mean", _COUNTER): np.zeros((), np.int64) for name in means}
     all_arrays = {**counters, **dict(sorted(arrays.items()))}
-    sizes = {name: _size(array) for name, array in all_arrays.items()}
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if path.name == WEIGHTS and shards[-1] and filled + size > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    number = len(shards)
-    files = [path.name] if number == 1 else [
-        f"{path.stem}-{i:05}-of-{number:05}{path.suffix}" for i in range(1, number + 1)
-    ]  # fmt: skip
-    for file, names in zip(files, shards, strict=True):
+    most = max_shard_size or SHARD_SIZE if path.name == WEIGHTS else sys.maxsize
+    split = _split(all_arrays, most, f"{path.stem}{{suffix}}{path.suffix}")
+    for file, names in split.filename_to_tensors.items():
         parts = _parts({name: all_arrays[name] for name in names})
         open_for_append(path.with_name(file), parts).close()
-    if number == 1:
-        return files
-    places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    if not split.is_sharded:
+        return [path.name]
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     write_whole(path.with_name(INDEX), json.dumps(index, indent=2) + "\n")
-    return [INDEX, *files]
+    return [INDEX, *split.filename_to_tensors]
+
+
+def _split(
+    arrays: Mapping[str, np.ndarray | Lazy], most: int | str, pattern: str
+) -> StateDictSplit:
+    """The names of arrays by file, as transformers divides them."""
+    return split_state_dict_into_shards_factory(
+        arrays, get_storage_size=_size, filename_pattern=pattern, max_shard_size=most
+    )
 
 
 def _size(array: np.ndarray | Lazy) -> int:

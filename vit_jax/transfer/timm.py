@@ -12,11 +12,13 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base.errors import Faults
+from vit_jax.base.lazy import Lazy
+from vit_jax.data.native import PatchRule
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import fit, timm_blocks, timm_config, timm_efficientnet
+from vit_jax.transfer import fit, timm_blocks, timm_config, timm_efficientnet, timm_naflex
 from vit_jax.transfer.families import COMPUTES_OTHERWISE
 from vit_jax.transfer.names import (
     LINEAR,
@@ -89,7 +91,7 @@ def vit_rows(model: nn.Module) -> list[Row]:
 
 def recognises(source: Source) -> bool:
     """Whether the arrays have timm's names."""
-    is_vit = not source.arrays.keys().isdisjoint((_PATCHES, timm_blocks.NAFLEX))
+    is_vit = not source.arrays.keys().isdisjoint((_PATCHES, timm_naflex.PATCHES))
     return is_vit or timm_efficientnet.recognises(source)
 
 
@@ -104,9 +106,9 @@ def read(source: Source) -> Pretrained:
 
 
 def _read_vit(source: Source) -> Pretrained:
-    config, is_naflex = Config(source), timm_blocks.NAFLEX in source.arrays
+    config, is_naflex = Config(source), timm_naflex.PATCHES in source.arrays
     if is_naflex:
-        config.image_size = timm_blocks.read_naflex(source, config.args)
+        config.image_size = timm_naflex.read_naflex(source, config.args)
     timm_blocks.rename_to_timm(source)
     source.require({_PATCHES: 4, _DOWN: 2}, {"pos_embed": 3, "reg_token": 3, "head.weight": 2})
     arrays = source.arrays
@@ -114,7 +116,7 @@ def _read_vit(source: Source) -> Pretrained:
     source.refuse(["its architecture"] if COMPUTES_OTHERWISE.match(architecture) else [])
     kind = timm_blocks.find_kind(source, architecture)
     if is_naflex:
-        kind = timm_blocks.naflex_kind(source, config.args, architecture)
+        kind = timm_naflex.naflex_kind(source, config.args, architecture)
     source.leave_out(r"decoder_.*|mask_token", "what predicted hidden patches is")
     width, mlp_dim = arrays[_DOWN].shape
     fields = timm_blocks.block_fields(source, kind)
@@ -161,6 +163,9 @@ def _read_vit(source: Source) -> Pretrained:
     model = timm_blocks.check_rotary(source, model, config.args)
     params = read_rows(vit_rows(model), source, model)
     spec = config.read_spec(image_size, model.num_classes, kind.resize).of(model.channels)
+    if is_naflex and (most := config.stated.get("max_tokens")):
+        rule, model = PatchRule(model.patch_size, most), model.clone(max_tokens=most)
+        spec = spec._replace(ops="decode", rule=rule)
     return Pretrained(str(source.path), model, params, spec)
 
 
@@ -262,6 +267,8 @@ def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
     if type(model) is EfficientNet:
         return timm_efficientnet.check(model)
+    if timm_naflex.is_naflex(model):
+        return timm_naflex.check(model)
     if (form := timm_blocks.find_form(model)) is not None:
         return timm_blocks.find_faults(form, model)
     if faults := find_unheld(model, (ViT, DeiT), _held(model)):
@@ -273,23 +280,29 @@ def check(model: nn.Module) -> list[str]:
     return []
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
     Returns the files' names.
     """
     if isinstance(pretrained.model, EfficientNet):
-        return timm_efficientnet.write(path, pretrained)
+        return timm_efficientnet.write(path, pretrained, max_shard_size)
     fit.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.position_class.acts_on != "nothing" or distilled:
         pretrained = fit.with_learned_positions(pretrained, class_token_has_one=distilled)
-    if pretrained.model.registers and pretrained.model.num_prefix_positions:
+    flexible = timm_naflex.is_naflex(pretrained.model)
+    if (pretrained.model.registers or flexible) and pretrained.model.num_prefix_positions:
         pretrained = fit.without_class_position(pretrained)
     model, form = pretrained.model, timm_blocks.find_form(pretrained.model)
-    arrays = write_rows(vit_rows(model), pretrained.params, model)
-    if form is None:
+    rows = timm_naflex.to_naflex(vit_rows(model)) if flexible else vit_rows(model)
+    arrays: dict[str, np.ndarray | Lazy] = {**write_rows(rows, pretrained.params, model)}
+    if flexible:
+        args, architecture = timm_naflex.to_args(_model_args(model), model)
+        positions = np.asarray(arrays["embeds.pos_embed"])
+        arrays["embeds.pos_embed"] = positions.reshape(1, *model.grid, model.width)
+    elif form is None:
         args, architecture = _model_args(model), _architecture(model)
     else:
         args, architecture = _rotary_args(model, form), form.architecture(model)
@@ -301,9 +314,10 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "num_features": model.width,
         "global_pool": args["global_pool"],
         "model_args": args,
+        **({"max_tokens": model.max_tokens} if flexible else {}),
     }
     spec = pretrained.spec.at(model.image_size).of(model.channels)
-    return timm_config.write(path, config, arrays, spec)
+    return timm_config.write(path, config, arrays, spec, max_shard_size)
 
 
 def _size_args(model: nn.Module) -> dict[str, Any]:

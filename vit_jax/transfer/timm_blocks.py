@@ -4,7 +4,6 @@ A kind is what a published model computes that its arrays do not show. Arrays in
 authors of DINOv2, DINOv3 and ViT-5 are first renamed to timm's.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,9 +12,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import numpy as np
 
-from vit_jax.base.errors import Faults
-from vit_jax.config import image_hw
-from vit_jax.models.own_shapes import FILTERS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer.names import (
     HEADS_BY_WIDTH,
@@ -63,7 +59,7 @@ class Kind(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
 
 
-_ROTARY_2D = {"rotary": "indices", "rotary_base": 1e4}
+ROTARY_2D = {"rotary": "indices", "rotary_base": 1e4}
 PLAIN = Kind()
 DINOV2 = Kind(pixels=IMAGENET, heads={1536: 24})
 _OF_AUTHORS = "half_pixel_surplus"  # of DINOv2 without registers
@@ -71,10 +67,9 @@ DINOV3 = Kind(
     1e-5, pool="avg", pixels=IMAGENET, heads={1280: 20, 4096: 32}, fields={"rotary": "normalised"}
 )
 SIGLIP = Kind(heads={1536: 16})
-NAFLEX = "embeds.proj.weight"  # the patch embedding of a NaFlexVit, whose patches are flattened
 CLIP_TOWER = Kind(1e-5, pixels=CLIP)
-EVA02 = Kind(act="silu", pixels=CLIP, fields=_ROTARY_2D | {"rotary_side": 16})
-VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=_ROTARY_2D | {"rotary_registers": 100.0})
+EVA02 = Kind(act="silu", pixels=CLIP, fields=ROTARY_2D | {"rotary_side": 16})
+VIT5 = Kind(pixels=IMAGENET, resize="half_pixel", fields=ROTARY_2D | {"rotary_registers": 100.0})
 
 
 def find_kind(source: Source, architecture: str) -> Kind:
@@ -98,48 +93,6 @@ def find_kind(source: Source, architecture: str) -> Kind:
         kind = DINOV2._replace(act="silu") if is_gated(source) else DINOV2
         return kind if has("reg_token") or not of_authors else kind._replace(resize=_OF_AUTHORS)
     return PLAIN
-
-
-def read_naflex(source: Source, args: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Give the arrays of a NaFlexVit the names and axes of a VisionTransformer's, in place.
-
-    Returns the image size whose grid the positions have; None if it has none.
-    """
-    source.require({NAFLEX: 2}, {"embeds.pos_embed": 4})
-    width, values = source.arrays[NAFLEX].shape
-    channels = int(args.get("in_chans", 3))
-    p, q = image_hw(args.get("patch_size", math.isqrt(values // channels)), "patch_size")
-    if p * q * channels != values:
-        source.refuse([f"{NAFLEX}: {values} values a patch are not {p} x {q} x {channels}"])
-    of_channels = source.arrays.pop(NAFLEX).reshape(width, p, q, channels)
-    source.arrays[PATCHES_WEIGHT] = of_channels.transpose(0, 3, 1, 2)
-    source.rename({r"embeds\.proj\.bias": "patch_embed.proj.bias",
-                   r"embeds\.(cls_token|reg_token|pos_embed)": r"\1"})  # fmt: skip
-    if "pos_embed" not in source.arrays:
-        return None
-    _, rows, columns, _ = source.arrays["pos_embed"].shape
-    source.arrays["pos_embed"] = source.arrays["pos_embed"].reshape(1, rows * columns, width)
-    return rows * p, columns * q
-
-
-def naflex_kind(source: Source, args: Mapping[str, Any], architecture: str) -> Kind:
-    """The kind of a NaFlexVit by its arguments and its name in timm.
-
-    Raises: InputError for positions that are not supported.
-    """
-    is_siglip, rope = "siglip" in architecture, args.get("rope_type") or "none"
-    filter = args.get("pos_embed_interp_mode", "bilinear" if is_siglip else "bicubic")
-    faults = Faults()
-    faults.need(
-        rope in ("none", "axial"), f"rope_type={rope!r} is not supported; needs axial, or none"
-    )
-    faults.need(
-        filter in FILTERS,
-        f"pos_embed_interp_mode={filter!r} is not supported; needs {' or '.join(FILTERS)}",
-    )
-    source.refuse(faults)
-    fields = {"pos_filter": filter} | (_ROTARY_2D if rope == "axial" else {})
-    return Kind(act="gelu_tanh" if is_siglip else "gelu", fields=fields)
 
 
 def is_gated(source: Source) -> bool:

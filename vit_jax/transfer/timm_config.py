@@ -26,6 +26,7 @@ from vit_jax.transfer.timm_blocks import IMAGENET
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
           "ops": "text", "global_pool": "text", "loss": "softmax or sigmoid",
+          "max_tokens": "a positive int",
           **READING, "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
@@ -118,7 +119,11 @@ def library_ops(spec: Spec) -> str:
 
 
 def write(
-    path: epath.Path, config: dict[str, Any], arrays: Mapping[str, np.ndarray | Lazy], spec: Spec
+    path: epath.Path,
+    config: dict[str, Any],
+    arrays: Mapping[str, np.ndarray | Lazy],
+    spec: Spec,
+    max_shard_size: str | None = None,
 ) -> list[str]:
     """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
@@ -146,4 +151,5 @@ def write(
     alone = path.suffix == ".safetensors"
     beside = path.with_suffix(".json") if alone else path / "config.json"
     write_json(beside, config)
-    return [beside.name, *write_tensors(path if alone else path / WEIGHTS, arrays)]
+    weights = path if alone else path / WEIGHTS
+    return [beside.name, *write_tensors(weights, arrays, max_shard_size)]

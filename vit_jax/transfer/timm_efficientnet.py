@@ -121,7 +121,7 @@ def check(model: nn.Module) -> list[str]:
     return find_unheld(model, (EfficientNet,), {"norm_eps": (1e-3,)})
 
 
-def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+def write(path: epath.Path, pretrained: Pretrained, max_shard_size: str | None = None) -> list[str]:
     """As `timm.write`."""
     model, spec = pretrained.model, pretrained.spec
     factors = model.width_factor, model.depth_factor
@@ -135,4 +135,5 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         config |= {"width": model.width_factor, "depth": model.depth_factor}
     leaves = {**pretrained.params, **pretrained.model_state}
     arrays = write_rows(_rows_of(model), leaves, model)
-    return timm_config.write(path, config, arrays, spec.at(model.image_size or spec.image_size))
+    spec = spec.at(model.image_size or spec.image_size)
+    return timm_config.write(path, config, arrays, spec, max_shard_size)

@@ -151,7 +151,7 @@ def resolve(
             if (key not in flat or flat[key] != value or by == "source")
             and (key not in by_user or by not in ("source", "rule"))
         }
-        config = config_lib.with_values(config, changes)
+        config = config_lib.with_values(config, changes) if changes else config
         decided_by |= dict.fromkeys(changes, by)
         if by == "source" and changes:
             faults += find_faults(config)  # the checks did not know what the source decides

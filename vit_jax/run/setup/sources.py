@@ -422,5 +422,6 @@ def data_fingerprint(settings: Settings, source: data.Source) -> str:
     schedule = [settings.values["data.image_size"], d.image_size_keeps]
     sizes = schedule if len(settings.sizes) > 1 else []
     sizes += [] if d.max_tokens is None else [settings.values["data.max_tokens"], d.patch_size]
+    sizes += [] if d.pack is None else [["pack", *d.pack]]
     texts = [d.text_length, d.vocabulary_digest] if d.text_length is not None else []
     return fingerprint(*identity, *channels, *views, *ranges, *sizes, *texts)
